@@ -48,8 +48,7 @@ class FakeKubelet(NodeState):
     in the same event loop calls them through `asyncio.to_thread`.
 
     root: stands for /var/lib/kubelet; None creates a directory that is removed with the object. topology_policy: the
-    topology manager's, with container scope, over `numa_nodes`. check_nodes: a container starts only if its device
-    nodes exist on this machine. stop_grace: seconds after which a resource without its plugin is forgotten.
+    topology manager's, with container scope, over `numa_nodes`.  stop_grace: seconds after which a resource without its plugin is forgotten.
     dial_timeout: seconds that Register tries to connect to the plugin. start_backoff: seconds between attempts to start
     a container (a kubelet: 10 s and more). seed: the kubelet iterates over sets of devices in random order; the same
     seed gives the same order. pod_resources_qps, pod_resources_burst: the rate limit of PodResources. cgroup_root: the
@@ -266,14 +265,16 @@ class FakeKubelet(NodeState):
     # Pods.
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return why the agents of `serve` withhold devices of these resources, for messages; "" if they do not."""
+        """Return why devices of these resources are withheld, and what the slices lack, for messages; "" for none."""
         reasons = [
             f"{device}: {why.reason}"
             for resource in itertools.chain.from_iterable(status() for status in self.statuses)
             if resource.resource in resources
             for device, why in sorted(resource.withheld.items())
         ]
-        return "; withheld: " + "; ".join(reasons) if reasons else ""
+        left_out = [one for those in self.left_out for one in those()]
+        parts = {"withheld": reasons, "left out of the slices": left_out}
+        return "".join(f"; {what}: {'; '.join(those)}" for what, those in parts.items() if those)
 
     def start_pod(
         self,
@@ -458,7 +459,7 @@ class FakeKubelet(NodeState):
         registered = [r.resource for r in self.registrations[-5:]]
         return (
             f"up: {self.is_up}, capacity and allocatable: {self._capacity()}, last registrations: {registered}, "
-            f"last refusals: {refused}, pods: {pods}, crashes: {self.crashes}"
+            f"last refusals: {refused}, pods: {pods}, crashes: {self.crashes}{self.withheld(registered)}"
         )
 
     def _capacity(self) -> tuple[dict[str, int], dict[str, int]]:

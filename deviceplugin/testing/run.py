@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
+from deviceplugin.cdi import CdiError, described
+from deviceplugin.device import DeviceNode
 from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.testing.devicemanager import (
     AdmissionError,
@@ -395,10 +397,10 @@ class Run:
     def _start(self, pod: FakePod, container: FakeContainer) -> None:
         options = self.manager.run_options(pod.spec, container.spec)
         options.cdi.update(dict.fromkeys(self.kubelet.cdi_devices(pod, container)))
-        if self.kubelet.check_nodes:
-            for host, _ in options.nodes.values():
-                if not Path(host).exists():
-                    raise PluginCallError(f"the device node {host} does not exist")
+        try:
+            described([DeviceNode(host) for host, _ in options.nodes.values()])
+        except CdiError as error:
+            raise PluginCallError(str(error)) from error
         held = {
             resource: {device for ids in by_node.values() for device in ids}
             for resource, by_node in self.manager.container_devices(pod.uid, container.name).items()

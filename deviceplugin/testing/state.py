@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -89,7 +89,6 @@ class NodeState:
         *,
         numa_nodes: Sequence[int] = (0, 1),
         topology_policy: TopologyPolicy = "none",
-        check_nodes: bool = False,
         stop_grace: float = 300.0,
         dial_timeout: float = 10.0,
         start_backoff: float = 0.1,
@@ -104,7 +103,6 @@ class NodeState:
         self.root = Path(root).resolve() if root is not None else Path(tempfile.mkdtemp(prefix="dp-", dir=_short_tmp()))
         self.numa_nodes = tuple(numa_nodes)
         self.topology_policy: TopologyPolicy = topology_policy
-        self.check_nodes = check_nodes
         self.stop_grace = stop_grace
         self.dial_timeout = dial_timeout
         self.start_backoff = start_backoff
@@ -138,6 +136,8 @@ class NodeState:
         """The places where a real kubelet would have crashed. A test that expects a crash clears the list."""
         self.statuses: list[Callable[[], Sequence[ResourceStatus]]] = []
         """From the agents of `serve`. They know why a device is withheld, and do not report it to a kubelet."""
+        self.left_out: list[Callable[[], Iterable[str]]] = []
+        """From the agents of `serve_both`: what could not be published for claims, and why, one sentence each."""
         self._updates: dict[str, list[Update]] = {}
         self._rejecting: list[str] = []
         self._rejecting_pods: list[str] = []

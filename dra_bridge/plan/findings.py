@@ -1,4 +1,4 @@
-"""Kinds of findings: a constant code, a severity, an explanation, and advice. docs/plan.md has the same table."""
+"""Kinds of findings: a code that stays, a severity, what it means, what to do. docs/plan-findings.md is made of it."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ class ServedBoth(Served):
         self._drain: Drain = drain
         self._bridge: Bridge | None = None
         super().__init__(sources, node, **options)
+        node.left_out.append(self._left_out)
 
     @property
     def drivers(self) -> list[str]:
@@ -62,6 +63,12 @@ class ServedBoth(Served):
         registered = any(plugin.connected and plugin.told for plugin in self._node.dra.plugins(driver))
         published = self._bridge is not None and self._bridge.publisher.observed(driver, time.monotonic()).published
         return registered and published and view.reported is not None and fleet.finished(view)
+
+    def _left_out(self) -> list[str]:
+        """Return what the slices lack of the devices, and why."""
+        if self._bridge is None or not self.alive:
+            return []
+        return [problem for driver in self.drivers for problem in self._bridge.publisher.state(driver).problems]
 
     def _program(self) -> Program:
         from dra_bridge.handover.share import parse_share

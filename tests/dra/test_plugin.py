@@ -243,3 +243,21 @@ def test_devices_have_their_ids_on_both_sides(fake_node: FakeNode, bridged: Call
     pods = [fake_node.run_pod("p", {"example.com/odd": 1}), fake_node.start_pod("q", template={"odd.example.com": 1})]
     pods[1].wait_running()
     assert sorted(device for pod in pods for device in fake_node.devices_of(pod)) == ["snd/a_1", "snd/a_2"]
+
+
+def test_waits_name_what_is_left_out_of_the_slices(fake_node: FakeNode, bridged: Bridged) -> None:
+    """A device of which a part cannot be published for claims is named with the reason by each wait."""
+
+    class Halves(Fpga):
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            yield [Device("half", consumes={"card0": {"memory": "8Gi"}})]
+
+    bridged(Halves(), share="all")
+    pod = fake_node.start_pod("p", template={D: 1})
+    with pytest.raises(TimeoutError, match=r"too few devices .* left out of the slices: .*'half'.*'card0', which no"):
+        pod.wait_running(timeout=0.5)
+    pod.delete()
+    with pytest.raises(TimeoutError, match=r"for a slice; .* left out of the slices: .*'half'.*'card0', which no"):
+        fake_node.wait_until(
+            lambda: any("devices" in one["spec"] for one in fake_node.server.objects()), 0.1, "a slice"
+        )

@@ -157,7 +157,7 @@ class FakeNode(NodeWithAgents):
     @contextmanager
     def running(cls, directory: Path, program: str = "tests.scenarios.quick") -> Iterator[FakeNode]:
         """Run a node; at the end its agents are ended, and their logs printed. program: a module that runs agents."""
-        with FakeKubelet(check_nodes=True) as kubelet:
+        with FakeKubelet() as kubelet:
             node = cls(kubelet, directory, program)
             try:
                 yield node

@@ -144,9 +144,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
             envs={f"{self.resource.rpartition('/')[2].upper()}_IDS": ",".join(sorted(ids))},
             annotations={f"{self.resource}-ids": ",".join(sorted(ids))},
             mounts=[pb.Mount(container_path="/opt/lib", host_path=f"/srv/{self.endpoint}", read_only=True)],
-            devices=[
-                pb.DeviceSpec(container_path=f"/dev/{i}", host_path=f"/dev/host-{i}", permissions="rw") for i in ids
-            ],
+            devices=[pb.DeviceSpec(container_path=f"/dev/{i}", host_path="/dev/null", permissions="rw") for i in ids],
             cdi_devices=[pb.CDIDevice(name=f"example.com/thing={i}") for i in ids],
         )
         return pb.AllocateResponse(container_responses=[answer])

@@ -278,16 +278,19 @@ class TestAllocation:
         pod = kubelet.start_pod("p", containers=[ContainerSpec("main", ONE, through_dra=[RESOURCE])])
         kubelet.wait_until(lambda: "holds no devices" in pod.container().message)
 
-    def test_check_nodes(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
-        """A container whose device node does not exist does not start, and does when it comes."""
-        kubelet = kubelets(check_nodes=True, start_backoff=0.01)
+    def test_nodes_are_looked_for(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
+        """A container whose device node is missing, or is a file, does not start; a link to a device node will do."""
+        kubelet = kubelets(start_backoff=0.01)
         plugin = plugins(kubelet, "a")
         node = tmp_path / "node"
         answer = pb.ContainerAllocateResponse(devices=[pb.DeviceSpec(container_path="/dev/x", host_path=str(node))])
         plugin.response = lambda ids: pb.AllocateResponse(container_responses=[answer])
         pod = kubelet.start_pod("p", ONE)
-        kubelet.wait_until(lambda: "does not exist" in pod.container().message)
+        kubelet.wait_until(lambda: "No such file" in pod.container().message)
         node.touch()
+        kubelet.wait_until(lambda: "neither a device node nor" in pod.container().message)
+        node.unlink()
+        node.symlink_to("/dev/null")
         pod.wait_running()
 
 
