@@ -48,7 +48,8 @@ class FakeKubelet(NodeState):
     in the same event loop calls them through `asyncio.to_thread`.
 
     root: stands for /var/lib/kubelet; None creates a directory that is removed with the object. topology_policy: the
-    topology manager's, with container scope, over `numa_nodes`.  stop_grace: seconds after which a resource without its plugin is forgotten.
+    topology manager's, with container scope, over `numa_nodes`. stop_grace: seconds after which a resource without its
+    plugin is forgotten.
     dial_timeout: seconds that Register tries to connect to the plugin. start_backoff: seconds between attempts to start
     a container (a kubelet: 10 s and more). seed: the kubelet iterates over sets of devices in random order; the same
     seed gives the same order. pod_resources_qps, pod_resources_burst: the rate limit of PodResources. cgroup_root: the
