@@ -11,11 +11,6 @@ from typing import Any
 import yaml
 
 from dra_bridge.manifests import Deployment
-<<<<<<< HEAD
-from tests.dra.node.test_status import bridge, status_of
-from tests.metrics.views import Still, resource
-=======
->>>>>>> a42653b2 (testing: treat a missing device node alike by limits and claims; name what is left out of slices in waits; docs: make the pages of keys, metrics and findings of the code, and write the others anew)
 from tests.programs import promtool
 from tests.reference_pages import known_families
 
@@ -64,21 +59,6 @@ def test_only_pods_of_the_agents_namespaces_are_scraped() -> None:
     assert found["namespaces"]["names"] == [Deployment().namespace, daemon_set["metadata"]["namespace"]]
 
 
-<<<<<<< HEAD
-def known_families() -> list[Metric]:
-    """Return all families that an agent may have."""
-    vendor = VendorConnection(connected=True, since=1.0)
-    still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}, vendor=vendor))
-    still.providers.append(status_of(bridge()))
-    values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(AgentCollector(still.measured(a=values).view))
-    ProcessCollector(registry=registry)
-    return list(registry.collect())
-
-
-=======
->>>>>>> a42653b2 (testing: treat a missing device node alike by limits and claims; name what is left out of slices in waits; docs: make the pages of keys, metrics and findings of the code, and write the others anew)
 def known_names() -> set[str]:
     """Return the names of all series that an agent may have."""
     return {sample.name for family in known_families() for sample in family.samples}
