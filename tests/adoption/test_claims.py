@@ -155,43 +155,6 @@ def test_sides(scene: Scene) -> None:
     assert held == {"g0", "g1"}
 
 
-@pytest.mark.parametrize("kill", [True, False])
-@pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
-def test_a_plugin_that_ends_while_a_pod_is_admitted(scene: Scene, call: str, *, kill: bool) -> None:
-    """The kubelet is answered, though the agent stays registered for what claims hold: it admits the next pods."""
-    (hold := scene.where / "hold").touch()
-    scene.write(dra={"share": 1})
-    scene.agent()
-    vendor = scene.vendor(hold=str(hold), held=call, preferred=True)
-    scene.wait_offered(1)
-    scene.node.wait_allocatable(RESOURCE, 1)
-    hold.unlink()
-    claimed = scene.pod().wait_running()
-    hold.touch()
-    before = len(vendor.calls(call))
-    pod = scene.node.start_pod("limited", {RESOURCE: 1})
-    vendor.wait(call, before + 1)
-    vendor.stop(kill=kill)
-    scene.node.wait_until(lambda: pod.phase == "Failed")
-    assert f"ended, or cannot be reached, during {call}" in pod.message
-    assert scene.node.streams(RESOURCE)
-    assert claimed.running
-
-
-def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_container(scene: Scene) -> None:
-    """The kubelet would want it for them, too, and start nothing; pods of the plugin's side have it afterwards."""
-    scene.write({"pre_start": "once"})
-    scene.agent()
-    vendor = scene.vendor(resource("g0"), pre_start=True)
-    scene.wait_offered(1)
-    scene.node.start_pod("through-dra", {RESOURCE: 1}).wait_running(20).delete()
-    scene.write({"pre_start": "once"}, dra={"share": "none"})
-    scene.node.wait_allocatable(RESOURCE, 1)
-    scene.node.run_pod("plain", {RESOURCE: 1})
-    assert len(vendor.calls("Allocate")) == 2
-    assert [one["ids"] for one in vendor.calls("PreStartContainer")] == [["g0"], ["g0"]]
-
-
 @pytest.mark.parametrize("reload", [False, True])
 def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
     """The config named a driver for them before; the plugin comes after the agent knows that it does so no more."""
@@ -227,26 +190,6 @@ def kept_from_pods(scene: Scene, past: Vendor) -> None:
     pod = scene.node.run_pod("limited", {RESOURCE: 1}, check=False)
     assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
     assert len(past.calls("Allocate")) == before
-
-
-def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
-    """The plugin goes, and comes back past the agent, which stays registered and refuses what claims hold."""
-    _, vendor, claimed = scene.claimed()
-    vendor.stop()
-    scene.wait_log("its plugin has disconnected")
-    assert scene.node.streams(RESOURCE)
-    vendor.directory = scene.node.device_plugin_dir
-    vendor.start()
-    scene.wait_log("another plugin has registered this resource with the kubelet")
-    scene.wait_log("instead of this agent, while claims have devices")
-    scene.node.wait_allocatable(RESOURCE, 0)
-    kept_from_pods(scene, vendor)
-    wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
-    assert len(vendor.calls("Allocate")) == 1
-    assert claimed.running
-    # Put right again.
-    vendor.move(scene.directory)
-    scene.wait_log("a plugin registered at", 2)
 
 
 def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scene) -> None:
@@ -402,19 +345,6 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
     scene.wait_log("registered as")
     scene.wait_offered(2)
     assert "another plugin" not in scene.agents[-1].log()
-
-
-def test_two_instances_of_a_plugin(scene: Scene) -> None:
-    """One with the agent, one past it: what no claim holds is withdrawn, and no pod gets what a claim holds."""
-    claimed = scene.claimed()[2]
-    held = scene.node.edits_of(claimed).env["GADGETS"]
-    other = scene.vendor(resource("g0", "g1"))
-    other.move(scene.node.device_plugin_dir)
-    scene.wait_log("instead of this agent, while claims have devices")
-    assert [one["name"] for one in scene.wait_offered(1)] == [held]
-    scene.node.wait_allocatable(RESOURCE, 0)
-    kept_from_pods(scene, other)
-    assert not other.calls("Allocate")
 
 
 def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:

@@ -383,21 +383,6 @@ def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pyt
             agent.wait_registered()
 
 
-@pytest.mark.parametrize("wipe", [True, False])
-def test_registers_again_after_a_kubelet_restart(fake_kubelet: FakeKubelet, served: Serve, *, wipe: bool) -> None:
-    """A restarted kubelet is registered with again, whether it deleted the plugins' sockets or not."""
-    agent = served(source())
-    fake_kubelet.wait_registered(R)
-    # The fake knows of a registration before the agent has the answer; each restart is to come after it.
-    wait(lambda: agent.agent.status().resources[0].registered)
-    for count in (2, 3):
-        fake_kubelet.restart(wipe=wipe)
-        again = fake_kubelet.wait_registered(R, count)
-        fake_kubelet.wait_allocatable(R, 2)
-        fake_kubelet.wait_until(lambda: sockets(fake_kubelet) == {again.endpoint})  # noqa: B023
-        wait(lambda: agent.agent.status().resources[0].registration.kubelet_restarts == count - 1)  # noqa: B023
-
-
 def test_registers_again_when_its_own_socket_is_gone(fake_kubelet: FakeKubelet, served: Serve) -> None:
     """Somebody deleted the plugin's socket: it serves on a new one and registers again."""
     served(source())

@@ -30,7 +30,7 @@ from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
 from deviceplugin.kubelet.paths import Paths
-from deviceplugin.kubelet.status import Withheld, unready
+from deviceplugin.kubelet.status import unready
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node.agent import Agent, AgentError
@@ -355,34 +355,6 @@ def test_released_that_fails_costs_nothing_else(
         assert pod.running
         pod.delete()
     assert ("OSError: no such hardware" if how == "raises" else "did not answer within 0.05 s") in caplog.text
-
-
-def test_a_device_is_withheld_while_released_works_on(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """After its timeout, too: a pod is refused, and the device is unhealthy with the reason until the hook ends."""
-    over = threading.Event()
-
-    class Slow(Releasing):
-        hook_timeout = 0.05
-
-        def released(self, devices: Sequence[Device]) -> None:
-            super().released(devices)
-            over.wait()
-
-    devices = Slow(1, fake_kubelet.notify)
-    reason = {"sim-0": Withheld("excluded", "`released` is still running on it, after its timeout")}
-    try:
-        agent = served(devices, **SELDOM)
-        pod = fake_kubelet.run_pod("p", {R: 1})
-        named(agent, pod)
-        pod.delete()
-        assert fake_kubelet.run_pod("refused", {R: 1}, check=False).phase == "Failed"
-        fake_kubelet.wait_allocatable(R, 0)
-        assert agent.agent.status().resources[0].withheld == reason
-    finally:
-        over.set()
-    fake_kubelet.wait_allocatable(R, 1)
-    assert agent.agent.status().resources[0].withheld == {}
-    assert fake_kubelet.run_pod("next", {R: 1}).running
 
 
 class Named(Releasing):

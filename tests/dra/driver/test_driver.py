@@ -807,12 +807,6 @@ async def test_a_caller_that_goes_away_does_not_stop_the_work(here: ServedDriver
     assert here.driver.statistics.prepared_again == 1
 
 
-async def test_unprepare_of_claims_never_seen_succeeds(here: ServedDriver) -> None:
-    """With any name at all: the kubelet would ask for ever."""
-    answers = await here.driver.unprepare([ClaimRef("", "", ""), ClaimRef("n", "x", "../.."), ref("never")])
-    assert set(answers.values()) == {None}
-
-
 async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: ServedDriver) -> None:
     """And heals by itself."""
     here.cdi.write_text("in the way")
@@ -1508,19 +1502,6 @@ class Pods(DriverHost):
 
     def end(self) -> None:
         self.now = RunningPods()
-
-
-async def test_a_claim_whose_pods_processes_run_is_not_unprepared(serve: Serve) -> None:
-    """The kubelet unprepares claims of pods deleted by force while their containers hang; it has to try again."""
-    pods = Pods("pod-uid")
-    here = await serve(host=pods)
-    await here.give("1", "d0")
-    assert "processes of pod pod-uid run" in str(await here.unprepare("1"))
-    assert here.files
-    assert (D, "1") in here.async_ledger.snapshot.claims
-    pods.end()
-    assert await here.unprepare("1") is None
-    assert not here.async_ledger.snapshot.claims
 
 
 @pytest.mark.parametrize("unlisted", [False, True])

@@ -89,37 +89,6 @@ async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.Lo
     assert [named[name] for name in ("resource", "device", "claim")] == [R, "d0", claim]
 
 
-async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: FakeNode) -> None:
-    """It is offered to pods as before; the pod goes on, and claims never see the device."""
-    async with on_node(node, fpgas(1)) as here:
-        pod = await here.run("p", {R: 1})
-        here.ask("all")
-        await here.until(lambda: here.waiting.get("d0") == "pod default/p" and not here.healthy())
-        assert here.waits["d0"].on_holder  # so that no alert fires
-        here.ask("none")
-        await here.settle(State.PLUGIN)
-        await here.until(lambda: here.healthy() == {"d0"})
-        assert pod.running
-        await here.stopped(pod)
-        await here.run("q", {R: 1})
-
-
-async def test_a_move_to_the_plugin_is_cancelled_while_a_claim_holds_the_device(node: FakeNode) -> None:
-    """It is offered to claims again without its taint; the next claim gets it."""
-    async with on_node(node, fpgas(1)) as here:
-        here.ask("all")
-        await here.settle(State.DRA)
-        pod = await here.claimant("c")
-        here.ask("none")
-        await here.settle(State.TO_PLUGIN)
-        await here.until(lambda: bool(here.waiting))
-        here.ask("all")
-        await here.settle(State.DRA)
-        await here.stopped(pod)
-        await here.claimant("d")
-        assert not here.healthy()
-
-
 async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_device(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import RegistrarTiming
 from dra_bridge.handover.share import Share
-from dra_bridge.node import claim_checks
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
@@ -71,16 +70,6 @@ async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: Fa
     with pytest.raises(AgentError, match=words):
         async with asyncio.timeout(60):
             await agent.run()
-
-
-async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(node: FakeNode) -> None:
-    """What a reload began ends with all else."""
-    agent = bridge(node, Listed(A, D))
-    async with running(agent):
-        await until(lambda: len(healthy(node, A)) == 2)
-        await agent.reconfigure({B: Listed(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
-        await until(lambda: len(node.devices(B)) == 2 and E in agent.drivers)
-        await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
 
 
 async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
@@ -160,16 +149,6 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
         assert not register.offers(A, "d0")
 
 
-async def test_a_driver_that_cannot_be_served_holds_up_no_other(node: FakeNode) -> None:
-    """A reload serves what can be served, and says what cannot."""
-    agent = bridge(node, Listed("example.com/c", ""))
-    async with running(agent):
-        with unserved(D):
-            await agent.reconfigure({A: Listed(A, D), B: Listed(B, E)}, {}, ["example.com/c"])
-            await until(lambda: len(healthy(node, B)) == 2 and agent.drivers[E].registrar.statistics.registered)
-            await until(lambda: f"driver {D} is not registered" in unready(agent) and E not in unready(agent))
-
-
 async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,13 +179,6 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode)
 # A resource whose driver is another one than before, or none.
 
 
-def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
-    """Start a pod with a claim for a device of driver D; return it and its device."""
-    pod = node.start_pod("train", template={D: 1}).wait_running(30)
-    (device,) = node.devices_of(pod)
-    return pod, device
-
-
 class Reset(Listed):
     """With a hook for each start of a container."""
 
@@ -233,22 +205,3 @@ async def test_pods_with_limits_through_dra_start_where_the_resource_has_reset(n
         await until(lambda: healthy(node, A) == {"d0", "d1"})
         await asyncio.to_thread(node.run_pod, "plain", {A: 1})
         assert source.calls == 2
-
-
-async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
-    node: FakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The claim state is lost: its file holds its device until no process of its pod runs."""
-    monkeypatch.setattr(claim_checks, "RECONCILE", 0.2)
-    async with running(bridge(node, Listed(A, D), share=Share(part=1.0))):
-        pod, device = await asyncio.to_thread(start_claimant, node)
-    await asyncio.to_thread(node.stop)
-    node.damage_claim_state("deleted")
-    await asyncio.to_thread(node.start)
-    (other,) = {"d0", "d1"} - {device}
-    async with running(bridge(node, Listed(A, ""))):
-        await until(lambda: healthy(node, A) == {other})
-        pod.force_delete(hang=True)
-        assert node.devices(A)[device].health == "Unhealthy"
-        await asyncio.to_thread(pod.end_containers, 60)
-        await until(lambda: healthy(node, A) == {"d0", "d1"})

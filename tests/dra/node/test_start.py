@@ -144,20 +144,6 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
         os.close(mounted)
 
 
-async def test_a_claims_status_is_written_if_wanted(node: FakeNode) -> None:
-    """With `claim_status` the claim's `status.devices` says that its device is prepared."""
-    async with running(node, Share(part=1.0), claim_status=True) as bridge:
-        await moved(bridge, State.DRA)
-        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
-        (name,) = node.claims_of(pod)
-
-        def written() -> list[str]:
-            status = node.server.get("resourceclaims", name, "default")["status"]
-            return [entry["device"] for entry in status.get("devices") or ()]
-
-        await until(lambda: written() == list(node.devices_of(pod)), "the status")
-
-
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,11 +62,6 @@ async def reconcile(here: AgentOnNode) -> None:
     await here.bridge.drivers[D].claims.reconcile(sweep=True)
 
 
-def checkpointed(node: FakeNode) -> set[str]:
-    """Return the UIDs of the pods that the checkpoint names."""
-    return {entry.pod_uid for entry in Checkpoint.from_json(node.checkpoint.read_bytes()).entries or ()}
-
-
 async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_start(node: FakeNode) -> None:
     """Once, when it is known who holds what; of either side, and none that is held."""
     async with witnessed(node, 4) as (here, source):
@@ -162,62 +157,6 @@ async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
         await here.until(lambda: not here.claims)
 
 
-async def test_claims_end_while_other_pods_run(node: FakeNode) -> None:
-    """Pods that the kubelet lists, or did when they ran, keep no claim of others prepared."""
-    async with witnessed(node, 2) as (here, _):
-        other = await here.run("other", ONE)
-        here.ask("1")
-        await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
-        await reconcile(here)
-        await asyncio.to_thread(other.force_delete, hang=True)
-        pod = await here.claimant("c")
-        bystander = node.start_pod("bystander")
-        await asyncio.to_thread(bystander.wait_running, 60)
-        await here.stopped(pod)
-        await here.until(lambda: not here.claims)
-        assert not here.bridge.drivers[D].driver.statistics.unprepare.failures
-        await asyncio.to_thread(other.end_containers, 60)
-
-
-async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode) -> None:
-    """The next agent knows the holder, though no process of it ran when the former agent last asked the witnesses."""
-    async with witnessed(node) as (here, source):
-        await here.until(lambda: source.wiped == ["d0"])
-        here.bridge.agent.scanner.period = 1000.0  # from the next scan on there is only that after a grant
-        here.bridge.agent.scanner.wanted.set()
-        await here.scans(1)
-        node.lose_network()
-        pod = node.start_pod("p", ONE)
-        async_ledger = here.bridge.drivers[D].async_ledger
-        await here.until(
-            lambda: any(pod.uid in dict(hold.holders) for hold in async_ledger.snapshot.allocations.values())
-        )
-    node.restore_network()
-    await asyncio.to_thread(pod.wait_running, 60)
-    await asyncio.to_thread(node.stop)
-    node.damage_checkpoint("deleted")
-    await asyncio.to_thread(node.start)
-    async with witnessed(node, offered=False) as (again, source):
-        await again.listening()
-        assert not again.healthy()
-        assert source.wiped == []
-        await here.stopped(pod)
-        await again.until(lambda: again.healthy() == {"d0"} and source.wiped == ["d0"])
-
-
-async def test_a_pod_that_ended_by_a_reboot(node: FakeNode) -> None:
-    """Its move ends without its deletion: the kubelet is asked again until its checkpoint does not name the pod."""
-    async with witnessed(node, 2) as (here, _):
-        pod = await here.run("p", ONE)
-        (device,) = pod.device_ids
-        await here.scans(1)
-        here.ask("all")
-        await here.until(lambda: here.states[device] is State.TO_DRA)
-        await asyncio.to_thread(node.reboot)
-        await here.settle(State.DRA, State.DRA)
-    assert "default/p" in node.pods
-
-
 async def test_devices_move_to_the_plugin_side_without_a_kubelet(node: FakeNode) -> None:
     """That side's evidence comes from the API server alone; moves to DRA wait for the kubelet."""
     async with witnessed(node, 2) as (here, _):
@@ -234,33 +173,6 @@ async def test_devices_move_to_the_plugin_side_without_a_kubelet(node: FakeNode)
         await here.settle(State.PLUGIN, State.PLUGIN)
         await asyncio.to_thread(node.start)
         await here.until(lambda: here.healthy() == {"d0", "d1"})
-
-
-async def test_a_checkpoint_that_is_written_late(node: FakeNode) -> None:
-    """It was made up while a device was with DRA, and misses a pod that has no process yet; the device is held."""
-    async with witnessed(node) as (here, _):
-        here.ask("all")
-        await here.settle(State.DRA)
-        await here.until(lambda: not here.healthy())
-        node.hold_checkpoint_writes()
-        before = len(node.updates(R))
-        here.bridge.agent.services[R].endpoint.streams.resend()
-        await here.until(lambda: len(node.updates(R)) > before)
-        here.ask("none")
-        await here.until(lambda: here.healthy() == {"d0"})
-        node.lose_network()
-        pod = node.start_pod("p", ONE)
-        await here.until(lambda: pod.uid in checkpointed(node))
-        here.ask("all")
-        await here.settle(State.TO_DRA)
-        await here.scans()
-        node.land_checkpoint_writes()
-        await here.scans()
-        assert here.states == {"d0": State.TO_DRA}
-        node.restore_network()
-        await asyncio.to_thread(pod.wait_running, 60)
-        await here.stopped(pod)
-        await here.settle(State.DRA)
 
 
 async def never(wanted: object = ()) -> None:
