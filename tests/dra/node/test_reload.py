@@ -16,7 +16,6 @@ from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
-from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import RegistrarTiming
 from dra_bridge.handover.share import Share
 from dra_bridge.node.bridge import Bridge

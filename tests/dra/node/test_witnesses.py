@@ -16,7 +16,6 @@ import pytest
 from deviceplugin import claim_files
 from deviceplugin.device import Device
 from deviceplugin.register.records import State
-from deviceplugin.testing import Checkpoint
 from dra_bridge.driver import preparation
 from dra_bridge.node import claim_checks
 from dra_bridge.testing.node import FakeNode, overlaps

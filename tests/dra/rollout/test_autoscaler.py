@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_bridge.handover.share import parse_share
 from dra_bridge.rollout import autoscaler, fleet, progress
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED, MarkedNode, Marks, MarkStep, Placement, next_marks
-from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
+from dra_bridge.rollout.fleet import Goal, Phase, RolloutLimits
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from tests.autoscaler import Verdict, judge, stops
+from tests.dra.rollout.nodes import BUSY, IDLE, LOW, POOL, RECORD, UNREADY, D, Group, R, node, pods_of, slice_of
 
-D, R = "fpga.example.com", "example.com/fpga"
-DEVICES = 4
-BUSY, LOW = 3, 1
-"""Of four devices and four CPUs, what the pods of a node use."""
-SHARE, POOL, RECORD = progress.share_annotation(D), progress.pool_annotation(D), autoscaler.mark_annotation(D)
-IDLE, USED, DISABLED, UNREADY = Verdict.IDLE, Verdict.USED, Verdict.DISABLED, Verdict.UNREADY
-
-
-def node(name: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
-    status = {"allocatable": {"cpu": "4", "memory": "8Gi"}, "conditions": [{"type": "Ready", "status": "True"}]}
-    metadata = {"name": name, "uid": name, "resourceVersion": "7", "annotations": dict(annotations or {})}
-    return {"metadata": metadata, "status": status}
-
-
-def slice_of(name: str, devices: int) -> dict[str, Any]:
-    pool = {"name": name, "generation": 1, "resourceSliceCount": 1}
-    spec = {"driver": D, "nodeName": name, "pool": pool, "devices": [{"name": f"d{n}"} for n in range(devices)]}
-    return {"metadata": {"name": f"{name}-s"}, "spec": spec}
-
-
-def pods_of(name: str, count: int) -> list[dict[str, Any]]:
-    container = {"resources": {"requests": {"cpu": "1", "memory": "1Gi", R: "1"}}}
-    return [{"spec": {"nodeName": name, "containers": [container]}} for _ in range(count)]
-
-
-def claim(name: str, device: int) -> dict[str, Any]:
-    results = [{"driver": D, "pool": name, "device": f"d{device}"}]
-    return {"status": {"allocation": {"devices": {"results": results}}, "reservedFor": [{"name": "p"}]}}
+USED, DISABLED = Verdict.USED, Verdict.DISABLED
 
 
 @pytest.mark.parametrize(
@@ -68,114 +39,6 @@ def test_the_model_says_what_the_autoscaler_did(
     verdicts = judge(nodes, [slice_of(f"n{number}", devices) for number, devices in slices.items()], pods=pods)
     assert list(verdicts.values()) == expected
     assert stops(verdicts) is halted
-
-
-@dataclass
-class Group:
-    """Nodes whose pods use three of four devices and CPUs, and agents that do what they are asked for when let.
-
-    former: nodes with agents that always have a slice. The pods use devices of the DRA side by claims, if they can.
-    """
-
-    annotations: dict[str, dict[str, str]]
-    former: frozenset[str] = frozenset()
-    at: dict[str, str] = field(default_factory=dict)
-    known: dict[str, str] = field(default_factory=dict)
-    sliced: dict[str, bool] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, found in self.annotations.items():
-            self.at[name] = self.known[name] = found.get(SHARE, "")
-            self.sliced[name] = self.wants_slice(name)
-
-    def on_dra(self, name: str) -> int:
-        return parse_share(self.at[name] or "none").of(DEVICES)
-
-    def wants_slice(self, name: str) -> bool:
-        return bool(self.on_dra(name)) or name in self.former or POOL in self.annotations[name]
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return [node(name, found) for name, found in self.annotations.items()]
-
-    def views(self) -> list[NodeView]:
-        slices, leases = self.slices(), []
-        for name in self.annotations:
-            dra, known = self.on_dra(name), self.known[name]
-            counts = {"dra": dra, "plugin": DEVICES - dra} if known == self.at[name] else {"to-dra": DEVICES}
-            report = Progress({R: ResourceProgress(known or "none", counts)}, known)
-            said = {"annotations": {progress.annotation(D): progress.encoded(report)}}
-            if name in self.former:
-                next(one for one in slices if one["spec"]["nodeName"] == name)["metadata"] |= said
-            else:
-                leases.append({"metadata": {"name": name, **said}})
-        return fleet.views(D, self.nodes(), slices, leases=leases)
-
-    def slices(self) -> list[dict[str, Any]]:
-        return [slice_of(name, self.on_dra(name)) for name, there in self.sliced.items() if there]
-
-    def verdicts(self) -> dict[str, Verdict]:
-        claims = [claim(name, n) for name in self.annotations for n in range(min(BUSY, self.on_dra(name)))]
-        return judge(
-            self.nodes(), self.slices(), claims, [pod for name in self.annotations for pod in pods_of(name, 3)]
-        )
-
-    def quiet(self) -> bool:
-        return all(self.sliced[name] == self.wants_slice(name) for name in self.annotations)
-
-    def patch(self, name: str, patch: Mapping[str, Any] | None) -> None:
-        for key, text in (patch or {"metadata": {"annotations": {}}})["metadata"]["annotations"].items():
-            if text is None:
-                self.annotations[name].pop(key, None)
-            else:
-                self.annotations[name][key] = text
-
-    def now(self, name: str) -> dict[str, Any]:
-        return node(name, self.annotations[name])
-
-    def write(self, step: MarkStep) -> None:
-        for name in step.mark:
-            self.patch(name, autoscaler.mark_patch(D, self.now(name)))
-        for name in step.publish:
-            self.patch(name, autoscaler.publish_patch(D, self.now(name)))
-        for name in {*step.withdraw, *step.release}:
-            self.patch(name, autoscaler.release_patch(D, self.now(name), step))
-
-    def agent(self, name: str) -> None:
-        """Let an agent take in the share, or have its devices moved, and then publish what it has to."""
-        wanted = self.annotations[name].get(SHARE, "")
-        if self.known[name] != wanted:
-            self.known[name] = wanted
-        else:
-            self.at[name] = wanted
-        self.sliced[name] = self.wants_slice(name)
-
-    def roll(self, goal: Goal, limits: RolloutLimits, choices: Sequence[int], stop_after: int = 400) -> bool:
-        """Roll out until it is over; return False if it was interrupted. The autoscaler looks at each moment."""
-        own: set[str] = set()
-        names = list(self.annotations)
-        for step in range(stop_after):
-            views = self.views()
-            marks = fleet.next_marks(goal, views, limits)
-            decision = fleet.with_marks(fleet.decide(goal, views, limits, own=own), marks, limits)
-            assert not decision.stop
-            if decision.over:
-                return True
-            for name in decision.forget:
-                self.patch(name, fleet.forget_patch(goal, D, self.now(name)))
-            self.write(marks)
-            for name in decision.begin:
-                self.patch(name, fleet.begin_patch(goal, D, self.now(name), []))
-                own.add(name)
-            self.agent(names[choices[step % len(choices)] % len(names)])
-            self.agent(names[step % len(names)])
-            self.check(began=marks.ready and not marks.leaving)
-        return False
-
-    def check(self, *, began: bool) -> None:
-        verdicts = self.verdicts()
-        assert IDLE not in verdicts.values(), (verdicts, self)
-        if began and self.quiet():
-            assert UNREADY not in verdicts.values(), (verdicts, self)
 
 
 SHARES = st.sampled_from(["none", "2", "all"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from deviceplugin.naming import device_name
 from deviceplugin.register.records import AllocationRecord, DeviceRecord, RegisterSnapshot, State
-from dra_bridge.handover.share import parse_share
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from tests.dra.objects import node_body
+from tests.dra.rollout import nodes as simulated
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -281,73 +281,6 @@ def test_begin_keeps_the_first_record() -> None:
     assert fleet.begin_patch(Goal(undo=True), D, node("n1", {SHARE: "all"}), []) is None
 
 
-@dataclass
-class NodesOfAServer:
-    """Nodes as a server has them, and agents that do what they are asked for when they are let."""
-
-    annotations: dict[str, dict[str, str]]
-    asked: dict[str, str] = field(default_factory=dict)
-    at: dict[str, str] = field(default_factory=dict)
-    """What each agent knows to be asked for, and what its devices are at."""
-
-    def __post_init__(self) -> None:
-        for name, found in self.annotations.items():
-            self.asked[name] = self.at[name] = found.get(SHARE, "")
-
-    def views(self) -> list[NodeView]:
-        nodes = [node(name, found) for name, found in self.annotations.items()]
-        slices = []
-        for name in self.annotations:
-            dra = parse_share(self.at[name] or "none").of(4)
-            under_way = self.asked[name] != self.at[name]
-            counts = {"dra": dra, "plugin": 4 - dra} if not under_way else {"to-dra": 4}
-            slices.append(slice_of(name, report(counts, self.asked[name], self.asked[name] or "none")))
-        return fleet.views(D, nodes, slices)
-
-    def patch(self, name: str, patch: Mapping[str, Any] | None) -> None:
-        for key, text in (patch or {"metadata": {"annotations": {}}})["metadata"]["annotations"].items():
-            if text is None:
-                self.annotations[name].pop(key, None)
-            else:
-                self.annotations[name][key] = text
-
-    def agent(self, name: str) -> None:
-        """Let an agent do its next step: take in what is asked for, then finish."""
-        wanted = self.annotations[name].get(SHARE, "")
-        if self.asked[name] != wanted:
-            self.asked[name] = wanted
-        else:
-            self.at[name] = wanted
-
-    def moving(self) -> int:
-        return sum(
-            self.at[name] != found.get(SHARE, "") or self.asked[name] != self.at[name]
-            for name, found in self.annotations.items()
-        )
-
-    def roll(self, goal: Goal, limits: RolloutLimits, choices: Sequence[int], crash: int) -> None:
-        """Roll out; after `crash` steps the process dies and another one goes on."""
-        own: set[str] = set()
-        names = list(self.annotations)
-        for step in range(40 * len(names)):
-            if step == crash:
-                own.clear()
-            now = self.views()
-            decision = fleet.decide(goal, now, limits, own=own)
-            assert not decision.stop
-            if decision.over:
-                return
-            for name in decision.forget:
-                self.patch(name, fleet.forget_patch(goal, D, node(name, self.annotations[name])))
-            for name in decision.begin:
-                self.patch(name, fleet.begin_patch(goal, D, node(name, self.annotations[name]), []))
-                own.add(name)
-            assert self.moving() <= limits.max_unavailable
-            self.agent(names[choices[step % len(choices)] % len(names)])
-            self.agent(names[step % len(names)])
-        raise AssertionError("it does not end")
-
-
 @given(
     before=st.lists(st.sampled_from(["", "none", "1", "50%", "all"]), min_size=1, max_size=6),
     shares=st.lists(st.sampled_from([None, "none", "2", "all"]), min_size=1, max_size=3),
@@ -360,15 +293,15 @@ def test_rollouts_end_and_undo_restores(
 ) -> None:
     """Whatever was before, whoever is slow, whenever the command dies and is run again: never more than N nodes are in
     the move, all nodes end as asked for, and undo leaves every annotation exactly as it was."""
-    at_first = {f"n{number}": {SHARE: text} if text else {} for number, text in enumerate(before)}
-    nodes = NodesOfAServer({name: dict(found) for name, found in at_first.items()})
-    for share in shares:
-        nodes.roll(Goal(share, owner=f"me (share {share})", take_over=True), RolloutLimits(most), choices, crash)
-        assert all(found.get(SHARE) == share for found in nodes.annotations.values())
-        assert not nodes.moving()
-    nodes.roll(Goal(undo=True, owner="me (undo)"), RolloutLimits(most), choices, crash)
-    assert nodes.annotations == at_first
-    assert not nodes.moving()
+    at_first = {f"n{number}": {simulated.SHARE: text} if text else {} for number, text in enumerate(before)}
+    group = simulated.Group({name: dict(found) for name, found in at_first.items()})
+    limits = RolloutLimits(most, ignore_autoscaler=True)
+    goals = [Goal(share, owner=f"me (share {share})", take_over=True) for share in shares]
+    for goal in (*goals, Goal(undo=True, owner="me (undo)")):
+        assert group.roll(goal, limits, choices, crash) or group.roll(goal, limits, choices)
+        assert not group.moving()
+        assert goal.undo or all(found.get(simulated.SHARE) == goal.share for found in group.annotations.values())
+    assert group.annotations == at_first
 
 
 ALICE, BOB = Goal("all", owner="alice (share all)"), Goal("none", owner="bob (share none)")
