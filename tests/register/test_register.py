@@ -149,15 +149,6 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
     await here.refused("whole", why="does not fit beside half")
 
 
-async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is() -> None:
-    """Whoever has the old hardware keeps it, whatever id that has now; nobody else gets the id."""
-    here = RegisterInMemory(a="n1")
-    await here.grant("a")
-    here.list(a="n2", b="n1", c="n2", d="n3")
-    await here.refused("a", why="is held as n1, and is n2 now")
-    assert here.withheld() == {"a", "b", "c"}
-
-
 async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobodys() -> None:
     """The number that it was given, and those that it has had since, are free when its holder has ended."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"

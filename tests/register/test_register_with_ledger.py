@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import UNIDENTIFIED, Identity, boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
@@ -21,7 +20,7 @@ from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Side, State
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, cluster, kubelet
+from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, kubelet
 from tests.identities import seen_as
 from tests.register.resources import ListedResource, ListedResources
 
@@ -93,41 +92,7 @@ def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
 # Grants.
 
 
-async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> None:
-    """A device of both sides' names is the same hardware; it is offered on neither while the claim runs."""
-    async with on_disk(path, listed(R, a="n1"), listed(S, b="n1", c="n2")) as here:
-        await here.state("a", State.DRA)
-        register = here.register
-        one = await register.decide(
-            [(R, "a")], lambda view: operations.prepare(claim("1", "a", register.wanted(R, "a").identity), view)
-        )
-        assert isinstance(one, Claim)
-        with pytest.raises(DeviceConflictError, match="are the same hardware"):
-            await register.grant(S, {"b": "b"})
-        assert register.withheld(S, "plugin").ids.keys() == {"b"}
-        await here.ledger.do(operations.unprepare(D, "1"))
-        await here.ledger.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
-        evidence = cluster(cast("DirectLedger", here.ledger.ledger))
-        await here.ledger.do(operations.commit_to_plugin(R, ["a"], evidence, T0))
-        await register.grant(S, {"b": "b"})
-
-
 # Restarts.
-
-
-async def test_the_next_agent_knows_who_has_what_it_calls_otherwise(path: str) -> None:
-    """A pod's device has another name and another resource now: neither is given to anybody."""
-    async with on_disk(path, listed(R, a="n1", b="n2")) as here:
-        await here.register.grant(R, {"a": "a"})
-    async with on_disk(path, listed(S, x="n1", a="n2")) as here:
-        assert here.register.withheld(S, "plugin").ids.keys() == {"x"}
-        with pytest.raises(DeviceConflictError, match="the same hardware"):
-            await here.register.grant(S, {"x": "x"})
-        await here.register.grant(S, {"a": "a"})
-    async with on_disk(path, listed(R, a="n2", b="n3")) as here:
-        with pytest.raises(DeviceConflictError, match="is held as n1, and is n2 now"):
-            await here.register.grant(R, {"a": "a"})
-        assert here.register.withheld(R, "plugin").ids.keys() == {"a"}
 
 
 async def test_what_is_adopted_is_on_disk(path: str) -> None:
