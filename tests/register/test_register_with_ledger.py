@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from deviceplugin.identity import UNIDENTIFIED, Identity, boot_id
+from deviceplugin.identity import UNIDENTIFIED, boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
-from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Side, State
+from deviceplugin.register.records import Side, State
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, kubelet
@@ -77,11 +77,6 @@ async def on_disk(path: str, *served: ListedResource, connect: Any = None) -> As
 @pytest.fixture
 def path(tmp_path: Any) -> str:
     return str(tmp_path / "register.db")
-
-
-def claim(uid: str, device: str, identity: Identity = UNIDENTIFIED, amount: Amount = WHOLE) -> Claim:
-    held = ClaimDevice(R, device, "", False, identity, amount)
-    return Claim(D, uid, "ml", uid, (held,), "ready", T0)
 
 
 def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:

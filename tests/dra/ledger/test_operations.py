@@ -236,6 +236,16 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
 
 
+def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
+    """Before its commit nothing is final."""
+    for to, begun in ((Side.DRA, State.TO_DRA), (Side.PLUGIN, State.PLUGIN)):
+        assert store.do(operations.begin_move(R, ["a"], to, T0)) == {"a": begun}
+    to_dra(store)
+    assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.TO_PLUGIN}
+    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {"a": State.DRA}
+    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {}
+
+
 def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -> None:
     """A new default does not move what is known; a held device is not forgotten."""
     assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
