@@ -46,8 +46,13 @@ _FILES = {
     "etc/modules-load.d/node.conf": "overlay\nveth\n",
     "etc/sysctl.d/90-node.conf": "net.ipv4.ip_forward=1\nvm.overcommit_memory=1\nkernel.panic=10\n",
     "etc/systemd/journald.conf.d/node.conf": "[Journal]\nStorage=persistent\nRateLimitIntervalSec=0\n",
-    "etc/ssh/sshd_config.d/node.conf": "UseDNS no\nMaxStartups 100\n",
+    # PAM would start a service manager of root's for each connection: minutes where there is no KVM.
+    "etc/ssh/sshd_config.d/node.conf": "UseDNS no\nUsePAM no\n",
 }
+_MASKED = (
+    *("apt-daily.timer", "apt-daily-upgrade.timer", "e2scrub_all.timer", "e2scrub_reap.service"),
+    *("getty@tty1.service", "serial-getty@ttyS0.service"),
+)
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,7 @@ def _make_disk(work: Path, into: Path) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     run(["systemctl", f"--root={root}", "enable", "systemd-networkd", "ssh"], work)
-    run(
-        ["systemctl", f"--root={root}", "mask", "apt-daily.timer", "apt-daily-upgrade.timer", "e2scrub_all.timer"], work
-    )
+    run(["systemctl", f"--root={root}", "mask", *_MASKED], work)
     run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(into / "id_ed25519")], work)
     (root / "root" / ".ssh").mkdir(mode=0o700, exist_ok=True)
     shutil.copy(into / "id_ed25519.pub", root / "root" / ".ssh" / "authorized_keys")
@@ -123,7 +126,7 @@ def ensure() -> Disk:
         raise BuildError("debootstrap, namespaces and network devices need root")
     build.ensure_packages(missing_packages)
     # A disk is made of the release as it is now; it is another disk if this list is another.
-    contents = hashlib.sha256(repr((PACKAGES, sorted(_FILES.items()))).encode()).hexdigest()[:10]
+    contents = hashlib.sha256(repr((PACKAGES, _MASKED, sorted(_FILES.items()))).encode()).hexdigest()[:10]
     disk = build.built(f"vm-{RELEASE}-{contents}", ("root.ext4", "vmlinuz", "initrd.img"), _make_disk)
     site = build.built(f"agent-{PYTHON}-{build.locked_packages()}", (), _make_site) / "site"
     return Disk(disk, site)

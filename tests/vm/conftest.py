@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster import isolate
-from tests.vm.machine import accelerated
+from tests.vm.machine import LIMIT, accelerated
 from tests.vm.node import DRIVER, FPGAS, MachineCluster
 
 DEVICES = 4
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each test take hours: what it waits for has a limit."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.timeout(3 * 3600))
 
 
 def pytest_report_header() -> str:
@@ -28,7 +37,7 @@ def node() -> Iterator[MachineCluster]:
         cluster.start()
         resource = {"name": FPGAS, "driver": DRIVER, "devices": [{"path": "/dev/fpga*"}], "dra": {"share": 2}}
         cluster.install_agent([resource], DEVICES)
-        cluster.wait_allocatable(FPGAS, 2, timeout=600)
+        cluster.wait_allocatable(FPGAS, 2, timeout=LIMIT)
         yield cluster
     finally:
         cluster.stop()

@@ -63,7 +63,7 @@ _CONTAINERD_UNIT = """
 After=network.target local-fs.target
 [Service]
 Type=notify
-Environment=PATH=/opt/node/bin:/usr/sbin:/usr/bin:/sbin:/bin
+Environment=PATH=/opt/node/bin:/usr/sbin:/usr/bin:/sbin:/bin GOGC=400
 ExecStart=/opt/node/bin/containerd
 Delegate=yes
 KillMode=process
@@ -79,6 +79,7 @@ Wants=network-online.target
 After=network-online.target containerd.service
 StartLimitIntervalSec=0
 [Service]
+Environment=GOGC=400
 ExecStart=/opt/node/bin/kubelet --config=/etc/kubernetes/kubelet.json --kubeconfig=/etc/kubernetes/kubelet.kubeconfig \
  --hostname-override={name} --node-ip={address} -v=2
 Restart=always
@@ -171,6 +172,7 @@ class MachineCluster(Cluster):
         return {
             **config,
             "cgroupDriver": "systemd",
+            "nodeStatusUpdateFrequency": "4s",
             "containerRuntimeEndpoint": socket,
             "volumePluginDir": "/var/lib/x",
         }

@@ -90,7 +90,8 @@ def runs_again(node: MachineCluster, pods: Sequence[Pod]) -> None:
     for pod in pods:
         wait_for(lambda pod=pod: pod.restarts() > 0, f"{pod} has started again", context=pod.explain)  # type: ignore[misc]
         pod.wait_running(timeout=LIMIT)
-    numbers = [device_of(node, pod)[1] for pod in pods]
+    # A container that was started anew while the machine went down has gone with it: that cannot be entered.
+    numbers = [wait_for(lambda pod=pod: device_of(node, pod), f"{pod} can be entered")[1] for pod in pods]  # type: ignore[misc]
     assert len(set(numbers)) == len(numbers)
     for pod, number in zip(pods, numbers, strict=True):
         assert opens(node, pod, number) == DRIVERLESS
