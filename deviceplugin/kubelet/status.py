@@ -21,11 +21,13 @@ class Withheld(NamedTuple):
 
     kind: "excluded" (what is held under another id, or elsewhere, excludes it), "foreign" (a pod has it, or may have
     it, by another plugin of the same resource), "held" (processes of its former pod run) or "unknown" (evidence is
-    missing, or a claim holds it of a driver that is not served).
+    missing, or a claim holds it of a driver that is not served). for_pods: whether pods by limits would be offered it
+    else; False on the DRA side.
     """
 
     kind: Literal["excluded", "foreign", "held", "unknown"]
     reason: str
+    for_pods: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,14 @@ def unready(status: AgentStatus) -> Iterable[str]:
 def unserved(status: AgentStatus) -> Iterator[str]:
     """Yield what a kubelet that starts now would not find: sockets, first lists, and devices whose holders are known.
 
-    Adopted plugins are left out: most are pods, which that kubelet has to start first.
+    Adopted plugins are left out: most are pods, which that kubelet has to start first. So are devices on the DRA side:
+    the kubelet admits no pod by them, and what pods hold of them only its checkpoint can tell.
     """
     for resource in status.resources:
         if resource.vendor is not None:
             continue
-        unknown = [withheld.reason for withheld in resource.withheld.values() if withheld.kind == "unknown"]
+        devices = resource.withheld.values()
+        unknown = [withheld.reason for withheld in devices if withheld.kind == "unknown" and withheld.for_pods]
         if not resource.snapshot.listed:
             yield f"{resource.resource}: its source has not listed its devices"
         elif not resource.registered and not resource.registration.awaits_kubelet:

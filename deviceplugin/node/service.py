@@ -281,7 +281,7 @@ class Service(EndpointHost):
                 if side == "plugin" or device in last.by_others:
                     withheld[device] = Withheld("foreign" if device in last.by_others else "excluded", why)
         withheld |= {
-            device: Withheld("unknown", why)
+            device: Withheld("unknown", why, register.snapshot.state(name, device).healthy)
             for device in self.inventory.devices
             if (why := register.evidence_missing(name, device))
         }
