@@ -55,7 +55,7 @@ class LoopWatch:
             began, turned = time.monotonic(), threading.Event()
             try:
                 self._loop.call_soon_threadsafe(turned.set)
-            except RuntimeError:  # the loop has ended
+            except RuntimeError:  # The loop has ended.
                 return
             if turned.wait(self._limit):
                 continue

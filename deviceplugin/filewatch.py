@@ -142,7 +142,7 @@ class Watcher:
     def _open(self) -> None:
         """Make the inotify instance, unless one works, or the last failure was too recent."""
         if self._instance is not None and self._instance.stuck:
-            _LOG.warning("a file system does not answer and holds up the inotify instance; going on with another one")
+            _LOG.warning("a file system does not answer and holds up the inotify instance; another one replaces it")
             self._close()
         if self._instance is not None or time.monotonic() < self._next_try:
             return

@@ -116,7 +116,7 @@ class Scene:
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
         except TimeoutError:
-            raise DemoError(f"not so within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
+            raise DemoError(f"not true within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
 
     def ask(self, share: str) -> float:
         """Request a share, as `dra-bridge migrate` does; return the time of the request."""

@@ -1,8 +1,9 @@
-"""Checks the opaque parameters of claims and classes at admission, by expressions made of the type of a source.
+"""Makes expressions that check the opaque parameters of claims and classes at admission, by a source's type.
 
-An expression is in CEL, over `p.parameters`, and gives the first problem as a text that names the field, "" for none.
-What it refuses the driver refuses too (`driver.claims.decoded_config`). What only the driver can tell it lets pass:
-patterns, formats of strings, fields that class or claim may still add, and what is nested too deeply. Pure.
+An expression is in CEL and reads `p.parameters`. Its value is the first problem, as a text that names the field, "" for
+none. The driver refuses everything that an expression refuses (`driver.claims.decoded_config`). The expression does not
+check properties that only the driver can check: patterns, formats of strings, fields that class or claim may still add,
+and values that are nested too deeply. Pure.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from msgspec import inspect as types
 
 TAKES_NONE: Final = "this driver takes no parameters"
 DEPTH: Final = 4
-"""How deeply values are checked: the API server limits the length and the cost of an expression."""
+"""Maximum depth of checked values. The API server limits the length and the cost of an expression."""
 _USUAL: Final = ("apiVersion", "kind")
-"""Fields that parameters may have whatever their type is."""
+"""Fields that parameters of any type may have."""
 _TEXTS: Final = (
     *(types.StrType, types.BytesType, types.ByteArrayType, types.UUIDType),
     *(types.DateTimeType, types.DateType, types.TimeType, types.TimeDeltaType),
@@ -31,7 +32,7 @@ _INT64: Final = 2**63
 
 
 def expression(config_types: Iterable[Any]) -> str:
-    """Return the expression for a driver, given the `config_type` of each of its sources; "" if it refuses nothing."""
+    """Return the expression for a driver, by the `config_type` of each of its sources; "" if it refuses nothing."""
     wanted = [one for one in dict.fromkeys(config_types) if one is not None]
     if not wanted:
         return _text(TAKES_NONE)
@@ -39,9 +40,9 @@ def expression(config_types: Iterable[Any]) -> str:
 
 
 def _problem(info: Any, value: str, path: str, depth: int) -> str:
-    """Return an expression for the problem of a value that is to have a type; "" if it can have none.
+    """Return an expression for the problem of a value that should have a type; "" if no problem is possible.
 
-    value: an expression. path: how messages name it, "" for the parameters themselves.
+    value: an expression. path: the name of the value in messages, "" for the parameters themselves.
     """
     name = path or "parameters"
     while isinstance(info, types.Metadata):
@@ -98,7 +99,8 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
     for field in info.fields:
         quoted = _text(field.encode_name)
         inner = _problem(field.type, f"{value}[{quoted}]", f"{prefix}{field.encode_name}", depth + 1) or '""'
-        # The parameters themselves are put together of those of class and claim, fields within a field are not.
+        # The parameters themselves are merged from class and claim, so a missing field is no problem. Nested fields are
+        # not merged.
         absent = _text(f"{prefix}{field.encode_name}: is required" if field.required and depth else "")
         if (inner, absent) != ('""', '""'):
             problems.append(f"({quoted} in {value} ? {inner} : {absent})")
@@ -107,7 +109,7 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
 
 def _union(info: Any, value: str, path: str, depth: int) -> str:
     kinds = [kind for kind in info.types if not isinstance(kind, types.NoneType)]
-    # Of several kinds of objects the driver chooses by a tag, or by the fields.
+    # Among several types of objects, the driver chooses by a tag, or by the fields.
     if sum(isinstance(kind, _OBJECTS) for kind in kinds) > 1:
         return ""
     problem = _either([_problem(kind, value, path, depth) for kind in kinds])
@@ -115,7 +117,10 @@ def _union(info: Any, value: str, path: str, depth: int) -> str:
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Return an expression for the problem of what has to fit one of several types; "" if one takes everything."""
+    """Return an expression for the problem of a value that must fit one of several types.
+
+    The result is "" if one type accepts all values.
+    """
     if len(problems) < 2 or "" in problems:
         return "" if "" in problems else "".join(problems)
     return f'[[{", ".join(problems)}]].map(ps, ps.exists(t, t == "") ? "" : ps.join("; or "))[0]'
@@ -165,10 +170,10 @@ def _sizes(info: Any, value: str, begin: str, what: str) -> list[str]:
 
 
 def _takes_more(kind: type[enum.Enum]) -> bool:
-    """Return whether an enum makes members of values that none has."""
+    """Return whether an enum accepts values that no member has."""
     return getattr(kind._missing_, "__func__", None) is not getattr(enum.Enum._missing_, "__func__", None)
 
 
 def _text(value: str | int) -> str:
-    """Return a value as CEL writes it: JSON, which has no escapes that CEL lacks while other characters stay."""
+    """Return a value in CEL's form, which is JSON. CEL has all escapes of JSON, if other characters are not escaped."""
     return json.dumps(value, ensure_ascii=False)

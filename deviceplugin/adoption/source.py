@@ -119,9 +119,9 @@ class AdoptedSource(DeviceSource):
         try:
             missing = await self._looks.at("answer", _missing, edits.mounts, brief=True)
         except LookTimeoutError as error:
-            raise AnswerError(f"its plugin answers with a mount that cannot be looked at: {error}") from error
+            raise AnswerError(f"its plugin answers with a mount that cannot be read: {error}") from error
         if missing:
-            raise AnswerError(f"its plugin answers with a mount of {missing}, which is not there on the host")
+            raise AnswerError(f"its plugin answers with a mount of {missing}, which does not exist on the host")
         return edits
 
     def forget(self, uid: str) -> None:

@@ -119,7 +119,7 @@ class _PathScan(Scan):
 
     def follow(self, path: str) -> str:
         """Return the target of a path. Watch the directories of its symlinks."""
-        for _ in range(40):  # The kernel follows as many symlinks.
+        for _ in range(40):  # The kernel follows at most 40 symlinks as well.
             directory, name = os.path.split(path)
             directory = self.resolve(directory)
             self.directories.add(directory)

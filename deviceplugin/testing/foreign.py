@@ -417,7 +417,7 @@ class ForeignPlugin:
                 if self.quirks.failed_register == "stop-all":
                     return False
                 if left:
-                    await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
+                    await asyncio.sleep(self.quirks.retry)  # The vendor's own pause.
         return True
 
     async def _register(self, resource: Resource) -> bool:

@@ -325,7 +325,7 @@ class FakeKubelet(NodeState):
             ]
         ):
             listed = ", ".join(sorted(served)) or "nothing"
-            raise PodFailedError(f"pod {name} asks for {unknown[0]}, which nobody serves; served here: {listed}")
+            raise PodFailedError(f"pod {name} asks for {unknown[0]}, which no plugin serves; served here: {listed}")
         pod = self._make_pod(name, limits, containers, init_containers, namespace, bind=True, static=static)
         self.wait_until(lambda: pod.running or pod.terminal, timeout, lambda: f"{pod!r} to run or fail")
         pod.raise_crash()

@@ -274,8 +274,8 @@ class ClaimPreparation:
                 former_devices = Awaited(record.held, lambda: self._still_used(ref, record))
                 raise _still_running(ref, users, unlisted, former_devices)
             if anew and not record.pods:
-                what = "it is not known which pods have the devices that it had before; they are held until Unprepare"
-                raise ClaimError(Reason.UNKNOWN, f"claim {ref.title} is allocated anew: {what}")
+                what = "it is not known which pods use its former devices; these are held until Unprepare"
+                raise ClaimError(Reason.UNKNOWN, f"claim {ref.title} has a new allocation: {what}")
         if anew:
             await self.end(ref.uid)
         elif former is not None:

@@ -249,5 +249,5 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -
     if over and (forgotten := await moved.register.store.do(operations.forget(resource, over))):
         names = ", ".join(forgotten)
         extra = {"resource": resource, "device": names}
-        _LOG.info("unplugged devices that nobody holds are forgotten: %s", names, extra=extra)
+        _LOG.info("the records of unplugged devices without a holder are deleted: %s", names, extra=extra)
         moved.side.moved(resource)

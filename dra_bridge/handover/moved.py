@@ -29,7 +29,7 @@ class Allocated:
 
 
 class MoveEvidence(Protocol):
-    """Provides evidence about present and future holders of devices, read anew at each call.
+    """Provides evidence about present and future holders of devices, read again at each call.
 
     errors: the exceptions that `allocated` and `allocates` raise when the API server does not answer.
     """

@@ -222,7 +222,9 @@ class Cluster:
                 limit = forms.smaller_limit(limit)
                 continue
             if version not in ("", page.resource_version):
-                raise GoneError(f"list {kind.plural}: its parts are of {version} and of {page.resource_version}")
+                raise GoneError(
+                    f"list {kind.plural}: its pages have different versions: {version} and {page.resource_version}"
+                )
             yield page
             version, more = page.resource_version, page.more
             if not more:

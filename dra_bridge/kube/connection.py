@@ -238,7 +238,7 @@ class Connection:
         if refused and before is None:
             logger.warning("the API server %s refuses the agent's credentials: %s", self.where, error)
         elif before is not None and not refused:
-            logger.info("the API server %s takes the agent's credentials again", self.where)
+            logger.info("the API server %s accepts the agent's credentials again", self.where)
         if (lost_since := self.statistics.lost_since) is not None:
             self.statistics.lost_since = None
             self._answers.set()

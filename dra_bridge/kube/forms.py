@@ -138,7 +138,7 @@ class ListedClaim(NamedTuple):
 def _raw(body: bytes | bytearray, kind: str) -> bytes:
     envelope = pb.Envelope.FromString(bytes(body[len(MAGIC) :])) if body.startswith(MAGIC) else None
     if envelope is None or envelope.type.kind != kind.encode():
-        raise ValueError(f"it is no {kind} in protobuf")
+        raise ValueError(f"it is not a {kind} in protobuf")
     return envelope.raw
 
 
@@ -167,7 +167,7 @@ def _protobuf(decode: Callable[[bytes | bytearray], T]) -> Form[T]:
         try:
             return decode(body)
         except DecodeError as error:
-            raise ValueError(f"it is no protobuf: {error}") from error
+            raise ValueError(f"it is not protobuf: {error}") from error
 
     return Form("application/vnd.kubernetes.protobuf", decoded)
 

@@ -203,7 +203,7 @@ class Bridge(ClaimSide):
                 extra = {"claim": claim.title if claim.name else claim.uid, "driver": claim.driver}
                 _LOG.warning(text, *extra.values(), extra=extra)
         except (LedgerError, OSError) as error:
-            raise AgentError(f"cannot record what claims hold: {error}") from error
+            raise AgentError(f"cannot record the devices of claims: {error}") from error
         holding = {file.driver for file in files} | {claim.driver for claim in self._ledger.snapshot.claims.values()}
         for driver in sorted(holding):
             self._driver(driver, self._ledger)
@@ -281,7 +281,7 @@ class Bridge(ClaimSide):
             with contextlib.suppress(LookTimeoutError):
                 deleted = await looks.at("claim file", cdi.is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
-        _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
+        _LOG.error("%s, so no claim can be prepared; the agent ends, and its next container mounts a new one", what)
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:

@@ -234,7 +234,7 @@ class DeviceReconciler:
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
             # Shortly after the start, the kubelet does not listen yet.
             if text not in logged and tries > 3:
-                logged.add(text)  # Two texts may alternate.
+                logged.add(text)  # Two messages may alternate. Each is logged once.
                 where = {"resource": resource, "device": ", ".join(sorted(reasons))}
                 _LOG.warning("devices are withheld because their holders are not known: %s", text, extra=where)
             await asyncio.sleep(backoff.next())

@@ -332,7 +332,9 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
         raise RolloutError(f"there is no DaemonSet {name} in namespace {namespace}") from error
     namespaces = [agents_in] if agents_in else await namespaces_of_agents(cluster)
     if not namespaces:
-        raise RolloutError(f"no ClusterRoleBinding with the label {LABEL} says where agents run; name it by --agents")
+        raise RolloutError(
+            f"no ClusterRoleBinding with the label {LABEL} names the namespace of the agents; name it by --agents"
+        )
     agents = [agent_of(pod) for pod in await running_agents(cluster, namespaces)]
     uid = daemon_set["metadata"].get("uid")
     pods = (await cluster.list(PODS, namespace)).items

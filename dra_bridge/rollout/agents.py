@@ -184,7 +184,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     """
     if not (nodes or others):
         return Answers()
-    why = f"no ClusterRoleBinding with the label {LABEL} says in which namespace agents run; name it by -n"
+    why = f"no ClusterRoleBinding with the label {LABEL} names the namespace of the agents; name it by -n"
     try:
         namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)
     except ClusterError as error:

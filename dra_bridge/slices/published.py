@@ -94,7 +94,8 @@ class PublishedDriver:
     failing: Failing | None = None
     failures: Counter[int] = field(default_factory=Counter)
     seen: SeenSlices = field(default_factory=SeenSlices)
-    compared: tuple[tuple[object, ...], Comparison] = ((), Comparison())  # The result is frozen.
+    # The default can be shared, because a Comparison is frozen.
+    compared: tuple[tuple[object, ...], Comparison] = ((), Comparison())
 
     def show(self) -> None:
         """Publish the mirror's current slices to other threads."""

@@ -542,7 +542,7 @@ class FakeDraKubelet:
         watch, request = service(plugin.channel).NodeWatchResources, health_pb.NodeWatchResourcesRequest()
         while not plugin.ended and not self._stop.is_set():
             with (
-                contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError),  # the stream failed, or is closed
+                contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError),  # The stream failed, or is closed.
                 self._calling(plugin, lambda: watch(request, wait_for_ready=True)) as responses,
             ):
                 for response in responses:

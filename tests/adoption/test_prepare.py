@@ -433,7 +433,7 @@ async def test_a_mount_without_a_source_is_refused(here: Scene, monkeypatch: pyt
     missing = str(here.where / "missing")
     here.vendor.answer = AllocateAnswer(mounts=[(missing, "/opt/lib")])
     here.driver.claims.add(claim("1", *ids("g0")))
-    assert f"a mount of {missing}, which is not there on the host" in str(await here.refused("1"))
+    assert f"a mount of {missing}, which does not exist on the host" in str(await here.refused("1"))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     (edits,) = await here.prepared("1")
     assert edits["mounts"][0]["hostPath"] == missing

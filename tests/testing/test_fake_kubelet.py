@@ -188,7 +188,7 @@ class TestStreams:
 class TestAllocation:
     def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """A pod that asks for what no plugin serves does not run; the error says what is served."""
-        with pytest.raises(PodFailedError, match=r"asks for example\.com/thing, which nobody serves; .*: nothing"):
+        with pytest.raises(PodFailedError, match=r"asks for example\.com/thing, which no plugin serves; .*: nothing"):
             fake_kubelet.run_pod("p", ONE)
         plugins(fake_kubelet, "a")
         with pytest.raises(PodFailedError, match=r"for example\.com/tihng, .* served here: example\.com/thing"):

@@ -119,7 +119,7 @@ def load(library: str, user: object) -> ModuleType:
                 # pynvml itself accepts no path, and cannot load another library later.
                 pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
             except OSError as error:
-                raise NvmlError(f"NVML is not there: {error}") from error
+                raise NvmlError(f"NVML is missing: {error}") from error
         _users.add(user)
     return cast("ModuleType", pynvml)
 

@@ -1596,7 +1596,7 @@ async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(
     here.claims.add(made)
     await here.prepared("1")
     here.claims.add(allocated_anew("1", result("d1")))
-    assert "it is not known which pods have the devices that it had before" in str(await here.refusal("1"))
+    assert "it is not known which pods use its former devices" in str(await here.refusal("1"))
     assert await here.unprepare("1") is None
     await here.prepared("1")
 

@@ -152,7 +152,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
         (vanished,) = (line for text, line in lines.items() if text.startswith("device d1 vanished"))
         assert (vanished["level"], vanished["device"]) == ("warning" if held else "info", "d1")
         assert vanished["msg"].endswith("has it") is held  # the pod, if a scan has seen it already
-        forgotten = lines["unplugged devices that nobody holds are forgotten: d1"]
+        forgotten = lines["the records of unplugged devices without a holder are deleted: d1"]
         assert (forgotten["resource"], forgotten["device"]) == (R, "d1")
         assert "moved to the plugin side" not in caplog.text
         source.list("d0", "d1")
