@@ -147,7 +147,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
             await here.until(lambda: "d1" in here.told and here.told["d1"].gone)
             await here.stopped(pod)
         await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
-        await here.until(lambda: "nobody holds are forgotten: d1" in caplog.text)  # it is logged once it is recorded
+        await here.until(lambda: "without a holder are deleted: d1" in caplog.text)  # it is logged once it is recorded
         lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
         (vanished,) = (line for text, line in lines.items() if text.startswith("device d1 vanished"))
         assert (vanished["level"], vanished["device"]) == ("warning" if held else "info", "d1")

@@ -298,8 +298,8 @@ async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> No
     server.fail(lambda request: request.path.endswith("/clusterrolebindings/dra-bridge"), Fault(code=403, message="no"))
     assert (await asked(server, "n1")).reasons == {"n1": "no; name the namespace of the agents by -n"}
     server.delete("clusterrolebindings", "dra-bridge")
-    why = "no ClusterRoleBinding with the label app.kubernetes.io/managed-by=dra-bridge says in which namespace agents"
-    assert (await asked(server, "n1")).reasons == {"n1": f"{why} run; name it by -n"}
+    why = "no ClusterRoleBinding with the label app.kubernetes.io/managed-by=dra-bridge names the namespace of the"
+    assert (await asked(server, "n1")).reasons == {"n1": f"{why} agents; name it by -n"}
 
 
 async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> None:
