@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -24,7 +25,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import allocation_wait, device_list
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.granted import annotation, granted
-from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
@@ -902,7 +903,7 @@ def test_translated_wish_fits(available: list[str], must_include: list[str], wis
 
 
 async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """Reset gets the devices behind the ids, each once; its failure keeps the container from starting, with words."""
+    """Reset gets the devices behind the ids, each once; its failure keeps its container from starting, and names it."""
 
     class Resetting(Source):
         replicas = 2
@@ -917,12 +918,14 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
                 raise OSError("stuck")
 
     source = Resetting()
-    served = await serve(source, "a", "b")
+    named = {"b::0": frozenset({PodContainer("ml", "train", "main")})}
+    tracker = SimpleNamespace(holders=lambda _: named, unnamed_reasons=lambda _: {})
+    served = await serve(source, "a", "b", holders=cast("Any", tracker))
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a::0", "a::1"]))
     with refused(grpc.StatusCode.INTERNAL, f"reset of {R} failed: OSError: stuck"):
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["b::0"]))
     (said,) = [record for record in caplog.records if "cannot start" in record.getMessage()]
-    assert (said.resource, said.device) == (R, "b::0")  # type: ignore[attr-defined]
+    assert (said.resource, said.device, said.pod) == (R, "b::0", "ml/train")  # type: ignore[attr-defined]
     assert "b::0" in said.getMessage()
     assert source.calls == [["a"], ["b"]]
 

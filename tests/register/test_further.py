@@ -244,6 +244,29 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
         await here.until(lambda: after.running, 30)
 
 
+# A claim is allocated anew under the same UID.
+
+
+async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
+    """Its new pod waits for the processes of the old one, and so does the claim that owns the device by now."""
+    async with offering(node, Listed(A, D), share="all") as here:
+        node.claim("mine", D)
+        hanging = await here.claimant("worker", claims=["mine"])
+        assert set(node.devices_of(hanging)) == {"d0"}
+        await asyncio.to_thread(node.stop)
+        hanging.force_delete(hang=True)
+        owner = node.start_pod("owner", template={D: 1})
+        again = node.start_pod("worker", claims=["mine"])
+        await asyncio.to_thread(node.start)
+        await here.until(lambda: (A, "d0") in here.agent.register.waits.devices)
+        await here.scans()
+        assert not owner.running
+        await asyncio.to_thread(hanging.end_containers, 15)
+        for pod in (owner, again):
+            await asyncio.to_thread(pod.wait_running, 15)
+        assert (got(node, owner), got(node, again)) == ({"d0"}, {"d1"})
+
+
 # A register that is lost, or not empty.
 
 
