@@ -33,6 +33,9 @@ PCIE_ROOT: Final = "resource.kubernetes.io/pcieRoot"
 PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 """Standard attribute: the address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
+NUMA_NODE: Final = "resource.kubernetes.io/numaNode"
+"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37); the DRA side adds it."""
+
 EXTENDED_RESOURCE: Final = "extendedResource"
 """Attribute that the DRA side adds to each device: the resource of the driver that the device belongs to."""
 

@@ -33,6 +33,7 @@ class DeviceSource:
             (fewer where `replicas_of` says so).
         topology: whether the kubelet gets the devices' NUMA nodes. The number of its topology hints grows
             exponentially with the NUMA nodes (kubernetes#135541); set False if that is too slow.
+        metadata: whether containers get files that say what their devices are (KEP-5304), with the devices' attributes.
         policy: which devices a container gets that requests several, if there is no `prefer`. "links": closely linked
             devices (by `links`, else by NUMA nodes), and replicas of different devices. "packed": replicas of as few
             devices as possible. "distributed": replicas of the devices with the fewest users. "none": the first ids.
@@ -49,6 +50,7 @@ class DeviceSource:
     driver: str | None = None
     replicas: int = 1
     topology: bool = True
+    metadata: bool = False
     policy: str = "links"
     hook_timeout: float = 10.0
     config_type: ClassVar[type[Any] | None] = None
@@ -256,6 +258,7 @@ _SETTINGS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "driver": str,
     "replicas": int,
     "topology": bool,
+    "metadata": bool,
     "policy": str,
     "hook_timeout": (int, float),
     "config_type": type,

@@ -144,6 +144,9 @@ class ConfigRules:
         if "dra" in keys and "driver" not in keys:
             message = "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com"
             self._report(f"{path}.dra", message)
+        if resource.metadata and "driver" not in keys:
+            message = "the files name a driver; write driver: and a DNS name, such as gpu.example.com"
+            self._report(f"{path}.metadata", message)
         # The API server has these limits, and no pattern expresses them.
         device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
         for key, problem in naming.problems(device, resource.driver or "example.com"):

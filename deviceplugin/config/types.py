@@ -367,6 +367,13 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     health: HealthConfig = HealthConfig()
     sharing: SharingConfig = SharingConfig()
     topology: Annotated[bool, _about("Whether the kubelet gets the devices' NUMA nodes.")] = True
+    metadata: Annotated[
+        bool,
+        _about(
+            "Whether containers get files in /var/run/kubernetes.io/dra-device-attributes that say what their devices "
+            "are (KEP-5304): driver, name and attributes."
+        ),
+    ] = False
     policy: Annotated[
         Policy,
         _about(

@@ -103,6 +103,10 @@ class EndpointHost:
     def contested(self, reason: str) -> None:
         """Called when another plugin has registered the resource."""
 
+    async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
+        """Return the mounts of the files that say what a container's devices are. Raises LookTimeoutError, OSError."""
+        return NO_EDITS
+
 
 class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source."""
@@ -428,7 +432,11 @@ class Endpoint(DevicePluginServicer):
             details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
             raise Refusal(_INTERNAL, "edits", details)
         try:
-            edits = ContainerEdits.merge(map(_EDITS, devices), winner=extra)
+            metadata = (await self.host.metadata(devices),) if self.source.metadata else ()
+        except OSError as error:
+            raise self._refusal("metadata", f"the device metadata cannot be written: {error}", _INTERNAL) from error
+        try:
+            edits = ContainerEdits.merge((*metadata, *map(_EDITS, devices)), winner=extra)
             response = container_response(edits)
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"

@@ -98,7 +98,8 @@ class Agent(RegisterHost):
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
-        context = ServiceContext(self.plugin_directory, self.tracker, self.register, side, vendors, timing, scan_wanted)
+        plugins, tracker, register = self.plugin_directory, self.tracker, self.register
+        context = ServiceContext(plugins, tracker, register, side, vendors, timing, scan_wanted, cdi_directory)
         self.supervisor = Supervisor(services, context, self.fail)
         for source in sources:
             services[source.resource] = Service(source, context)

@@ -12,11 +12,12 @@ class ClaimSide:
     The methods here are for a process without it: only pods get devices, by limits.
 
     agent_name: the name of the copy of the agent's allocations, "" for none. drivers: the drivers that this process
-    serves now.
+    serves now. node_name: the node's name, "" if only the environment has it.
     """
 
     serves_claims: ClassVar[bool] = False
     agent_name: str = ""
+    node_name: str = ""
     drivers: Collection[str] = ()
 
     def unknown(self, driver: str, resource: str, device: str) -> str:

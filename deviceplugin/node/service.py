@@ -10,10 +10,11 @@ from typing import Final
 
 import grpc
 
+from deviceplugin import cdi, device_metadata
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
 from deviceplugin.backoff import Backoff
-from deviceplugin.device import Device
+from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
@@ -25,6 +26,7 @@ from deviceplugin.kubelet.registration import PluginRegistration, RegistrationEr
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.naming import device_name, node_name
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
@@ -42,7 +44,7 @@ class ServiceContext:
     """The objects that all services of a node share.
 
     plugins: the device plugin directory. claim_side: serves claims in this process. scan_wanted: set to request a scan
-    soon.
+    soon. cdi_directory: of CDI specs, with files of our own below it.
     """
 
     plugins: PluginDirectory
@@ -52,6 +54,7 @@ class ServiceContext:
     vendors: VendorPlugins
     timing: RegistrationTiming | None
     scan_wanted: asyncio.Event
+    cdi_directory: str = cdi.DIRECTORY
 
 
 class Service(EndpointHost):
@@ -115,6 +118,17 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
         self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
+
+    async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
+        """Write the files that say what a container's devices are; return their mounts."""
+        names = [(device_name(device.id), device) for device in devices]
+        driver = self.source.driver or self.resource.partition("/")[0]
+        where, pool = (
+            (self._context.cdi_directory, self.resource, driver),
+            self._context.claim_side.node_name or node_name(),
+        )
+        by_limits = device_metadata.by_limits
+        return await self.inventory.looks.at("metadata", by_limits, *where, pool, names, brief=True)
 
     # The follower of the source calls the methods from here on.
 

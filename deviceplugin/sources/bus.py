@@ -9,7 +9,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from deviceplugin import looked_at
+from deviceplugin import looked_at, sysfs
 from deviceplugin.device import AttributeValue
 from deviceplugin.sources.scanned import ScannedSource
 
@@ -90,6 +90,11 @@ def hex_digits(text: str | None) -> str | None:
 def pcie_root(directory: str) -> str | None:
     """Return the PCIe root of the device with this sysfs directory, such as pci0000:3a."""
     return next(filter(_PCIE_ROOT.fullmatch, directory.split("/")), None)
+
+
+def pci_address(directory: str) -> str | None:
+    """Return the address of the PCI function that a sysfs directory is of or below: the last in its path."""
+    return next(filter(sysfs.PCI_ADDRESS.fullmatch, reversed(directory.split("/"))), None)
 
 
 def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:

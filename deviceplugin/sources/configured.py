@@ -146,6 +146,7 @@ class ConfiguredSource(DeviceSource):
         self.driver = config.driver
         self.replicas = config.sharing.most
         self.topology = config.topology
+        self.metadata = config.metadata
         self.policy = config.policy
         self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
         self._templates = {name: value for name, value in config.env.items() if _PLACEHOLDER.search(value)}

@@ -106,6 +106,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
     def _device(self, usb: _Usb, vendor_name: str | None, product_name: str | None) -> Device:
         attributes = {
             PCIE_ROOT: bus.pcie_root(usb.directory),
+            "controller": bus.pci_address(usb.directory),
             "vendor": usb.vendor,
             "productID": usb.product,
             "serial": bus.attribute_text(usb.serial),

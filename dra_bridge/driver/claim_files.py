@@ -15,7 +15,8 @@ from deviceplugin.device import ContainerEdits, DeviceNode, EditConflictError
 from deviceplugin.looks import TIMEOUT, Looks, LookTimeoutError
 from deviceplugin.register.records import Claim
 from deviceplugin.tasks import ended
-from dra_bridge.driver.claims import ClaimError, Reason
+from dra_bridge.driver.claim_metadata import ClaimMetadata
+from dra_bridge.driver.claims import ClaimError, ClaimRef, Reason
 from dra_bridge.driver.evidence import Published
 from dra_bridge.driver.records import ClaimRecords, Prepared, PreparedDevice, prepared_of
 from dra_bridge.driver.served import RequestDevices
@@ -50,9 +51,14 @@ class ClaimFiles:
         self._driver = records.driver
         self._store = cdi.CdiStore(records.driver, directory)
         self._own = claim_files.ClaimFileStore(records.driver, directory)
+        self._metadata = ClaimMetadata(records.driver, directory)
 
-    async def answer(self, uid: str, made: Sequence[tuple[RequestDevices, ContainerEdits]]) -> Prepared:
-        """Make a claim's answer to the kubelet. made: the container edits for each request and source.
+    async def answer(
+        self, ref: ClaimRef, made: Sequence[tuple[RequestDevices, ContainerEdits]], pod_claim: str = ""
+    ) -> Prepared:
+        """Make a claim's answer to the kubelet.
+
+        made: the container edits for each request and source. pod_claim: see `ClaimAllocation`.
 
         Each request has a CDI device. So a container gets the edits of its own requests, each once. The first device of
         the request names the CDI device. The name of the CDI device does not depend on the allocation, because the
@@ -63,6 +69,7 @@ class ClaimFiles:
         Raises ClaimError if edits contradict each other, CdiError if a device node is missing or the edits cannot be
         written as CDI, LookTimeoutError if a device node does not answer.
         """
+        uid, metadata = ref.uid, dict[str, str]()
         requests: dict[str, list[tuple[RequestDevices, ContainerEdits]]] = {}
         wanted: dict[Looks, dict[DeviceNode, None]] = {}
         for group, edits in made:
@@ -81,6 +88,9 @@ class ClaimFiles:
                     merged = ContainerEdits.merge([edits for _, edits in parts])
                 except EditConflictError as error:
                     raise ClaimError(Reason.CONFLICT, f"request {request!r}: {error}") from error
+            if text := self._metadata.text(ref, [group for group, _ in parts], pod_claim):
+                metadata[request] = text
+                merged = ContainerEdits.merge([merged], winner=self._metadata.mount(ref, request, pod_claim))
             ids = list(merged.cdi)
             if merged.env or merged.nodes or merged.mounts:
                 of_request = [group for group, _ in parts]
@@ -95,7 +105,7 @@ class ClaimFiles:
                     devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), share))
                     ids = []
         spec = cdi.encode(cdi.build(self._driver, listed, nodes)).decode() if listed else ""
-        return Prepared(tuple(devices), spec, self.boot)
+        return Prepared(tuple(devices), spec, self.boot, metadata)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Read or change files. If this task is cancelled meanwhile, wait until the call has ended or is overdue.
@@ -112,18 +122,22 @@ class ClaimFiles:
             raise cdi.CdiError(why)
         return look.result
 
-    async def write(self, claim: Claim, spec: str | None) -> bool:
+    async def write(self, claim: Claim, prepared: Prepared | None) -> bool:
         """Write the files of a claim in the ledger, under the claim's lock; return False if all files existed.
 
-        spec: content of the CDI file; "" for no file, None if it is not known.
+        prepared: the claim's answer; None if it is not known.
         """
-        return await self._at(self._write, claim, spec)
+        return await self._at(self._write, claim, prepared)
 
-    def _write(self, claim: Claim, spec: str | None) -> bool:
+    def _write(self, claim: Claim, prepared: Prepared | None) -> bool:
         written = self._own.write(claim.uid, encode(filed(claim, self.boot, self._agent)))
-        if spec == "":
+        if prepared is None:
+            return written
+        if prepared.metadata:
+            written |= self._metadata.write(claim.uid, prepared.metadata)
+        if not prepared.spec:
             self._store.remove(claim.uid)
-        return (bool(spec) and self._store.write(claim.uid, (spec or "").encode())) or written
+        return (bool(prepared.spec) and self._store.write(claim.uid, prepared.spec.encode())) or written
 
     async def describe(self, uid: str) -> None:
         """Update a claim's own file, if it exists, from the ledger. This needs no lock."""
@@ -142,11 +156,16 @@ class ClaimFiles:
 
     def _remove(self, uid: str) -> None:
         self._store.remove(uid)
+        self._metadata.remove(uid)
         self._own.remove(uid)
 
     async def claims(self) -> frozenset[str]:
         """Return the UIDs of the claims that have a file. Raises LookTimeoutError."""
-        return await self.looks.at("claim file", lambda: self._store.list() | self._own.list())
+
+        def uids() -> frozenset[str]:
+            return self._store.list() | self._own.list() | self._metadata.list().keys()
+
+        return await self.looks.at("claim file", uids)
 
     def read(self) -> list[ClaimFile]:
         """Read the own files of this driver's claims; blocks. Raises OSError if the directory cannot be read."""
@@ -189,13 +208,21 @@ class ClaimFiles:
 
     def _missing(self) -> list[str]:
         """Return the claims of the ledger that lack a file."""
-        own, specs = self._own.list(), self._store.list()
+        own, specs, metadata = self._own.list(), self._store.list(), self._metadata.list()
 
         def complete(claim: Claim) -> bool:
-            prepared = None if claim.uid in specs else prepared_of(claim)
-            return claim.uid in own and not (prepared is not None and prepared.spec)
+            has_spec, files = claim.uid in specs, metadata.get(claim.uid, set())
+            prepared = None if has_spec and not self._may_have_metadata(claim) else prepared_of(claim)
+            if prepared is None:
+                return claim.uid in own
+            return claim.uid in own and (has_spec or not prepared.spec) and prepared.metadata.keys() <= files
 
         return [claim.uid for claim in self._records.all() if not complete(claim)]
+
+    @staticmethod
+    def _may_have_metadata(claim: Claim) -> bool:
+        """Return whether a claim's answer may have metadata files. Decoding all answers would take long."""
+        return '"metadata":{' in (claim.result or "")
 
     async def _restore(self, uid: str) -> str:
         """Write the missing files of a claim; return why they could not be written, or ""."""
@@ -205,7 +232,7 @@ class ClaimFiles:
             if record is None or (prepared is not None and prepared.boot != self.boot):
                 return ""
             try:
-                if await self.write(record, prepared.spec if prepared is not None else None):
+                if await self.write(record, prepared):
                     extra = {"driver": self._driver, "claim": uid}
                     _LOG.warning("a file of claim %s was removed; it is written again", uid, extra=extra)
             except cdi.CdiError as error:

@@ -13,7 +13,7 @@ import msgspec
 from deviceplugin import cdi
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.register.records import Outlook
-from dra_bridge.kube import FOR_LIMITS
+from dra_bridge.kube import FOR_LIMITS, POD_CLAIM
 
 _T = TypeVar("_T")
 
@@ -163,7 +163,7 @@ class ClaimAllocation:
 
     config: this driver's only, class before claim. reserved: whether the claim is reserved for a pod or another object.
     pods: UIDs of these pods. limits: whether the scheduler made the claim for the `limits` of a pod (resource.k8s.io,
-    1.34 and later).
+    1.34 and later). pod_claim: the claim's name in the pod's spec if it was made from a template, else "".
     """
 
     results: tuple[Result, ...]
@@ -171,6 +171,7 @@ class ClaimAllocation:
     reserved: bool
     pods: frozenset[str] = frozenset()
     limits: bool = False
+    pod_claim: str = ""
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
@@ -220,8 +221,9 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     for user in users:
         if user.resource == "pods" and not user.api_group and user.uid:
             pods.add(user.uid)
-    limits = (parsed.metadata.annotations or {}).get(FOR_LIMITS) == "true"
-    return ClaimAllocation(tuple(results), (*of_class, *of_claim), bool(users), frozenset(pods), limits)
+    annotations = parsed.metadata.annotations or {}
+    limits, pod_claim = annotations.get(FOR_LIMITS) == "true", annotations.get(POD_CLAIM, "")
+    return ClaimAllocation(tuple(results), (*of_class, *of_claim), bool(users), frozenset(pods), limits, pod_claim)
 
 
 def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], request: str) -> _T | None:

@@ -144,7 +144,7 @@ class ClaimPreparation:
         recorded = self.records.get(ref.uid)
         former = prepared_of(recorded) if recorded is not None else None
         if recorded is not None and former is not None and self._stands(former, allocation):
-            await self.files.write(recorded, former.spec)
+            await self.files.write(recorded, former)
             self.statistics.prepared_again += 1
             return former
         groups = self.devices.served.groups(allocation)
@@ -158,7 +158,7 @@ class ClaimPreparation:
         if recorded is None:
             self.begun[ref.uid] = time.monotonic()
         set_up = self._set_up_by_others if self.devices.changed_by(groups) else self._set_up
-        prepared = await set_up(ref, record, groups)
+        prepared = await set_up(ref, record, groups, allocation.pod_claim)
         self.host.claims_changed()
         self.events.prepared(ref, prepared)
         _log("prepared", record)
@@ -282,14 +282,14 @@ class ClaimPreparation:
             # The claim was prepared before a reboot, so its devices have to be set up again.
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
-    async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
+    async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str) -> Prepared:
         """Record a claim's devices together with the answer, then write the files."""
-        prepared = await self.files.answer(ref.uid, await self.devices.edits(ref.uid, groups))
+        prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
         try:
             # The grant verifies the devices after their numbers were read for the CDI file.
             await self.devices.grant(ref, _answered(record, prepared))
             newest = self.records.get(ref.uid)  # The record now has the pods that were just recorded.
-            await self.files.write(newest or record, prepared.spec)
+            await self.files.write(newest or record, prepared)
         except ClaimError:
             raise  # Nothing was recorded.
         except BaseException:
@@ -297,7 +297,9 @@ class ClaimPreparation:
             raise
         return prepared
 
-    async def _set_up_by_others(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
+    async def _set_up_by_others(
+        self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str
+    ) -> Prepared:
         """Reserve a claim's devices, call the hooks, write the files, and record the answer.
 
         A failure undoes all steps.
@@ -305,8 +307,8 @@ class ClaimPreparation:
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.reserve(ref, record, durable=traces)
         try:
-            prepared = await self.files.answer(ref.uid, await self.devices.edits(ref.uid, groups))
-            await self.files.write(record, prepared.spec)
+            prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
+            await self.files.write(record, prepared)
             # This verifies the devices after their numbers were read for the CDI file.
             await self.devices.confirm(ref, _answered(record, prepared))
         except BaseException:

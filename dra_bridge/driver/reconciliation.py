@@ -95,7 +95,7 @@ class ClaimReconciler:
             if prepared.boot != self.files.boot:
                 await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
-            written = await self.files.write(record, prepared.spec)
+            written = await self.files.write(record, prepared)
         except (cdi.CdiError, LedgerError) as error:
             _LOG.warning("cannot restore the files of claim %s: %s", record.title, error, extra=extra)
             return "unknown"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,12 +28,14 @@ class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     """The recorded answer to a claim.
 
-    spec: the CDI file's text, "" if none is needed. boot: the node's boot in which the claim was prepared.
+    spec: the CDI file's text, "" if none is needed. boot: the node's boot in which the claim was prepared. metadata:
+    the texts of its metadata files by request.
     """
 
     devices: tuple[PreparedDevice, ...]
     spec: str = ""
     boot: str = ""
+    metadata: Mapping[str, str] = {}
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:

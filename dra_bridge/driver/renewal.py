@@ -100,10 +100,11 @@ class ClaimRenewal:
         )
         if spec == prepared.spec:
             return False
-        result = msgspec.json.encode(msgspec.structs.replace(prepared, spec=spec)).decode()
+        after = msgspec.structs.replace(prepared, spec=spec)
+        result = msgspec.json.encode(after).decode()
         renewed = await self._records.ledger.do(renew(claim.driver, uid, claim.result, result, identities))
         if renewed is not None:
-            await self._files.write(renewed, spec)
+            await self._files.write(renewed, after)
             extra = {"driver": claim.driver, "claim": claim.title}
             _LOG.info(
                 "claim %s: the nodes of its devices have changed; its CDI file is renewed", claim.title, extra=extra

@@ -32,6 +32,7 @@ from dra_bridge.kube.client import Cluster as Cluster
 from dra_bridge.kube.client import Listed as Listed
 from dra_bridge.kube.forms import CLAIMS as CLAIMS
 from dra_bridge.kube.forms import FOR_LIMITS as FOR_LIMITS
+from dra_bridge.kube.forms import POD_CLAIM as POD_CLAIM
 from dra_bridge.kube.forms import ClaimResult as ClaimResult
 from dra_bridge.kube.forms import ListedClaim as ListedClaim
 from dra_bridge.kube.liveness import Failing as Failing

@@ -23,6 +23,8 @@ MAGIC: Final = b"k8s\0"
 """The first bytes of each answer in Kubernetes' protobuf."""
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
 """The scheduler sets this annotation to "true" on claims that it makes for the `limits` of a pod (1.34 and later)."""
+POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
+"""The annotation of a claim made from a template: the claim's name in the pod's spec."""
 
 MAX_PAGE: Final = 4 * 2**20
 """Maximum bytes of a page with several objects. The rest of a larger page is not read, and the next request asks for

@@ -65,7 +65,7 @@ class Bridge(ClaimSide):
         grace: float = GRACE,
     ) -> None:
         self.cluster = cluster = options.cluster
-        self.agent_name = options.agent_name
+        self.agent_name, self.node_name = options.agent_name, options.node
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._parents: dict[str, str] = {}

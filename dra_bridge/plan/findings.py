@@ -69,7 +69,7 @@ class FindingKind(Enum):
         "DB205",
         Severity.WARNING,
         "the Topology Manager aligns devices of the plugin side with CPUs, and ignores devices of claims",
-        "select devices by `numa` in claims, or leave pods that need the alignment with limits",
+        "select devices by `numaNode` in claims, or leave pods that need the alignment with limits",
     )
     NO_CLASS = (
         "DB301",

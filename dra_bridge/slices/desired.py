@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import Any, Final, Literal, TypeVar
 
 from deviceplugin import naming
-from deviceplugin.device import AttributeValue, Device, Version, natural
+from deviceplugin.device import Device, natural
+from deviceplugin.device_metadata import attribute
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.naming import NamingError
 from dra_bridge.kube import Object
@@ -27,8 +28,11 @@ MAX_NAME: Final = 253
 NAMES: Final = 8
 """Number of names that a slice may have. The second and later ones are used when another slice has the first name."""
 
-Feature = Literal["taints", "sharing", "counters"]
-"""An optional feature of the API server. A server without it drops the feature's fields and returns no error."""
+Feature = Literal["taints", "sharing", "counters", "lists"]
+"""An optional feature of the API server. A server without it drops the feature's fields and returns no error.
+
+An attribute that is a list has no value then, and such a server refuses it.
+"""
 CounterAmounts = Mapping[str, int | str]
 
 
@@ -144,6 +148,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
                 "taints": not device.health.usable,
                 "sharing": offer.replicas.get(device.id, 1) > 1,
                 "counters": device.consumes,
+                "lists": len(device.numa_nodes) > 1,
             }
             needed = {feature for feature, uses in features.items() if offered and uses}
             needs |= needed
@@ -187,7 +192,7 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[naming.SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    # If not all entries fit, the device's own capacity and attributes go before the framework's attribute "numa".
+    # If not all entries fit, the device's own capacity and attributes go before the NUMA node.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
     for key, value, amount in wanted:
@@ -206,11 +211,15 @@ def _entry(
         if amount:
             capacity[key] = _capacity(value, replicas)
         else:
-            attributes[key] = _attribute(value)
-    numa = device.numa_nodes
-    if len(numa) == 1 and len(taken) < naming.MAX_ENTRIES and naming.qualified("numa", pool.driver) not in taken:
-        # Kubernetes 1.36 has a standard attribute for PCI, but none for NUMA.
-        attributes["numa"] = {"int": numa[0]}
+            attributes[key] = attribute(value)
+    numa, several = device.numa_nodes, len(device.numa_nodes) > 1
+    if (
+        numa
+        and naming.NUMA_NODE not in taken
+        and len(taken) < naming.MAX_ENTRIES
+        and not (several and "lists" in without)
+    ):
+        attributes[naming.NUMA_NODE] = {"ints": list(numa)} if several else {"int": numa[0]}
     entry: Object = {"name": naming.device_name(device.id, offer.qualifier), "attributes": attributes}
     if capacity:
         entry["capacity"] = capacity
@@ -223,14 +232,6 @@ def _entry(
             {"counterSet": counter_set, "counters": _counters(what)} for counter_set, what in sorted(consumed.items())
         ]
     return entry
-
-
-def _attribute(value: AttributeValue) -> Object:
-    if isinstance(value, bool):
-        return {"bool": value}
-    if isinstance(value, int):
-        return {"int": value}
-    return {"version": str(value)} if isinstance(value, Version) else {"string": value}
 
 
 def _capacity(value: int | str, replicas: int) -> Object:

@@ -21,6 +21,8 @@ WITHOUT: Final[Mapping[Feature, str]] = {
     "each shared device goes to one claim at a time",
     "counters": "the API server does not take shared counters (feature gate DRAPartitionableDevices is off, "
     "or a server before 1.35): devices that consume counters are not offered",
+    "lists": "the API server takes no lists as attributes (feature gate DRAListTypeAttributes is off): "
+    "devices with several NUMA nodes have no attribute resource.kubernetes.io/numaNode",
 }
 """How slices change on a server without the feature, one sentence each."""
 _FIELDS: Final[Mapping[Feature, str]] = {
@@ -28,7 +30,9 @@ _FIELDS: Final[Mapping[Feature, str]] = {
     "sharing": "allowMultipleAllocations",
     "counters": "consumesCounters",
 }
-"""For each feature, the field of a device that a server without the feature drops."""
+"""For each feature, the field of a device that a server without the feature drops. Lists are in the attributes."""
+_REFUSED: Final = frozenset[Feature]({"counters", "lists"})
+"""Features of which a server without them may refuse a slice."""
 
 
 @dataclass(slots=True)
@@ -56,6 +60,12 @@ class ServerFeatures:
         """Record that the server has dropped the fields of these features, or has refused them."""
         self._known.update(dict.fromkeys(features, False))
 
+    def refused(self) -> None:
+        """Count features as not known for which the server may have refused a slice: it may be another server."""
+        for feature in _REFUSED:
+            if self._known.get(feature):
+                del self._known[feature]
+
     def forget_missing(self) -> None:
         """Forget which features are missing, if the last dry run is at least `probe_again` seconds ago."""
         if asyncio.get_running_loop().time() - self._probed_at >= self.probe_again:
@@ -72,21 +82,21 @@ class ServerFeatures:
         asked = frozenset(unknown)
         if unknown:
             self._probed_at = asyncio.get_running_loop().time()
-        while unknown:
-            body = in_version(_probe_body(pool, unknown), version)
-            try:
-                kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
-            except InvalidError as error:
-                # Before 1.35, shared counters had to be in the same slice as the devices that consume them.
-                if "counters" in unknown:
-                    self.lacks({"counters"})
-                    unknown.discard("counters")
-                    continue
-                logger.debug("dry run: %s", error)
-                kept = unknown  # The answers to real writes show the features.
-            self._known.update({feature: feature in kept for feature in unknown})
-            break
+            for feature in sorted(unknown & _REFUSED):
+                await self._probe(pool, {feature}, version)
+            await self._probe(pool, unknown - _REFUSED, version)
         return not asked.isdisjoint(self.missing)
+
+    async def _probe(self, pool: Pool, unknown: Collection[Feature], version: str) -> None:
+        if not unknown:
+            return
+        body = in_version(_probe_body(pool, unknown), version)
+        try:
+            kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
+        except InvalidError as error:  # before 1.35 counters had to be in the same slice
+            logger.debug("dry run: %s", error)
+            kept = set(unknown) - _REFUSED  # the answers to real writes show it
+        self._known.update({feature: feature in kept for feature in unknown})
 
 
 def features_of(body: Object) -> set[Feature]:
@@ -96,7 +106,12 @@ def features_of(body: Object) -> set[Feature]:
 
 
 def _used_by(devices: Iterable[Object]) -> set[Feature]:
-    return {feature for device in devices for feature, name in _FIELDS.items() if device.get(name)}
+    used: set[Feature] = set()
+    for device in devices:
+        used.update(feature for feature, name in _FIELDS.items() if device.get(name))
+        if any("ints" in attribute for attribute in (device.get("attributes") or {}).values()):
+            used.add("lists")
+    return used
 
 
 def _probe_body(pool: Pool, features: Collection[Feature]) -> Object:
@@ -111,6 +126,12 @@ def _probe_body(pool: Pool, features: Collection[Feature]) -> Object:
             "driver": pool.driver,
             "nodeName": pool.node,
             "pool": {"name": pool.node, "generation": 0, "resourceSliceCount": 1},
-            "devices": [{"name": "probe", **{_FIELDS[feature]: values[feature] for feature in features}}],
+            "devices": [
+                {
+                    "name": "probe",
+                    **{_FIELDS[feature]: values[feature] for feature in features if feature in values},
+                    **({"attributes": {"probe": {"ints": [0, 1]}}} if "lists" in features else {}),
+                }
+            ],
         },
     }

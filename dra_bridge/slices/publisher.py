@@ -248,6 +248,7 @@ class Publisher:
                 if conflicts == 5:
                     self._problem(driver, f"the slices cannot be written: {error}")
             except kube.InvalidError as error:
+                self._features.refused()
                 causes = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
                 self._problem(driver, f"the API server refuses the slices: {causes or error.message}")
                 # A policy may just have changed, and not every API server may know it yet. When the waits have reached

@@ -854,6 +854,13 @@ def _slice_as_stored(body: Object, before: Object | None, features: frozenset[st
             device.pop("allowMultipleAllocations", None)
             for capacity in (device.get("capacity") or {}).values():
                 capacity.pop("requestPolicy", None)
+    in_use = any(
+        "ints" in one for device in old.get("devices") or () for one in (device.get("attributes") or {}).values()
+    )
+    if "lists" not in features and not in_use:
+        for device in devices:
+            for attribute in (device.get("attributes") or {}).values():
+                attribute.pop("ints", None)
     for device in devices:
         for key in ("taints", "attributes", "capacity", "consumesCounters"):
             if not device.get(key):

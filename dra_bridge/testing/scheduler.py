@@ -213,13 +213,15 @@ def allocate(
     if any(request["exactly"]["deviceClassName"] not in by_name for request in requests):
         return None
     constraints = asked.get("constraints") or ()
-    values = [dict.fromkeys(_of(one["matchAttribute"], candidate) for candidate in devices) for one in constraints]
-    values = [{value: None for value in found if value is not None} for found in values]
+    values = [
+        dict.fromkeys(value for candidate in devices for value in _values(one["matchAttribute"], candidate))
+        for one in constraints
+    ]
     for choice in itertools.product(*values):
 
         def matches(request: str, candidate: Candidate, choice: Sequence[Any] = choice) -> bool:
             return all(
-                _of(one["matchAttribute"], candidate) == value
+                value in _values(one["matchAttribute"], candidate)
                 for one, value in zip(constraints, choice, strict=True)
                 if request in (one.get("requests") or [request])
             )
@@ -241,9 +243,11 @@ def allocate(
     return None
 
 
-def _of(attribute: str, candidate: Candidate) -> Any:
+def _values(attribute: str, candidate: Candidate) -> tuple[Any, ...]:
+    """Return the values of an attribute: none without it, several of a list, of which one has to be common."""
     domain, _, name = attribute.partition("/")
-    return _attribute(candidate[2], "attributes", domain, name, candidate[0])
+    value = _attribute(candidate[2], "attributes", domain, name, candidate[0])
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
 def _request(

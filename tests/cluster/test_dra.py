@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.naming import NUMA_NODE
 from dra_bridge.manifests import Deployment
 from tests.cluster.bridge import Bridge, env_of, seconds_until
 from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster, Pod
@@ -180,11 +181,11 @@ def test_match_attribute_and_counts(bridge: Bridge) -> None:
         "pair",
         bridge.one("a"),
         bridge.one("b"),
-        constraints=[{"requests": ["a", "b"], "matchAttribute": f"{DRIVER}/numa"}],
+        constraints=[{"requests": ["a", "b"], "matchAttribute": NUMA_NODE}],
     )
     pod = bridge.pod("pair", {"fpga": "pair"}).wait_running()
     offered = bridge.offered()
-    numa = {offered[name]["attributes"]["numa"]["int"] for name in bridge.allocated("pair")}
+    numa = {offered[name]["attributes"][NUMA_NODE]["int"] for name in bridge.allocated("pair")}
     assert len(bridge.allocated("pair")) == 2
     assert len(numa) == 1
     pod.delete()

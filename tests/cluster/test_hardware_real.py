@@ -317,36 +317,45 @@ def test_a_program_knows_which_device_it_has(scene: Scene, form: str) -> None:
     scene.before = scene.after = 1
 
 
-class UsbAgents(Agents):
-    """Agents for which made sysfs and device nodes are all USB devices that there are."""
+class MadeAgents(Agents):
+    """Agents for which made sysfs and device nodes are all USB and PCI devices that there are."""
+
+    metrics = "127.0.0.1:9419"
 
     def command(self) -> list[str]:
         module, *arguments = super().command()[2:]
         assert module == "tests.cluster.locks"
-        return [sys.executable, "-c", USB_AGENT, *arguments]
+        return [sys.executable, "-c", MADE_AGENT, *arguments]
 
 
-USB_AGENT = f"""
+MADE = isolate.DEVICES / "made"
+MADE_AGENT = f"""
 import functools, sys
-from deviceplugin.sources import configured, usb
-configured.UsbSource = functools.partial(usb.UsbSource, sysfs_root="{isolate.DEVICES}/usb/sys", dev="{locks.NODES}")
+from deviceplugin.sources import configured, pci, usb
+made = {{"sysfs_root": "{MADE}/sys", "dev": "{locks.NODES}"}}
+configured.UsbSource = functools.partial(usb.UsbSource, **made)
+configured.PciSource = functools.partial(pci.PciSource, **made)
 from tests.cluster.locks import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.fixture
+def tree(scene: Scene) -> Tree:
+    scene.kind = MadeAgents
+    scene.stack.callback(shutil.rmtree, MADE)
+    return Tree(MADE)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, form: str) -> None:
+def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, tree: Tree, form: str) -> None:
     """It is one device, with one holder. The container of a claim sees its second node when it restarts.
 
     By limits the kubelet has the first node in its answer, and the container does not start again: its pod is deleted.
     """
-    tree = Tree(isolate.DEVICES / "usb")
-    scene.stack.callback(shutil.rmtree, isolate.DEVICES / "usb")
     bus = locks.NODES / "bus/usb/001"
     locks.make_node(bus / "004", 4)
     usb = tree.usb("1-2", 4, "1a6e", "089a")
-    scene.kind = UsbAgents
     ids = [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"}]
     scene.serve(resource("a", "all" if form == "claim" else "none", devices=[{"usb": ids}]))
     wait_offered(scene, form, 1)
@@ -378,6 +387,29 @@ def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, form:
         until_taken(scene)
         assert {one.key for one in locks.holders()} == {key}
         scene.after = 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_vfio_group_is_given_once_the_host_has_no_function_of_it(scene: Scene, tree: Tree, form: str) -> None:
+    """A graphics card on vfio-pci is unhealthy, with the reason, until its audio function is bound to vfio-pci, too."""
+    tree.pci("0000:01:00.0", "10de", "2204", "030000", driver="vfio-pci", group=12)
+    audio = tree.pci("0000:01:00.1", "10de", "1aef", "040300", driver="snd_hda_intel", group=12)
+    keys = [locks.make_node(locks.NODES / "vfio" / name, minor) for minor, name in enumerate(("12", "vfio"), 1)]
+    card = {"pci": {"vendor": "10de", "class": "0300"}}
+    scene.serve(resource("a", "all" if form == "claim" else "none", devices=[card]))
+    reason = "0000:01:00.1 of the same IOMMU group 12 is bound to snd_hda_intel of the host"
+    scene.until("the status has the reason", lambda: reason in scene.agents.page("/status"))
+    wait_offered(scene, form, 0)
+    wants = claimer("wants", "a") if form == "claim" else plain("wants", "a")
+    scene.wait(wants)
+    tree.bind(audio, "vfio-pci")
+    until_taken(scene)
+    assert [one.key for one in locks.holders()] == keys
+    assert reason not in scene.agents.page("/status")
+    tree.bind(audio, "snd_hda_intel")
+    scene.until("the status has the reason", lambda: reason in scene.agents.page("/status"))
+    wait_offered(scene, form, 0)
+    scene.before = scene.after = 2
 
 
 def test_a_stick_comes_back_with_the_generic_device_plugin(scene: Scene, sticks: Sticks) -> None:

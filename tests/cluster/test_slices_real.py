@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.config import parse
 from deviceplugin.device import Device, Health, Version
 from deviceplugin.inventory import InventorySnapshot, merged
+from deviceplugin.naming import NUMA_NODE, PCIE_ROOT
 from dra_bridge import kube
 from dra_bridge.manifests import Deployment, manifests, to_yaml
 from dra_bridge.slices.desired import Offer, Pool, slice_name
@@ -24,6 +26,7 @@ from tests.cluster.node import FEATURE_GATES, Cluster
 from tests.dra.slices.test_publisher import became, running
 
 DRIVER = "gpu.example.com"
+NIC = "nic.example.com"
 RESOURCE = "example.com/gpu"
 
 CONFIG = """\
@@ -89,12 +92,12 @@ def api_version(cluster: Cluster) -> str:
     return "resource.k8s.io/" + ("v1" if cluster.minor >= 34 else "v1beta2" if cluster.minor == 33 else "v1beta1")
 
 
-def device_class(cluster: Cluster) -> dict[str, Any]:
-    expression = f'device.driver == "{DRIVER}"'
+def device_class(cluster: Cluster, driver: str = DRIVER) -> dict[str, Any]:
+    expression = f'device.driver == "{driver}"'
     return {
         "apiVersion": api_version(cluster),
         "kind": "DeviceClass",
-        "metadata": {"name": DRIVER},
+        "metadata": {"name": driver},
         "spec": {"selectors": [{"cel": {"expression": expression}}]},
     }
 
@@ -188,9 +191,10 @@ async def test_selectors(cluster: Cluster) -> None:
     async with publishing(cluster, pool(cluster, *devices)):
         cluster.api.create(device_class(cluster))
         here = f'device.attributes["{DRIVER}"]'
+        numa = 'device.attributes["resource.kubernetes.io"].numaNode'
         arc = f'{here}.family == "Arc" && device.capacity["{DRIVER}"].memory.compareTo(quantity("16Gi")) >= 0'
         cluster.api.create(claim(cluster, "arc", arc))
-        cluster.api.create(claim(cluster, "ecc", f'"ecc" in {here} && {here}.ecc && {here}.numa == 1'))
+        cluster.api.create(claim(cluster, "ecc", f'"ecc" in {here} && {here}.ecc && {numa} == 1'))
         cluster.api.create(
             claim(
                 cluster,
@@ -201,6 +205,37 @@ async def test_selectors(cluster: Cluster) -> None:
         for name, device in (("arc", "b"), ("ecc", "c"), ("old", "a")):
             (result,) = await asyncio.to_thread(allocated, cluster, name)
             assert (result["driver"], result["pool"], result["device"]) == (DRIVER, cluster.node_name, device)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+async def test_devices_of_two_drivers_that_are_close(make_cluster: Callable[..., Cluster], lists: bool) -> None:
+    """By NUMA node, also where one is close to several and the server takes lists, and by PCIe root.
+
+    Devices without a NUMA node match nothing.
+    """
+    if lists and int(build.default_version().split(".")[1]) < 37:
+        pytest.skip("the scheduler of 1.36 matches no lists: AllocatorFeatures lacks DRAListTypeAttributes")
+    cluster = make_cluster(feature_gates={"DRAListTypeAttributes": True} if lists else None)
+    near, far = ({PCIE_ROOT: root} for root in ("pci0000:3a", "pci0000:80"))
+    gpus = [Device("none", numa=-1), Device("gpu0", numa=0, attributes=near), Device("gpu1", numa=1, attributes=far)]
+    nics = [Device("none", numa=-1), Device("nic0", attributes=near), Device("both", numa=[1, 2])]
+    nics += [] if lists else [Device("nic1", numa=1)]
+    of_nics = Offer(merged(InventorySnapshot("example.com/nic"), nics))
+    async with publishing(cluster, pool(cluster, *gpus), Pool(NIC, cluster.node_name, (of_nics,))) as publisher:
+        assert publisher.state(NIC).unsupported == (set() if lists else {"lists"})
+        assert NUMA_NODE not in devices_of(cluster)["none"]["attributes"]
+        for driver in (DRIVER, NIC):
+            cluster.api.create(device_class(cluster, driver))
+        for attribute, names in ((NUMA_NODE, {"gpu1", "both" if lists else "nic1"}), (PCIE_ROOT, {"gpu0", "nic0"})):
+            name = attribute.partition("/")[2].lower()
+            body = claim(cluster, name)
+            (asked,) = body["spec"]["devices"]["requests"]
+            other = json.loads(json.dumps(asked).replace(DRIVER, NIC)) | {"name": "nic"}
+            body["spec"]["devices"] = {"requests": [asked, other], "constraints": [{"matchAttribute": attribute}]}
+            cluster.api.create(body)
+            results = await asyncio.to_thread(allocated, cluster, name)
+            assert {result["device"] for result in results} == names
+            assert {result["driver"] for result in results} == {DRIVER, NIC}
 
 
 async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:

@@ -88,6 +88,7 @@ from tests.config.files import WHOLE, problems, refused
         ),
         # claims
         ("dra: {share: all}", "dra", "claims need a driver's name"),
+        ("metadata: true", "metadata", "the files name a driver"),
         ("driver: a.b, dra: {share: 120%}", "dra.share", "a percentage such as 50%"),
         ("driver: a.b, dra: {share: -1}", "dra.share", "must be 0 to"),
         ("driver: a.b, dra: {share: [1]}", "dra.share", "expected a whole number or text, got a list"),

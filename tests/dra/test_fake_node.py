@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from deviceplugin.demo import Printer
+from deviceplugin.naming import NUMA_NODE
 from deviceplugin.testing import claim_state
 from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -186,11 +187,13 @@ def test_the_projects_own_claims(path: Path) -> None:
 
 def test_devices_of_one_value() -> None:
     """With `matchAttribute` all devices of the requests have one value, whichever devices come first."""
-    numa = [device(name, attributes={"numa": {"int": node}}) for name, node in (("a", 0), ("b", 1), ("c", 1))]
+    numa = [device(name, attributes={NUMA_NODE: {"int": node}}) for name, node in (("a", 0), ("b", 1), ("c", 1))]
     wanted = claim(count=2)
-    wanted["spec"]["devices"]["constraints"] = [{"matchAttribute": f"{D}/numa"}]
+    wanted["spec"]["devices"]["constraints"] = [{"matchAttribute": NUMA_NODE}]
     assert given(wanted, pool(*numa)) == ["b", "c"]
     assert given(wanted, pool(*numa), taken=(allocated("c"),)) is None
+    numa.append(device("d", attributes={NUMA_NODE: {"ints": [2, 0]}}))
+    assert given(wanted, pool(*numa), taken=(allocated("c"),)) == ["a", "d"]
 
 
 def test_parts_of_a_device() -> None:

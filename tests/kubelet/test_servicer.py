@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -493,6 +494,33 @@ async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
     served = await serve(Editing(), device("a"), device("b"))
     (answer,) = await served.allocate("a b")
     assert dict(answer.envs) == {"IDS": "a,b"}
+
+
+async def test_mounts_of_device_metadata_are_in_the_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a resource that wants them; where the files cannot be written nothing is granted."""
+
+    class Described(Source):
+        metadata = True
+
+    async def files(devices: Sequence[Device]) -> ContainerEdits:
+        return ContainerEdits(mounts=[Mount(f"/host/{device.id}", f"/in/{device.id}") for device in devices])
+
+    async def full(devices: Sequence[Device]) -> ContainerEdits:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = Described()
+    served = await serve(source, "a", "b")
+    monkeypatch.setattr(served, "metadata", files)
+    source.metadata = False
+    assert not (await served.allocate("a"))[0].mounts
+    source.metadata = True
+    (answer,) = await served.allocate("a b")
+    assert sorted(mount.container_path for mount in answer.mounts) == ["/in/a", "/in/b"]
+    served.forget_allocations()
+    monkeypatch.setattr(served, "metadata", full)
+    with refused(grpc.StatusCode.INTERNAL, "the device metadata cannot be written", "No space left"):
+        await served.allocate("a")
+    assert not served.granted_ids
 
 
 async def test_contradicting_devices_are_refused(serve: Serve) -> None:

@@ -84,7 +84,6 @@ def test_gpu_is_described_by_what_claims_select_on(gpus: FakeGpus) -> None:
         "minor": 1,
         PCI_BUS_ID: "0000:08:00.0",
         PCIE_ROOT: "pci0000:00",
-        "numaNode": 1,
         "productName": "NVIDIA A100-SXM4-40GB",
         "brand": "Tesla",
         "serial": "S1",

@@ -48,6 +48,7 @@ def test_device_is_described_by_its_ids_serial_number_and_names(tree: Tree, tmp_
     assert device.numa == 1
     assert dict(device.attributes) == {
         PCIE_ROOT: "pci0000:00",
+        "controller": "0000:00:14.0",
         "vendor": "0403",
         "productID": "6001",
         "serial": "A50285BI",

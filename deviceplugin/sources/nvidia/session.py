@@ -159,7 +159,6 @@ class Session:
             "minor": minor,
             PCI_BUS_ID: address,
             PCIE_ROOT: bus.pcie_root(directory),
-            "numaNode": numa,
             "productName": text(optional(nv, nv.nvmlDeviceGetName, handle)),
             "brand": nvml.constant_in_words(nv, "NVML_BRAND_", brand),
             "serial": text(optional(nv, nv.nvmlDeviceGetSerial, handle)),

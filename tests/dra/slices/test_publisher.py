@@ -79,7 +79,7 @@ def test_attributes_of_all_kinds() -> None:
             "ecc": {"bool": True},
             "firmware": {"version": "1.2.3"},
             "resource.kubernetes.io/pciBusID": {"string": "0000:01:00.0"},
-            "numa": {"int": 1},
+            "resource.kubernetes.io/numaNode": {"int": 1},
         },
         "capacity": {"memory": {"value": "16Gi"}, "engines": {"value": "4"}},
     }
@@ -570,26 +570,51 @@ async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
         assert now[slice_name(NODE, DRIVER, 0)]["spec"]["pool"]["generation"] == 4
 
 
-@pytest.mark.parametrize("missing", ["taints", "sharing", "counters"])
+def test_several_numa_nodes_are_a_list_where_the_server_takes_one() -> None:
+    """A device without one, and one close to several where lists are not taken, have no attribute; -1 is none."""
+    close, attribute = pool(Device("a", numa=[1, 2])), "resource.kubernetes.io/numaNode"
+    assert entry(close)["attributes"][attribute] == {"ints": [1, 2]}
+    assert attribute not in entry(close, without={"lists"})["attributes"]
+    for numa in (None, -1):
+        assert attribute not in entry(pool(Device("a", numa=numa)))["attributes"]
+
+
+async def test_a_server_that_takes_no_lists_any_more_gets_none(caplog: pytest.LogCaptureFixture) -> None:
+    """It refuses the whole slice; what it takes is found out anew then."""
+    caplog.set_level(logging.WARNING)
+    with FakeApiServer(features=FEATURES | {"lists"}) as server:
+        server.create(node_body(NODE))
+        async with publishing(server, pool(Device("a", numa=[0, 1]))) as publisher:
+            assert not publisher.state(DRIVER).unsupported
+            for body in server.objects():
+                server.delete("resourceslices", body["metadata"]["name"])
+            server.features = FEATURES
+            await became(publisher, pool(Device("a", numa=[0, 1]), Device("b", numa=[0, 1])))
+            assert publisher.state(DRIVER).unsupported == {"lists"}
+            assert published(server) == ["a", "b"]
+
+
+@pytest.mark.parametrize("missing", ["taints", "sharing", "counters", "lists"])
 async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptureFixture) -> None:
     """What the server drops is found by a dry run, reported once, and not sent again and again."""
     caplog.set_level(logging.WARNING)
-    with FakeApiServer(features=FEATURES - {missing}) as server:
+    with FakeApiServer(features=(FEATURES | {"lists"}) - {missing}) as server:
         server.create(node_body(NODE))
-        wanted = pool(*partitions(), Device("bad", health=Health.UNHEALTHY), replicas=2)
+        wanted = pool(*partitions(), Device("bad", health=Health.UNHEALTHY, numa=[0, 1]), replicas=2)
         async with publishing(server, wanted) as publisher:
             assert publisher.state(DRIVER).unsupported == {missing}
             first = len(server.writes)
             await became(
-                publisher, pool(*partitions(), Device("bad", health=Health.UNHEALTHY, message="x"), replicas=2)
+                publisher,
+                pool(*partitions(), Device("bad", health=Health.UNHEALTHY, message="x", numa=[0, 1]), replicas=2),
             )
             assert len(server.writes) == first
             reported = [record.getMessage() for record in caplog.records if "feature gate" in record.getMessage()]
             assert len(reported) == 1
-            gone = {"taints": {"bad"}, "sharing": set(), "counters": {"whole", "part0"}}[missing]
+            gone = {"taints": {"bad"}, "counters": {"whole", "part0"}}.get(missing, set())
             assert set(published(server)) == {"whole", "part0", "free", "bad"} - gone
             dry = [entry for entry in server.log if "dryRun" in entry.query]
-            assert len(dry) <= 2
+            assert len(dry) <= 3
 
 
 async def test_fields_dropped_without_warning(server: FakeApiServer) -> None:

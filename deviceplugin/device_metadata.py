@@ -1,0 +1,102 @@
+"""Files that tell programs in a container what its devices are: KEP-5304, device metadata.
+
+A file is a stream of JSON objects, which say the same in each version of the format, the newest first. A reader takes
+the first version that it knows (dynamic-resource-allocation 0.37, api/metadata and kubeletplugin/metadata.go).
+
+The file of a claim's request names the devices of that request. By limits there is no claim: each device of a container
+has a file of its own. It is made by the first Allocate of the device, and stays until the node's next boot: a container
+that starts again has the mount in the kubelet's copy of the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from deviceplugin import cdi, files, looked_at
+from deviceplugin.device import AttributeValue, ContainerEdits, Device, Mount, Version
+from deviceplugin.naming import EXTENDED_RESOURCE, NUMA_NODE, NamingError, canonical_resource, check_attribute
+
+Described = dict[str, Any]
+"""A part of such a file, in the form of its JSON."""
+
+VERSIONS: Final = ("v1beta1", "v1alpha1")
+"""Of the format, the newest first; 1.36 has the second one only."""
+DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
+"""Where containers have the files."""
+BY_LIMITS: Final = "extendedresources"
+"""The directory below it of files by limits; Kubernetes itself names none."""
+
+
+def attribute(value: AttributeValue) -> Described:
+    """Return an attribute's value as ResourceSlices and these files have it."""
+    if isinstance(value, bool):
+        return {"bool": value}
+    if isinstance(value, int):
+        return {"int": value}
+    return {"version": str(value)} if isinstance(value, Version) else {"string": value}
+
+
+def described(resource: str, device: Device) -> Described:
+    """Return a device's attributes, as far as the API takes them."""
+    attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
+    for name, value in device.attributes.items():
+        with contextlib.suppress(NamingError):  # the slices' problems name it
+            check_attribute(name, value)
+            attributes[name] = attribute(value)
+    if numa := device.numa_nodes:
+        attributes[NUMA_NODE] = {"int": numa[0]} if len(numa) == 1 else {"ints": list(numa)}
+    return attributes
+
+
+def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described], pod_claim: str = "") -> bytes:
+    """Return a file's contents.
+
+    about: name, namespace and uid of the claim, as far as there is one. request: its name, with the subrequest.
+    devices: driver, pool, name and attributes of each. pod_claim: the claim's name in the pod, if it is of a template.
+    """
+    body: Described = {"metadata": {**about, "generation": 1}}
+    if pod_claim:
+        body["podClaimName"] = pod_claim
+    body["requests"] = [{"name": request, "devices": list(devices)}]
+    versions = ({"kind": "DeviceMetadata", "apiVersion": f"metadata.resource.k8s.io/{one}"} for one in VERSIONS)
+    return b"".join(msgspec.json.encode(kind | body) + b"\n" for kind in versions)
+
+
+def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> str:
+    """Return where a container has the file of a claim's request. request: without the subrequest."""
+    kind, name = ("resourceclaimtemplates", pod_claim) if pod_claim else ("resourceclaims", claim)
+    return f"{DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
+
+
+def by_limits(
+    directory: str, resource: str, driver: str, pool: str, named: Iterable[tuple[str, Device]]
+) -> ContainerEdits:
+    """Write the files of devices that a container gets by limits, and return their mounts. Blocks. Raises OSError.
+
+    directory: of CDI specs. driver: or the domain of a resource without one. named: the devices with the names that
+    slices give them.
+    """
+    own, mounts = cdi.own_directory(directory), []
+    for name, device in named:
+        one = {"driver": driver, "pool": pool, "name": name, "attributes": described(resource, device)}
+        host = f"{own}/{hashlib.sha256(f'{resource} {device.id}'.encode()).hexdigest()[:16]}.device-metadata"
+        write(host, stream({}, resource, [one]))
+        mounts.append(Mount(host, f"{DIRECTORY}/{BY_LIMITS}/{resource}/{name}/{driver}-metadata.json", readonly=True))
+    return ContainerEdits(mounts=mounts)
+
+
+def write(path: str, data: bytes) -> bool:
+    """Put a file into place unless it is there with these bytes; return whether it was not. Blocks. Raises OSError."""
+    looked_at.at(path)
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        if file.read() == data:
+            return False
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    files.put(path, data, f"{path}.{os.urandom(8).hex()}", 0o644)
+    return True

@@ -1,0 +1,86 @@
+"""The device metadata (KEP-5304) of one driver's claims: what each request's file says, and the files on the host.
+
+They lie beside the claims' own files (`deviceplugin.claim_files`). They are written before the CDI file that mounts
+them, and removed after it. The contents are a part of the answer in the ledger, so that lost files are written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from deviceplugin import cdi, device_metadata
+from deviceplugin.device import ContainerEdits, Mount
+from dra_bridge.driver.claims import ClaimRef
+from dra_bridge.driver.served import RequestDevices
+
+
+class ClaimMetadata:
+    """The metadata files of one driver's claims. directory: of CDI specs."""
+
+    def __init__(self, driver: str, directory: str) -> None:
+        self._driver = driver
+        self._directory = cdi.own_directory(directory)
+        self._file: Final = re.compile(
+            rf"{re.escape(driver)}_(?P<uid>{cdi.UID.pattern})_(?P<request>[a-z0-9-]+)\.metadata(\.[0-9a-f]+)?"
+        )
+
+    def path(self, uid: str, request: str) -> str:
+        """Return the path of a request's file on the host."""
+        return f"{self._directory}/{self._driver}_{uid}_{request}.metadata"
+
+    def text(self, ref: ClaimRef, groups: Sequence[RequestDevices], pod_claim: str) -> str:
+        """Return what the file of a request says: of those devices whose resource wants it; "" if none does."""
+        devices, name = dict[str, device_metadata.Described](), ""
+        for group in groups:
+            for device, result in group.members if group.served.source.metadata else ():
+                attributes = device_metadata.described(group.served.source.resource, device)
+                one = {"driver": self._driver, "pool": result.pool, "name": result.device, "attributes": attributes}
+                devices[result.device], name = one, result.request
+        if not devices:
+            return ""
+        about = {"name": ref.name, "namespace": ref.namespace, "uid": ref.uid}
+        return device_metadata.stream(about, name, list(devices.values()), pod_claim).decode()
+
+    def mount(self, ref: ClaimRef, request: str, pod_claim: str) -> ContainerEdits:
+        """Return the mount of a request's file."""
+        inside = device_metadata.claim_path(self._driver, ref.name, request, pod_claim)
+        return ContainerEdits(mounts=[Mount(self.path(ref.uid, request), inside, readonly=True)])
+
+    def write(self, uid: str, texts: Mapping[str, str]) -> bool:
+        """Write a claim's files; return whether one was not there. Blocks. Raises CdiError. texts: by request."""
+        written = False
+        for request, text in texts.items():
+            try:
+                written |= device_metadata.write(self.path(uid, request), text.encode())
+            except OSError as error:
+                raise cdi.CdiError(f"cannot write {self.path(uid, request)}: {error.strerror}") from error
+        return written
+
+    def remove(self, uid: str) -> None:
+        """Remove a claim's files, as far as they are there. Blocks. Raises CdiError."""
+        for name, of in self._names().items():
+            if of[0] == uid:
+                try:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(f"{self._directory}/{name}")
+                except OSError as error:
+                    raise cdi.CdiError(f"cannot remove {self._directory}/{name}: {error.strerror}") from error
+
+    def list(self) -> dict[str, set[str]]:
+        """Return the requests that have a file, by the claims' UIDs. Blocks."""
+        found: dict[str, set[str]] = {}
+        for uid, request in self._names().values():
+            found.setdefault(uid, set()).add(request)
+        return found
+
+    def _names(self) -> dict[str, tuple[str, str]]:
+        """Return the names of the files, and of drafts that a crash left, each with the claim's UID and request."""
+        try:
+            names = os.listdir(self._directory)
+        except OSError:
+            return {}
+        return {name: (match["uid"], match["request"]) for name in names if (match := self._file.fullmatch(name))}
