@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
-from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.register.records import AllocationRecord, RecordKey
+from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
 """The kubelet cuts names that are longer than a file's may be, so the id may be its beginning only."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from deviceplugin.files import FileIdentity
-from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.register.records import Allocation
 
 LATE: Final = 5.0
 """Seconds after which the kubelet has taken a list and has written it down, on a slow disk, too."""

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from deviceplugin.identity import UNIDENTIFIED, Tokens
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
-from deviceplugin.kubelet.granted import ours
+from deviceplugin.kubelet.checkpoint import CheckpointVersion, ours
 from deviceplugin.kubelet.pod_evidence import SHOWN, PodsShown
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
-from deviceplugin.register.records import UNKNOWN, AllocationRecord
+from deviceplugin.register.records import UNKNOWN, Allocation, AllocationRecord
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
@@ -91,21 +90,6 @@ class HolderSnapshot:
         mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
         return frozenset(allocation.device_id for allocation, holding in mine if holding.certain) - named
-
-
-def shows_present(written: Collection[CheckpointVersion]) -> bool:
-    """Return whether the kubelet composed at least one of these files after the first request.
-
-    The kubelet composes the contents under its lock, but writes the file without the lock. So an older state can
-    replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer has at most one file in
-    progress. The writers are the list of each resource, which the file names, and the node's status (GetCapacity).
-    Admissions run one after the other, and each has written its file before the next begins. Containers that start
-    after the kubelet lost its checkpoint also write, since they get devices again; they are not counted here.
-
-    written: the different files that were seen since the first request; each was followed by another request.
-    """
-    resources = {resource for version in written for resource in version.registered}
-    return len(written) > len(resources) + 1
 
 
 def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:

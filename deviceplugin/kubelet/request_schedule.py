@@ -9,8 +9,8 @@ from typing import Final
 
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0

@@ -23,9 +23,9 @@ from deviceplugin.hooks import HookStatistics
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
+from deviceplugin.kubelet.checkpoint import annotate
 from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_time
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
-from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.looks import LookTimeoutError

@@ -19,13 +19,10 @@ from typing import Final
 
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import holders, pod_evidence
-from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
-from deviceplugin.kubelet.checkpoint_reader import CheckpointReader, DeviceLists
+from deviceplugin.kubelet.checkpoint import CheckpointError, CheckpointReader, CheckpointVersion, DeviceLists, ours
 from deviceplugin.kubelet.containers import LostAllocations
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
-from deviceplugin.kubelet.granted import ours
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.pod_names import PodNames
@@ -38,8 +35,9 @@ from deviceplugin.kubelet.podresources import (
 )
 from deviceplugin.kubelet.request_schedule import RequestSchedule
 from deviceplugin.looks import LONG, Looks, LookTimeoutError
+from deviceplugin.register.copies import AllocationCopies
 from deviceplugin.register.question import Use, Wanted
-from deviceplugin.register.records import AllocationRecord, RecordKey
+from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 from deviceplugin.register.register import Register
 from deviceplugin.tasks import SharedCall
 
@@ -112,6 +110,8 @@ class HolderTracker:
         self._in_one_root = all(
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
+        self.observed: frozenset[str] = frozenset()
+        """The resources whose allocations the register has compared with evidence: not one that was added since."""
         self.problems: tuple[str, ...] = ()
         """What cannot be seen of this node, as of the last scan."""
         self.unknown: Counter[EvidenceSource] = Counter()
@@ -346,11 +346,10 @@ class HolderTracker:
         _, granted = self._checkpoint.known.grants.get(allocation) or ("", self._copied.get(allocation))
         return granted
 
-    def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
+    def foreign(self) -> tuple[Use, ...]:
         """Return allocations of pods that are not in the register: those of other plugins, or of lost records.
 
-        observed: the resources whose allocations the register has compared with evidence. The same object until it
-        changes.
+        It is the same object until it changes.
         """
         reader, records = self._checkpoint.known, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
@@ -359,7 +358,7 @@ class HolderTracker:
         for holder in (*held, *named, *unscanned):
             if (record := records.get(holder[2:])) is not None:
                 recorded[holder[2:]] = record
-        where = frozenset(observed), recorded, boot_id()
+        where = self.observed, recorded, boot_id()
         seen = UnrecordedEvidence(held, named, reader.grants, self._copied, unscanned, *where)
         if seen != self._foreign[0]:
             uses = holders.unrecorded(seen, self.title)

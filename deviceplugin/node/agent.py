@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Final
 from deviceplugin import filewatch
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.kubelet.allocation_copies import AllocationCopies
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.plugin_directory import PluginDirectory
 from deviceplugin.kubelet.registration import RegistrationTiming
 from deviceplugin.kubelet.status import AgentStatus
-from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.claim_side import ClaimSide
+from deviceplugin.node.evidence import NodeEvidence
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
-from deviceplugin.register.question import Use
-from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import check_sources, mistaken_names
 from deviceplugin.tasks import cancel_all
@@ -38,7 +34,7 @@ class AgentError(Exception):
     """Raised when the agent cannot serve the node at all."""
 
 
-class Agent(RegisterHost):
+class Agent:
     """Serves sources, one for each resource, on this node until it is stopped.
 
     period: seconds between two scans for holders, while there may be any. report_holders: whether metrics show the
@@ -46,8 +42,6 @@ class Agent(RegisterHost):
     if nothing does. vendors: vendors' plugins that register with this agent. providers: other components of this
     process that metrics and status pages show. claims: claims of drivers that this process does not serve.
     """
-
-    services: Mapping[str, Service]
 
     def __init__(
         self,
@@ -77,19 +71,10 @@ class Agent(RegisterHost):
         """See `AgentStatus`."""
         self._error: AgentError | None = None
         scan_wanted = asyncio.Event()
-        self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
-        self.register = Register(self)
-        self.tracker = HolderTracker(
-            self,
-            self.paths,
-            self.register,
-            scan_wanted,
-            copies=AllocationCopies(self.paths.cdi_dir, side.agent_name),
-            claim_uses=report_holders,
-            believe_checkpoint=not side.serves_claims,
+        self.evidence = evidence = NodeEvidence(
+            services, self.paths, self, side, scan_wanted, report_holders=report_holders
         )
-        cdi_directory = str(self.paths.cdi_dir)
-        self.claims = OrphanedClaims(self.paths.kubelet_root, side.drivers, cdi_directory, self.tracker.pods)
+        self.register, self.tracker, self.claims = evidence.register, evidence.tracker, evidence.claims
         self.scanner = HolderScanner(
             services, self.tracker, self.register, scan_wanted, period, self.claims, always=report_holders
         )
@@ -244,28 +229,6 @@ class Agent(RegisterHost):
         else:
             text = "a vendor's plugin registered it, but the config lists its devices; those of the config are served"
             _LOG.error(text, extra={"resource": resource})
-
-    def foreign_uses(self) -> tuple[Use, ...]:
-        """Return the devices that claims and other agents hold. The object stays the same until its content changes."""
-        pods, claims = self.tracker.foreign(self.scanner.observed), self.claims.uses()
-        if self._foreign[0] is not pods or self._foreign[1] is not claims:
-            self._foreign = pods, claims, (*pods, *claims)
-        return self._foreign[2]
-
-    async def reread(self) -> None:
-        """Read the checkpoint and the claims' files again, if they have changed."""
-        await self.tracker.reread()
-        await self.claims.reread()
-
-    def evidence_missing(self, resource: str, device: str) -> str:
-        """Return why the holders of a device are not known yet; "" if they are known."""
-        service = self.services.get(resource)
-        if service is None and self._claim_side.serves_claims:
-            return "its resource is not served"
-        driver = service.source.driver if service is not None else None
-        if driver and self._claim_side.serves_claims:
-            return self._claim_side.unknown(driver, resource, device)
-        return self.claims.problem(driver)
 
     def _refresh(self) -> None:
         for service in self.services.values():

@@ -20,10 +20,6 @@ class ClaimSide:
     node_name: str = ""
     drivers: Collection[str] = ()
 
-    def unknown(self, driver: str, resource: str, device: str) -> str:
-        """Return why the holders of a device are not known yet; "" if they are known. Its resource names a driver."""
-        return ""
-
     def draining(self, resource: str) -> Collection[str]:
         """Return the devices that new pods should get only if there are not enough others."""
         return ()

@@ -9,7 +9,7 @@ from typing import Final
 
 from deviceplugin.device import counted
 from deviceplugin.inventory import InventorySnapshot, changes
-from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.register.records import Allocation
 
 _LOG: Final = logging.getLogger(__name__)
 

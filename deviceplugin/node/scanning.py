@@ -54,9 +54,6 @@ class HolderScanner:
     claims: OrphanedClaims
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
-    observed: frozenset[str] = field(default=frozenset(), init=False)
-    """The resources whose allocations the register has compared with evidence. Resources added since are not among
-    them."""
     _asked: set[tuple[str, str]] = field(default_factory=set, init=False)
     """The ids in callers' requests whose reading has not begun yet."""
 
@@ -94,7 +91,7 @@ class HolderScanner:
         released: dict[str, tuple[str, ...]] = {}
         records = self.register.snapshot.allocations
         resources = {allocation.resource for allocation in records.values()} | self.services.keys()
-        self.observed &= resources
+        self.tracker.observed &= resources
         for resource in sorted(resources):
             service = self.services.get(resource)
 
@@ -111,7 +108,7 @@ class HolderScanner:
                 _LOG.warning("the ledger cannot be written: %s", error, extra={"resource": resource})
                 continue
             released[resource] = done.released
-            self.observed |= {resource}
+            self.tracker.observed |= {resource}
             for name in done.found:
                 pod = seen.held[name].pod
                 text = "pod %s holds %s, which the register did not know"

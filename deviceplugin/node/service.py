@@ -18,7 +18,6 @@ from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.plugin_directory import PluginDirectory
@@ -31,6 +30,7 @@ from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.register.question import allocation_unit
+from deviceplugin.register.records import Allocation
 from deviceplugin.register.register import SIDES, Register
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import checked_children, overlong

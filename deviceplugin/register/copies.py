@@ -1,19 +1,29 @@
 """The copy that an agent with a ledger keeps of its allocations: `<agent>.allocations` in `cdi.own_directory`.
 
-Without ledger and checkpoint nothing else names the pods of the plugin side. The directory is in memory on most nodes;
-a copy of another boot says nothing.
+Without ledger and checkpoint nothing else names the pods of the plugin side. No checkpoint names a pod any more that
+was deleted by force: if it hangs, only the agent that gave it a device knows it. Other agents of the node read the copy
+for that: those with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. The copy of an agent that
+runs follows its grants; that of an agent that has ended stays until the next boot. The directory is in memory on most
+nodes; a copy of another boot says nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from deviceplugin import cdi, files
-from deviceplugin.register.records import AllocationRecord
+from deviceplugin.files import FileIdentity, file_identity
+from deviceplugin.identity import boot_id
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import Allocation, AllocationRecord
 
+_LOG: Final = logging.getLogger(__name__)
 SUFFIX: Final = ".allocations"
 
 
@@ -43,3 +53,47 @@ def read(path: str) -> Copy | None:
             return msgspec.json.decode(file.read(), type=Copy)
     except FileNotFoundError:
         return None
+
+
+class AllocationCopies:
+    """The copies below a directory of CDI specs, without that of the agent `own`."""
+
+    def __init__(self, directory: Path, own: str = "") -> None:
+        self._directory = Path(cdi.own_directory(str(directory)))
+        self._own = f"{own}{SUFFIX}"
+        self._read: dict[str, FileIdentity] = {}
+
+    def changed(self) -> Mapping[Allocation, Wanted]:
+        """Return what the copies name that are new or have changed since the last call. May block.
+
+        A grant whose container was not named when the agent ended has no holder in a copy; the checkpoint names it.
+        """
+        try:
+            names = os.listdir(self._directory)
+        except OSError:
+            return {}
+        copied: dict[Allocation, Wanted] = {}
+        for name in names:
+            if name.endswith(SUFFIX) and name != self._own:
+                file = file_identity(self._directory / name)
+                if file is not None and file != self._read.get(name):
+                    self._read[name] = file
+                    copied |= _allocations(self._directory / name)
+        return copied
+
+
+def _allocations(path: Path) -> Mapping[Allocation, Wanted]:
+    try:
+        copy = read(str(path))
+    except (OSError, msgspec.MsgspecError) as error:
+        _LOG.warning("the copy %s of another agent's allocations cannot be read: %s", path, error)
+        return {}
+    if copy is None or copy.boot != boot_id():
+        return {}
+    return {
+        Allocation(*holder, record.resource, record.device_id): Wanted(
+            (record.resource, record.device), record.identity, record.amount
+        )
+        for record in copy.allocations
+        for holder in record.holders
+    }

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -202,6 +202,15 @@ class DeviceRecord:
     def moves_for_claim(self) -> bool:
         """Whether it moves to DRA because a claim needs it."""
         return self.state is State.TO_DRA and self.for_claim
+
+
+class Allocation(NamedTuple):
+    """One device id that one container has. device_id: the kubelet's id, a replica's included."""
+
+    pod_uid: str
+    container: str
+    resource: str
+    device_id: str
 
 
 @dataclass(frozen=True, slots=True)

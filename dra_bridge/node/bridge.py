@@ -105,11 +105,6 @@ class Bridge(ClaimSide):
 
     # The agent calls the methods from here on.
 
-    def unknown(self, driver: str, resource: str, device: str) -> str:
-        """Return why the holders of a device are not known; "" if they are known."""
-        runtime = self.drivers.get(driver)
-        return runtime.context.unknown(resource, device) if runtime is not None else "the agent has just started"
-
     def draining(self, resource: str) -> Collection[str]:
         """Return the devices that are to leave for the other side. New pods should get other devices if possible."""
         serving = (runtime.resources[resource] for runtime in self.drivers.values() if resource in runtime.resources)

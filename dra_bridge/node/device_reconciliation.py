@@ -191,14 +191,14 @@ class DeviceReconciler:
             try:
                 await self._reconcile_all(resource, served)
             finally:
-                self.context.reasons.pop(resource, None)
+                self.context.evidence.reasons.pop(resource, None)
             await served.changed.wait()
 
     def forget_unlisted(self, served: ResourceRuntime) -> None:
         """Mark unplugged devices to be reconciled again when they come back, because they may have holders then."""
         resource, listed = served.service.resource, served.listed.devices
-        gone = {key for key in self.context.reconciled if key[0] == resource and key[1] not in listed}
-        self.context.reconciled.difference_update(gone)
+        gone = {key for key in self.context.evidence.reconciled if key[0] == resource and key[1] not in listed}
+        self.context.evidence.reconciled.difference_update(gone)
 
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
         """Reconcile devices until none is left.
@@ -209,7 +209,7 @@ class DeviceReconciler:
         while True:
             tries += 1
             snapshot, register = served.listed, self.context.ledger.snapshot
-            certain = self.context.reconciled & register.devices.keys()
+            certain = self.context.evidence.reconciled & register.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
             if not unreconciled and (not snapshot.listed or resource in self.context.qualifiers()):
                 if snapshot.listed:
@@ -230,7 +230,7 @@ class DeviceReconciler:
                 if not reasons:
                     backoff.reset()
                     continue
-            self.context.reasons[resource] = reasons
+            self.context.evidence.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
             # Shortly after the start, the kubelet does not listen yet.
             if text not in logged and tries > 3:
@@ -257,11 +257,13 @@ class DeviceReconciler:
             operations.reconcile_evidence(resource, evidence, devices, side, time.time(), self.context.name)
         )
         await self.evidence.agent.register.adopt()
-        self.context.reconciled.update((resource, name) for name in devices if name not in done.uncertain)
+        if self.context.resources.get(resource) is not served:
+            return ()
+        self.context.evidence.reconciled.update((resource, name) for name in devices if name not in done.uncertain)
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
                 self.runtime.quarantined(resource, device)
-            elif (resource, device) in self.context.reconciled:
+            elif (resource, device) in self.context.evidence.reconciled:
                 _LOG.debug("device %s is %s", device, state.text, extra={"resource": resource, "device": device})
         self.runtime.changed()
         return done.uncertain

@@ -128,7 +128,7 @@ class DriverRuntime:
 
         Pods get none of its devices any more, but its prepared claims can still be unprepared.
         """
-        reconciled = self.context.reconciled
+        reconciled = self.context.evidence.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
         if runtime := self.resources.pop(resource, None):
             runtime.unsubscribe()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin import topology
-from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.node.agent import Agent
+from deviceplugin.node.evidence import DriverEvidence
 from deviceplugin.node.service import Service
 from deviceplugin.register.records import RecordKey, Setting
 from dra_bridge.driver import DriverDirectories, DriverHost, DriverNode, RunningPods
@@ -98,10 +98,9 @@ class ResourceRuntime:
 class DriverContext(DriverHost):
     """The state that the objects of one driver on this node share.
 
-    resources: the resources that the driver serves now, by name. reconciled: (resource, device) of devices whose
-    evidence this process has compared with the ledger. The agent offers and grants no other device, because the ledger
-    may have lost the last changes. reasons: by resource and device, why the device's holders are not known yet. pods:
-    knows which pods use claims. claims: set when a claim came or ended, or a device begins to move for a claim.
+    resources: the resources that the driver serves now, by name. evidence: the devices of the driver that were compared
+    with evidence. pods: knows which pods use claims. claims: set when a claim came or ended, or a device begins to move
+    for a claim.
     """
 
     name: str
@@ -109,11 +108,13 @@ class DriverContext(DriverHost):
     ledger: AsyncLedger
     share: DriverShare
     resources: dict[str, ResourceRuntime] = field(default_factory=dict)
-    reconciled: set[DeviceKey] = field(default_factory=set)
-    reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
     claims: asyncio.Event = field(default_factory=asyncio.Event)
+    evidence: DriverEvidence = field(init=False)
     pods: ClaimPods = field(init=False)
     _names: tuple[object, Mapping[str, str]] = field(default=(None, {}), init=False)
+
+    def __post_init__(self) -> None:
+        self.evidence = self.node.agent.evidence.drivers.setdefault(self.name, DriverEvidence())
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
         """Return the qualifiers in the ledger. A resource has none before its published names are decided."""
@@ -137,18 +138,12 @@ class DriverContext(DriverHost):
     def ready(self, resource: str, device: str) -> bool:
         """Return whether the holders of a device are known."""
         runtime = self.resources.get(resource)
-        return runtime is not None and (runtime.leaving or (resource, device) in self.reconciled)
+        return runtime is not None and (runtime.leaving or (resource, device) in self.evidence.reconciled)
 
     def bypassed(self, resource: str) -> bool:
         """Return whether a plugin that bypasses this agent may be giving pods devices of an adopted resource."""
         runtime = self.resources.get(resource)
         return runtime is not None and time.monotonic() < runtime.bypassed_at + BYPASSED
-
-    def unknown(self, resource: str, device: str) -> str:
-        """Return why the holders of a device are not known yet; "" if they are known."""
-        if self.ready(resource, device):
-            return ""
-        return self.reasons.get(resource, {}).get(device, "the agent has just started, or the device is new")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ def agent() -> None:
     import deviceplugin.node.process
     import deviceplugin.sources  # noqa: F401
     from deviceplugin import Device, DeviceSource
-    from deviceplugin.kubelet.checkpoint import Allocation
     from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
     from deviceplugin.kubelet.paths import Paths
     from deviceplugin.node.agent import Agent
+    from deviceplugin.register.records import Allocation
     from deviceplugin.source import Measured
 
     class Gpus(DeviceSource):

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.identity import boot_id
-from deviceplugin.kubelet.allocation_copies import AllocationCopies
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.register import copies
-from deviceplugin.register.copies import Copy
+from deviceplugin.register.copies import AllocationCopies, Copy
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import AllocationRecord, Amount
+from deviceplugin.register.records import Allocation, AllocationRecord, Amount
 from tests.identities import seen_as
 
 R = "example.com/fpga"

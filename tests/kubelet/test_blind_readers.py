@@ -17,16 +17,15 @@ import pytest
 from deviceplugin import cdi, claim_files
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import pod_evidence
-from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
-from deviceplugin.kubelet.checkpoint import FILE_NAME, Allocation, CheckpointVersion
-from deviceplugin.kubelet.checkpoint_reader import CheckpointReader
+from deviceplugin.kubelet.checkpoint import FILE_NAME, CheckpointReader, CheckpointVersion
 from deviceplugin.kubelet.claim_state import FILE_NAME as CLAIM_STATE
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, holders, unknown
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.podresources import PodResources
 from deviceplugin.looks import Looks
-from deviceplugin.register.copies import Copy, write
+from deviceplugin.register.copies import AllocationCopies, Copy, write
+from deviceplugin.register.records import Allocation
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.cgroups import CgroupTree
 from tests.kubelet import test_orphaned_claims as claims

@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.files import file_identity
-from deviceplugin.kubelet.checkpoint import (
-    FILE_NAME,
-    Allocation,
-    CheckpointError,
-    CheckpointVersion,
-    parse,
-    read,
-)
+from deviceplugin.kubelet.checkpoint import FILE_NAME, CheckpointError, CheckpointVersion, parse, read
+from deviceplugin.register.records import Allocation
 from deviceplugin.testing import checkpoint as written
 from deviceplugin.testing.checkpoint import PodDevicesEntry
 

@@ -19,7 +19,6 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet import registration
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.foreign_plugin import (
     LATE,
     LISTED,
@@ -31,6 +30,7 @@ from deviceplugin.kubelet.foreign_plugin import (
 )
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.status import unready
+from deviceplugin.register.records import Allocation
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.identity import UNIDENTIFIED, identified
-from deviceplugin.kubelet.granted import annotate, annotation, granted
+from deviceplugin.kubelet.checkpoint import annotate, annotation, granted
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, WHOLE, Amount
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -28,23 +28,23 @@ NOTHING = Wanted((R, ""), UNIDENTIFIED, UNKNOWN)
 THREADS = """
 import base64, importlib, sys, threading
 from deviceplugin import claim_files
-from deviceplugin.kubelet import granted
+from deviceplugin.kubelet import checkpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
 sys.setswitchinterval(1e-6)
 text = '{"boot": "b", "devices": {"a": {"device": "a"}}}'
-answer = pb.ContainerAllocateResponse(annotations={granted.annotation("r"): text}).SerializeToString()
+answer = pb.ContainerAllocateResponse(annotations={checkpoint.annotation("r"): text}).SerializeToString()
 
 
 def decode():
     barrier.wait()
-    granted.granted(base64.b64encode(answer).decode(), "r", "a", "b")
+    checkpoint.granted(base64.b64encode(answer).decode(), "r", "a", "b")
     claim_files.decode(b'{"driver": "d", "uid": "u"}', "d", "u")
 
 
 for _ in range(200):
     importlib.reload(claim_files)
-    importlib.reload(granted)
+    importlib.reload(checkpoint)
     barrier = threading.Barrier(6)
     threads = [threading.Thread(target=decode) for _ in range(6)]
     for one in threads:

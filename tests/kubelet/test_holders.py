@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
+from deviceplugin.kubelet.checkpoint import CheckpointVersion, shows_present
 from deviceplugin.kubelet.holders import (
     HolderEvidence,
     HolderSnapshot,
     HoldReason,
     holders,
     needs_request,
-    shows_present,
 )
+from deviceplugin.register.records import Allocation
 
 R = "example.com/r"
 A = Allocation("u1", "main", R, "a")

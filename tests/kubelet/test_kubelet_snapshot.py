@@ -6,11 +6,11 @@ from deviceplugin.device import Device
 from deviceplugin.identity import UNIDENTIFIED
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
+from deviceplugin.kubelet.checkpoint import CheckpointVersion
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders, kubelet_snapshot
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import UNKNOWN, Amount
+from deviceplugin.register.records import UNKNOWN, Allocation, Amount
 from deviceplugin.register.rules import ObservedAllocation
 from deviceplugin.source import DeviceSource
 from tests.identities import seen_as

@@ -24,8 +24,8 @@ from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Moun
 from deviceplugin.identity import identified
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import allocation_wait, device_list
+from deviceplugin.kubelet.checkpoint import annotation, granted
 from deviceplugin.kubelet.device_list import DeviceIds
-from deviceplugin.kubelet.granted import annotation, granted
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal

@@ -16,16 +16,15 @@ from watchdog.observers.inotify_c import InotifyFD
 
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import cgroups, podresources
-from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.kubelet.podresources import PodContainer, PodResources
 from deviceplugin.kubelet.request_schedule import MOST_REQUEST
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.register.copies import AllocationCopies
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import AllocationRecord, Amount, RegisterSnapshot
+from deviceplugin.register.records import Allocation, AllocationRecord, Amount, RegisterSnapshot
 from deviceplugin.register.register import Register
 from deviceplugin.register.store import MemoryStore
 from deviceplugin.testing import FakeKubelet, FakePod
@@ -169,10 +168,11 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
     what = {one: Wanted((other, one.device_id), seen_as(boot_id(), "n1"), Amount("1")) for one in (hangs, over)}
 
     def held() -> set[str]:
-        return {one.unit[2] for one in tracked.tracker.foreign({other})}
+        return {one.unit[2] for one in tracked.tracker.foreign()}
 
     assert held() == set()
     for _ in range(2):
+        tracked.tracker.observed = frozenset({other})
         tracked.copied, woken = dict(what), tracked.woken
         await tracked.tracker.reread()
         assert tracked.woken > woken
@@ -180,7 +180,8 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
         assert (await tracked.scan("a")).current
         assert tracked.tracker.granted(hangs) == what[hangs]
         assert {one for one in tracked.tracker.snapshot.held if one.resource == other} == {hangs}
-        assert {one.unit[2] for one in tracked.tracker.foreign(())} == {"d0"}
+        tracked.tracker.observed = frozenset()
+        assert held() == {"d0"}
     await asyncio.to_thread(pod.complete)
     await tracked.scan("a")
     assert not tracked.tracker.snapshot.held
@@ -201,7 +202,7 @@ async def test_what_the_register_forgets_between_two_scans_is_held_at_once(track
     for records in known:
         tracked.register.store = store = MemoryStore()
         store.snapshot = RegisterSnapshot(allocations=records)
-        assert [use.key for use in tracked.tracker.foreign(())] == [(other, "d0")] * (not records)
+        assert [use.key for use in tracked.tracker.foreign()] == [(other, "d0")] * (not records)
 
 
 async def test_a_free_device_is_asked_about(tracked: TrackedKubelet) -> None:
@@ -374,7 +375,7 @@ async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
     with grpc.insecure_channel(f"unix:{tracked.kubelet.pod_resources_socket}") as channel:
         # It makes the kubelet drop pods that have ended, as Allocate does.
         await asyncio.to_thread(PodResourcesListerStub(channel).List, podresources_pb2.ListPodResourcesRequest())
-    monkeypatch.setattr("deviceplugin.kubelet.checkpoint_reader.REWRITE", 0.0)
+    monkeypatch.setattr("deviceplugin.kubelet.checkpoint.REWRITE", 0.0)
     assert await tracked.tracker.still_held(R, pod.device_ids) == {}
 
 

@@ -22,12 +22,12 @@ from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
+from deviceplugin.kubelet.checkpoint import CheckpointVersion
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
-from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
+from deviceplugin.register.records import Allocation, LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import Evidence
 from deviceplugin.register.store import Store
@@ -170,7 +170,7 @@ class Grants(RegisterHost):
         self.reconciled: set[tuple[str, str]] = set()
         self.services, self._bridged = served, bridged
         self.register = Register(self, store)
-        tracker: Any = SimpleNamespace(granted=lambda one: None, title=str)
+        tracker: Any = SimpleNamespace(granted=lambda one: None, title=str, observed=frozenset())
         services: Any = served
         self.scanner = HolderScanner(
             services, tracker, self.register, cast("Any", None), 0.0, cast("Any", None), always=True

@@ -250,7 +250,7 @@ class Life(Bridge):
 
     async def reload(self, config: Config) -> None:
         """Take another configuration."""
-        services = cast("dict[str, Service]", self.agent.services)
+        services = self.agent.services
         for name in services.keys() - config.keys():
             del services[name]
         sources = _sources(config, self.outside)
@@ -328,7 +328,7 @@ class Life(Bridge):
             return
         one.changed.clear()
         known = context.ledger.snapshot
-        certain = context.reconciled & known.devices.keys()
+        certain = context.evidence.reconciled & known.devices.keys()
         unreconciled = [name for name in one.service.inventory.snapshot.devices if (resource, name) not in certain]
         try:
             await decide_names(context, resource)

@@ -12,14 +12,13 @@ from deviceplugin import claim_files
 from deviceplugin.device import Device
 from deviceplugin.hook_runs import HookRuns
 from deviceplugin.identity import Identity
-from deviceplugin.kubelet import holders, orphaned_claims
+from deviceplugin.kubelet import checkpoint, holders, orphaned_claims
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import offers, operations, question, register, rules
 from deviceplugin.register.question import Use, View
-from deviceplugin.register.records import DeviceRecord, RegisterSnapshot
+from deviceplugin.register.records import Allocation, DeviceRecord, RegisterSnapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import Prepared
@@ -118,7 +117,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
         *BY_STATE,
     ),
     "the checkpoint must be current": ((holders, "holders", _with_evidence(lambda seen: replace(seen, current=True))),),
-    "more checkpoints than writers": ((holders, "shows_present", bool),),
+    "more checkpoints than writers": ((checkpoint, "shows_present", bool),),
     "the checkpoint's names": ((holders, "holders", _with_evidence(_unnamed)),),
     "processes": (
         (holders, "holders", _with_evidence(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),

@@ -22,9 +22,9 @@ from typing import Any, Final
 from deviceplugin import naming
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
-from deviceplugin.kubelet.checkpoint_reader import CheckpointReader
+from deviceplugin.kubelet.checkpoint import CheckpointError, CheckpointReader, CheckpointVersion
 from deviceplugin.kubelet.podresources import PodResourcesReport
+from deviceplugin.register.records import Allocation
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared

@@ -36,15 +36,16 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from deviceplugin.identity import UNIDENTIFIED
-from deviceplugin.kubelet import holders
+from deviceplugin.kubelet import checkpoint, holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
+from deviceplugin.kubelet.checkpoint import CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.kubelet.pod_evidence import HIDDEN, PodsShown
 from deviceplugin.register import operations
 from deviceplugin.register.question import View, Wanted
 from deviceplugin.register.records import (
     WHOLE,
+    Allocation,
     AllocationRecord,
     Change,
     Claim,
@@ -639,7 +640,7 @@ class Small:
             read = system._replace(pods=(pods[0], pods[1]))
             one, two = (received and moved for received, moved in zip(system.received, stage.moving, strict=True))
             stage = stage._replace(step=Step.READ, first=(one, two))
-            if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
+            if self.slow and stage.written and not checkpoint.shows_present([ANY_FILE]):
                 stage = stage._replace(step=Step.READ_FIRST, written=False)
             yield "read checkpoint", at_stage(read, stage)
         elif stage.step is Step.READ_FIRST:

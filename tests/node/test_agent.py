@@ -25,9 +25,8 @@ from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id, identified
-from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.checkpoint import annotate
 from deviceplugin.kubelet.device_list import Stream
-from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.status import unready
@@ -38,7 +37,7 @@ from deviceplugin.node.options import add_run_options, run_options
 from deviceplugin.node.service import Service
 from deviceplugin.register import rules as grants
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import WHOLE
+from deviceplugin.register.records import WHOLE, Allocation
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource

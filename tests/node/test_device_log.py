@@ -10,9 +10,9 @@ import pytest
 
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.node import logs
 from deviceplugin.node.device_log import SHOWN, HolderLog, InventoryLog
+from deviceplugin.register.records import Allocation
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served
 from tests.kubelet.test_registration import wait

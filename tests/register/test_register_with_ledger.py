@@ -12,12 +12,12 @@ import pytest
 
 from deviceplugin.identity import UNIDENTIFIED, boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
+from deviceplugin.kubelet.checkpoint import CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
-from deviceplugin.register.records import Side, State
+from deviceplugin.register.records import Allocation, Side, State
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, kubelet
@@ -33,7 +33,7 @@ class RegisterOnDisk(ListedResources):
     def __init__(self, ledger: AsyncLedger, *served: ListedResource) -> None:
         super().__init__(ledger, *served)
         self.ledger = ledger
-        tracker = SimpleNamespace(granted=lambda one: None, title=str)
+        tracker = SimpleNamespace(granted=lambda one: None, title=str, observed=frozenset())
         services, wanted = cast("Any", self.services), asyncio.Event()
         self.scanner = HolderScanner(
             services, cast("Any", tracker), self.register, wanted, 1.0, cast("Any", None), always=True

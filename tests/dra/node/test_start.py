@@ -46,7 +46,7 @@ def states(bridge: Bridge) -> dict[str, State]:
 
 
 def reconciled(bridge: Bridge) -> set[tuple[str, str]]:
-    return bridge.drivers[D].devices.context.reconciled
+    return bridge.drivers[D].devices.context.evidence.reconciled
 
 
 def claims(bridge: Bridge) -> set[str]:
@@ -185,7 +185,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
     checkpoint.write_bytes(stale)
     async with running(node, Share(part=1.0)) as bridge:
         await until(
-            lambda: D in bridge.drivers and len(bridge.drivers[D].devices.context.reconciled) == 2,
+            lambda: D in bridge.drivers and len(bridge.drivers[D].devices.context.evidence.reconciled) == 2,
             "all doubt to be gone",
         )
         assert set(states(bridge).values()) == {State.DRA}

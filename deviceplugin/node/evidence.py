@@ -1,0 +1,93 @@
+"""The evidence of holders that the register asks for: of pods, and of claims through drivers that are not served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deviceplugin.exclusion import DeviceKey
+from deviceplugin.kubelet.checkpoint import DeviceLists
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
+from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.claim_side import ClaimSide
+from deviceplugin.register.copies import AllocationCopies
+from deviceplugin.register.question import Use
+from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
+
+
+@dataclass(slots=True, eq=False)
+class DriverEvidence:
+    """The devices of one driver whose evidence this process has compared with the ledger.
+
+    The ledger may have lost its last changes, so no other device is offered or granted. reconciled: these devices.
+    reasons: by resource and device, why the evidence of another device could not be compared.
+    """
+
+    reconciled: set[DeviceKey] = field(default_factory=set)
+    reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def missing(self, key: DeviceKey) -> str:
+        """Return why the holder of a device is not known yet; "" if it is known."""
+        if key in self.reconciled:
+            return ""
+        return self.reasons.get(key[0], {}).get(key[1], "the agent has just started, or the device is new")
+
+
+class NodeEvidence(RegisterHost):
+    """Makes the register and the readers of evidence of one process, and answers what the register asks.
+
+    services: the resources of the process by name; the mapping changes with them. drivers: the DRA drivers of the
+    process by name. lists: the device lists that this process sends to the kubelet. scan_wanted: set when a scan should
+    run soon. report_holders: whether metrics show the holders.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, ResourceDevices],
+        paths: Paths,
+        lists: DeviceLists,
+        side: ClaimSide,
+        scan_wanted: asyncio.Event,
+        *,
+        report_holders: bool = False,
+    ) -> None:
+        self.services = services
+        self.drivers: dict[str, DriverEvidence] = {}
+        self.register = Register(self)
+        self.tracker = HolderTracker(
+            lists,
+            paths,
+            self.register,
+            scan_wanted,
+            copies=AllocationCopies(paths.cdi_dir, side.agent_name),
+            claim_uses=report_holders,
+            believe_checkpoint=not side.serves_claims,
+        )
+        self.claims = OrphanedClaims(paths.kubelet_root, side.drivers, str(paths.cdi_dir), self.tracker.pods)
+        self._serves_claims = side.serves_claims
+        self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
+
+    def foreign_uses(self) -> tuple[Use, ...]:
+        """Return holdings of other drivers and plugins; the same object until these change."""
+        pods, claims = self.tracker.foreign(), self.claims.uses()
+        if self._foreign[0] is not pods or self._foreign[1] is not claims:
+            self._foreign = pods, claims, (*pods, *claims)
+        return self._foreign[2]
+
+    async def reread(self) -> None:
+        """Read the checkpoint, the copies of other agents, and the files of claims again if they have changed."""
+        await self.tracker.reread()
+        await self.claims.reread()
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        """Return why the holder of a device is not known yet; "" if it is known."""
+        service = self.services.get(resource)
+        if service is None and self._serves_claims:
+            return "its resource is not served"
+        driver = service.source.driver if service is not None else None
+        if not driver or not self._serves_claims:
+            return self.claims.problem(driver)
+        evidence = self.drivers.get(driver)
+        return evidence.missing((resource, device)) if evidence is not None else "the agent has just started"
