@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from deviceplugin import cdi, claim_files
-from deviceplugin.claim_files import ClaimFile
+from deviceplugin import cdi
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import NodeKind, Tokens, boot_id, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
@@ -26,8 +25,9 @@ from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.looks import Looks, LookTimeoutError
+from deviceplugin.register import claim_files
+from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
-from deviceplugin.register.records import Amount
 
 FRESH: Final = 0.005
 """Seconds for which the files count as unchanged: a list asks of each device, and a look is two system calls."""
@@ -238,9 +238,9 @@ class OrphanedClaims:
                 lost.append(f"the file of {who}, cannot be read")
             for device in file.devices or ():
                 if not device.admin:
-                    amount, tokens = Amount(device.part, device.takes), device.identity.in_boot(self.boot)
-                    unit, takes = claim_unit(file.driver, file.uid), takes_recorded(amount, file.driver)
-                    uses.append(Use(unit, who, (device.resource, device.device), tokens, part_of(amount), takes))
+                    key, part = (device.resource, device.device), part_of(device.amount)
+                    unit, takes = claim_unit(file.driver, file.uid), takes_recorded(device.amount, file.driver)
+                    uses.append(Use(unit, who, key, device.identity.in_boot(self.boot), part, takes))
         for claim in claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed

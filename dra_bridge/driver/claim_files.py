@@ -8,13 +8,18 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from deviceplugin import cdi, claim_files
+import msgspec
+
+from deviceplugin import cdi
 from deviceplugin.backoff import Backoff
-from deviceplugin.claim_files import ClaimFile, FiledDevice, encode
 from deviceplugin.device import ContainerEdits, DeviceNode, EditConflictError
+from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.looks import TIMEOUT, Looks, LookTimeoutError
-from deviceplugin.register.records import Claim
+from deviceplugin.register import claim_files
+from deviceplugin.register.claim_files import ClaimFile, encode
+from deviceplugin.register.records import Claim, ClaimDevice
 from deviceplugin.tasks import ended
+from dra_bridge.driver import cdi_files
 from dra_bridge.driver.claim_metadata import ClaimMetadata
 from dra_bridge.driver.claims import ClaimError, ClaimRef, Reason
 from dra_bridge.driver.evidence import Published
@@ -49,8 +54,8 @@ class ClaimFiles:
         self._agent = agent
         self._records = records
         self._driver = records.driver
-        self._store = cdi.CdiStore(records.driver, directory)
-        self._own = claim_files.ClaimFileStore(records.driver, directory)
+        self._store = cdi_files.CdiStore(records.driver, directory)
+        self._own = cdi_files.ClaimFileStore(records.driver, directory)
         self._metadata = ClaimMetadata(records.driver, directory)
 
     async def answer(
@@ -104,7 +109,7 @@ class ClaimFiles:
                     share = result.share_id or ""
                     devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), share))
                     ids = []
-        spec = cdi.encode(cdi.build(self._driver, listed, nodes)).decode() if listed else ""
+        spec = cdi_files.encode(cdi_files.build(self._driver, listed, nodes)).decode() if listed else ""
         return Prepared(tuple(devices), spec, self.boot, metadata)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
@@ -242,20 +247,10 @@ class ClaimFiles:
 
 def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
     """Return the content of a claim's own file. agent: the name of this agent."""
-    devices: list[FiledDevice] = []
+    devices: list[ClaimDevice] = []
     for device in claim.devices:
-        one = FiledDevice(
-            resource=device.resource,
-            device=device.device,
-            share=device.share,
-            admin=device.admin,
-            identity=device.identity,
-            part=device.amount.part,
-            takes=device.amount.takes,
-            parameters=device.parameters,
-            limits=device.limits,
-        )
-        devices.append(one)
+        known = device.identity != UNIDENTIFIED
+        devices.append(device if known else msgspec.structs.replace(device, identity=Identity(boot)))
     return ClaimFile(
         driver=claim.driver,
         uid=claim.uid,

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from deviceplugin import cdi
-from deviceplugin.claim_files import ClaimFile
-from deviceplugin.identity import UNIDENTIFIED, Identity
+from deviceplugin.identity import Identity
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.register.records import UNKNOWN, WHOLE, Amount, Claim, ClaimDevice
+from deviceplugin.register.claim_files import ClaimFile
+from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice
 from deviceplugin.register.rules import ClaimEvidence
 
 
@@ -46,7 +46,7 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
     """Return the evidence in a claim's own file. pods: further pods that the kubelet's claim state names."""
-    granted = tuple(devices_of(file))
+    granted = file.devices or ()
     held = frozenset(device.device for device in granted if device.resource == resource and not device.admin)
     return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)
 
@@ -66,13 +66,4 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
 
 def claim_of(file: ClaimFile, now: float) -> Claim:
     """Return the claim of a file, without an answer. now: Unix seconds."""
-    return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
-
-
-def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
-    """Yield the devices of a claim's file. Their identities name the boot even if nothing else of them is known."""
-    for device in file.devices or ():
-        identity = Identity(file.boot) if device.identity == UNIDENTIFIED else device.identity
-        amount = Amount(device.part, device.takes)
-        held = device.resource, device.device, device.share, device.admin, identity, amount, device.parameters
-        yield ClaimDevice(*held, limits=device.limits)
+    return Claim(file.driver, file.uid, file.namespace, file.name, file.devices or (), None, now, pods=file.pods)

@@ -24,6 +24,7 @@ from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register.identification import renew
 from deviceplugin.register.records import Claim, LedgerError
 from deviceplugin.register.register import Register
+from dra_bridge.driver import cdi_files
 from dra_bridge.driver.claim_files import CHECK, REST, ClaimFiles
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import ServedDevices
@@ -134,7 +135,7 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
 
 
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
-    """Return a spec of `cdi.build` with the present nodes of the devices.
+    """Return a spec of `cdi_files.build` with the present nodes of the devices.
 
     If the nodes have not changed, the text is the same. nodes: by the CDI device's name, as `described` returns them.
     held: tokens of the devices' own nodes until now. Other nodes in the spec stay; of these nodes, only those that the
@@ -152,8 +153,8 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
             after |= {node["path"]: dict(node) for node in now if node["path"] not in other}
             if after:
                 edits["deviceNodes"] = list(after.values())
-    decoded["cdiVersion"] = cdi.version(decoded["devices"])
-    after_all = cdi.encode(decoded)
+    decoded["cdiVersion"] = cdi_files.version(decoded["devices"])
+    after_all = cdi_files.encode(decoded)
     return spec if after_all == before else after_all.decode()
 
 

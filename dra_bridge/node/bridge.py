@@ -11,16 +11,15 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
-from deviceplugin import cdi, claim_files
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.service import Service
-from deviceplugin.register import copies, operations
+from deviceplugin.register import claim_files, copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode
+from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode, cdi_files
 from dra_bridge.driver.claim_files import CHECK
 from dra_bridge.driver.evidence import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
@@ -274,7 +273,7 @@ class Bridge(ClaimSide):
             await asyncio.sleep(CHECK)
             # After a timeout it is not known whether the directory was deleted.
             with contextlib.suppress(LookTimeoutError):
-                deleted = await looks.at("claim file", cdi.is_deleted, directory)
+                deleted = await looks.at("claim file", cdi_files.is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
         _LOG.error("%s, so no claim can be prepared; the agent ends, and its next container mounts a new one", what)
         self.agent.stop()

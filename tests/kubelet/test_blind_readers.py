@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from deviceplugin import cdi, claim_files
+from deviceplugin import cdi
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import pod_evidence
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
@@ -28,6 +28,7 @@ from deviceplugin.register.copies import AllocationCopies, Copy, write
 from deviceplugin.register.records import Allocation
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.cgroups import CgroupTree
+from dra_bridge.driver.cdi_files import ClaimFileStore
 from tests.kubelet import test_orphaned_claims as claims
 
 UID, OTHER, THIRD = "uid-held", "uid-other", "uid-third"
@@ -375,7 +376,7 @@ def test_claim_files(tmp_path: Path, situation: str) -> None:
     """A claim that an agent of ours prepared, by the claim state, and that has no file, may hold any device."""
     claim_state.write(tmp_path, [claims.claim("a", kind=f"{cdi.HOLDING}_")])
     if situation == "empty":
-        claim_files.ClaimFileStore(claims.D, str(tmp_path / "cdi")).write("uid-1", b"")
+        ClaimFileStore(claims.D, str(tmp_path / "cdi")).write("uid-1", b"")
     elif situation == "another's":
         claims.file(tmp_path, "a", uid="uid-2", boot="another")
     found: OrphanedClaims = claims.of(tmp_path)

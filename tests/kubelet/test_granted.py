@@ -27,7 +27,7 @@ NOTHING = Wanted((R, ""), UNIDENTIFIED, UNKNOWN)
 
 THREADS = """
 import base64, importlib, sys, threading
-from deviceplugin import claim_files
+from deviceplugin.register import claim_files
 from deviceplugin.kubelet import checkpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
 

@@ -13,18 +13,21 @@ from typing import Any, cast
 
 import pytest
 
-from deviceplugin import cdi, claim_files
-from deviceplugin.claim_files import ClaimFile, FiledDevice
+from deviceplugin import cdi
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
 from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaims
+from deviceplugin.register import claim_files
+from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use
+from deviceplugin.register.records import Amount, ClaimDevice
 from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.store import MemoryStore
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
+from dra_bridge.driver.cdi_files import ClaimFileStore
 from tests.identities import seen_as
 from tests.programs import running
 
@@ -45,13 +48,13 @@ def claim(
 
 
 def file(
-    root: Path, *devices: str | FiledDevice, driver: str = D, uid: str = "uid-1", boot: str = "b", **more: Any
+    root: Path, *devices: str | ClaimDevice, driver: str = D, uid: str = "uid-1", boot: str = "b", **more: Any
 ) -> None:
     """Write the file of our own of a claim for these devices of R."""
     fields = {"namespace": "ml", "name": "train", "boot": boot, "pods": frozenset({"pod-uid"}), **more}
-    filed = tuple(one if isinstance(one, FiledDevice) else FiledDevice(R, one) for one in devices)
+    filed = tuple(one if isinstance(one, ClaimDevice) else ClaimDevice(R, one) for one in devices)
     data = claim_files.encode(ClaimFile(driver=driver, uid=uid, devices=filed, **fields))
-    claim_files.ClaimFileStore(driver, str(root / "cdi")).write(uid, data)
+    ClaimFileStore(driver, str(root / "cdi")).write(uid, data)
 
 
 def reader(seen: PodProcesses) -> PodReader:
@@ -85,7 +88,7 @@ UNKNOWN = "it is not known"
 
 def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Path) -> None:
     """By resource and device, whatever was published; those of served drivers are known to the drivers themselves."""
-    file(tmp_path, "a", FiledDevice("example.com/other", "b"), driver=OLD)
+    file(tmp_path, "a", ClaimDevice("example.com/other", "b"), driver=OLD)
     file(tmp_path, "c", uid="uid-2")
     written.write(tmp_path, [claim("fpga--a", driver=OLD), claim("c", uid="uid-2")])
     claims = of(tmp_path, D)
@@ -140,8 +143,8 @@ def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_pa
 
 def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
     """Neither the device nor its nodes."""
-    seen = FiledDevice(R, "a", admin=True, identity=seen_as("b", "char:240:0"))
-    file(tmp_path, seen, FiledDevice(R, "b", identity=seen_as("b", "char:240:1")))
+    seen = ClaimDevice(R, "a", admin=True, identity=seen_as("b", "char:240:0"))
+    file(tmp_path, seen, ClaimDevice(R, "b", identity=seen_as("b", "char:240:1")))
     written.write(tmp_path, [claim("a", "b")])
     claims = of(tmp_path)
     assert [holder(claims, R, name, D) for name in ("a", "b")] == ["", held()]
@@ -150,10 +153,10 @@ def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
     """The file has its tokens; those of another boot are of another node."""
-    file(tmp_path, FiledDevice(R, "a", identity=seen_as("b", "char:240:0", "uuid:1")), uid="uid-1")
+    file(tmp_path, ClaimDevice(R, "a", identity=seen_as("b", "char:240:0", "uuid:1")), uid="uid-1")
     file(
         tmp_path,
-        FiledDevice(R, "b", identity=seen_as("before", "char:240:1")),
+        ClaimDevice(R, "b", identity=seen_as("before", "char:240:1")),
         uid="uid-2",
         boot="before",
         name="other",
@@ -252,7 +255,7 @@ def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) 
     both = claim("a", driver=OLD)
     both.drivers["nic.vendor.example"] = list(claim("n", driver="nic.vendor.example").drivers["nic.vendor.example"])
     written.write(tmp_path, [both])
-    file(tmp_path, FiledDevice(R, "a", identity=seen_as("b", "char:240:1")), driver=OLD)
+    file(tmp_path, ClaimDevice(R, "a", identity=seen_as("b", "char:240:1")), driver=OLD)
     for driver, name, minor in ((OLD, "a", 9), ("nic.vendor.example", "n", 2)):
         node = {"path": "/dev/x", "type": "c", "major": 240, "minor": minor}
         cdi_file(tmp_path, driver, "uid-1", **{f"claim_uid-1_r_{name}": node})
@@ -378,7 +381,7 @@ def register(claims: OrphanedClaims) -> Register:
 async def test_what_a_claim_holds_is_granted_to_nobody_else(tmp_path: Path) -> None:
     """The other devices are, and this one is after the claim."""
     written.write(tmp_path, [claim("a", driver=OLD)])
-    file(tmp_path, FiledDevice(R, "a", part="1"), driver=OLD)
+    file(tmp_path, ClaimDevice(R, "a", amount=Amount("1")), driver=OLD)
     asked = register(of(tmp_path))
     await asked.grant(R, {"b": "b"})
     with pytest.raises(DeviceConflictError, match=f"a of {R} is held by claim ml/train through driver old"):
@@ -437,6 +440,6 @@ async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantity", ["10", "10Gi", "100m"])
 def test_quantities_of_counters_are_read(tmp_path: Path, quantity: str) -> None:
     """`Device.consumes` takes quantities such as 10Gi."""
-    file(tmp_path, FiledDevice(R, "a", part="1", takes=(("chip", "memory", quantity),)), driver=OLD)
+    file(tmp_path, ClaimDevice(R, "a", amount=Amount("1", (("chip", "memory", quantity),))), driver=OLD)
     written.write(tmp_path, [claim("a", driver=OLD)])
     assert holder(of(tmp_path), R, "a", None) == held(OLD)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
-from deviceplugin import claim_files
 from deviceplugin.device import Device
 from deviceplugin.hook_runs import HookRuns
 from deviceplugin.identity import Identity
@@ -16,7 +15,7 @@ from deviceplugin.kubelet import checkpoint, holders, orphaned_claims
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.register import offers, operations, question, register, rules
+from deviceplugin.register import claim_files, offers, operations, question, register, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import Allocation, DeviceRecord, RegisterSnapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused

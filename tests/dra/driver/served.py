@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deviceplugin import claim_files
-from deviceplugin.claim_files import ClaimFile
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
+from deviceplugin.register import claim_files
+from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.records import Side
 from deviceplugin.register.register import Register
 from deviceplugin.sharing import shares

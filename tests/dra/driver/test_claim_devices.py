@@ -18,7 +18,6 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import filed
 from dra_bridge.driver.claims import Result
-from dra_bridge.driver.evidence import devices_of
 from dra_bridge.driver.served import RequestDevices, ServedResource
 from tests.identities import seen_as
 
@@ -108,4 +107,4 @@ def test_a_file_says_all_that_a_record_does() -> None:
     assert (file.driver, file.uid, file.namespace, file.name, file.boot) == (D, "1", "ml", "train", "b")
     assert file.agent == "agent"
     assert file.pods == {"p"}
-    assert list(devices_of(file)) == [full, msgspec.structs.replace(plain, identity=Identity("b"))]
+    assert list(file.devices or ()) == [full, msgspec.structs.replace(plain, identity=Identity("b"))]

@@ -23,15 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin import cdi, identity, looks
-from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.identity import Identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
+from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import View
-from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
+from deviceplugin.register.records import UNKNOWN, WHOLE, Amount, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import (
@@ -44,6 +44,7 @@ from dra_bridge.driver import (
     Prepared,
     RunningPods,
     ServedResource,
+    cdi_files,
     claim_api,
     preparation,
     registrar,
@@ -715,9 +716,9 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
-    writing, go, write = threading.Event(), threading.Event(), cdi.CdiStore.write
+    writing, go, write = threading.Event(), threading.Event(), cdi_files.CdiStore.write
 
-    def slow(store: cdi.CdiStore, uid: str, data: bytes) -> bool:
+    def slow(store: cdi_files.CdiStore, uid: str, data: bytes) -> bool:
         writing.set()
         assert go.wait(20)
         return write(store, uid, data)
@@ -726,7 +727,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     if known:
         await here.prepared("1")
         (here.cdi / here.files[0]).unlink()
-    monkeypatch.setattr(cdi.CdiStore, "write", slow)
+    monkeypatch.setattr(cdi_files.CdiStore, "write", slow)
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     preparing = asyncio.create_task(here.prepare("1"))
     await asyncio.to_thread(writing.wait)
@@ -744,16 +745,16 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An Unprepare that took too long removes nothing of the Prepare that follows."""
-    removing, go, remove = threading.Event(), threading.Event(), cdi.CdiStore.remove
+    removing, go, remove = threading.Event(), threading.Event(), cdi_files.CdiStore.remove
 
-    def slow(store: cdi.CdiStore, uid: str) -> bool:
+    def slow(store: cdi_files.CdiStore, uid: str) -> bool:
         removing.set()
         assert go.wait(20)
         return remove(store, uid)
 
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
-    monkeypatch.setattr(cdi.CdiStore, "remove", slow)
+    monkeypatch.setattr(cdi_files.CdiStore, "remove", slow)
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.to_thread(removing.wait)
@@ -952,8 +953,8 @@ async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
             boot="1",
             pods=frozenset({"pod-uid"}),
             devices=(
-                FiledDevice(R, "d0", part="1", parameters=fast),
-                FiledDevice(R, "d1", admin=True, part="0"),
+                ClaimDevice(R, "d0", identity=Identity("1"), amount=Amount("1"), parameters=fast),
+                ClaimDevice(R, "d1", admin=True, identity=Identity("1"), amount=Amount("0")),
             ),
         ),
         "2": ClaimFile(
@@ -963,7 +964,7 @@ async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
             name="claim-2",
             boot="1",
             pods=frozenset({"pod-uid"}),
-            devices=(FiledDevice(R, "bare", part="1", parameters=plain),),
+            devices=(ClaimDevice(R, "bare", identity=Identity("1"), amount=Amount("1"), parameters=plain),),
         ),
     }
     await hooked.unprepare("1")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin import claim_files
 from deviceplugin.device import Device
+from deviceplugin.register import claim_files
 from deviceplugin.register.records import State
 from dra_bridge.driver import preparation
 from dra_bridge.node import claim_checks

@@ -16,34 +16,20 @@ from typing import Final
 import msgspec
 
 from deviceplugin import cdi
-from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.naming import NamingError, parse_quantity
+from deviceplugin.register.records import ClaimDevice
 
-VERSION: Final = 2
-_SUFFIX: Final = ".claim"
-_FILE: Final = re.compile(rf"(?P<driver>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<uid>{cdi.UID.pattern}){re.escape(_SUFFIX)}")
-
-
-class FiledDevice(msgspec.Struct, frozen=True):
-    """A device of a claim. The fields are those of `deviceplugin.register.records.ClaimDevice` and of its amount."""
-
-    resource: str
-    device: str
-    share: str = ""
-    admin: bool = False
-    identity: Identity = UNIDENTIFIED
-    part: str = ""
-    takes: tuple[tuple[str, str, str], ...] = ()
-    parameters: str = ""
-    limits: bool = False
+VERSION: Final = 3
+SUFFIX: Final = ".claim"
+_FILE: Final = re.compile(rf"(?P<driver>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<uid>{cdi.UID.pattern}){re.escape(SUFFIX)}")
 
 
 class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that a claim holds through one driver.
 
     agent: the name of the agent that prepared it; "" if the agent has no name, or the file cannot be read. boot: the
-    node's boot in which the file was written. pods: UIDs of its pods. devices: None if the file cannot be read; then
-    only `driver` and `uid` are known.
+    node's boot in which the file was written, which all identities name. pods: UIDs of its pods. devices: None if the
+    file cannot be read; then only `driver` and `uid` are known.
     """
 
     driver: str
@@ -53,7 +39,7 @@ class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     boot: str = ""
     pods: frozenset[str] = frozenset()
-    devices: tuple[FiledDevice, ...] | None = None
+    devices: tuple[ClaimDevice, ...] | None = None
     version: int = VERSION
 
     @property
@@ -76,7 +62,7 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
     unknown = ClaimFile(driver=driver, uid=uid)
     try:
         file = _DECODER.decode(data)
-        for _, _, quantity in (taken for device in file.devices or () for taken in device.takes):
+        for _, _, quantity in (taken for device in file.devices or () for taken in device.amount.takes):
             parse_quantity(quantity)
     except (msgspec.DecodeError, UnicodeDecodeError, NamingError):
         return unknown
@@ -104,13 +90,3 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
             except OSError:
                 files.append(ClaimFile(driver=named["driver"], uid=named["uid"]))
     return tuple(files)
-
-
-class ClaimFileStore(cdi.CdiStore):
-    """The files of one driver's claims."""
-
-    SUFFIX = _SUFFIX
-
-    def __init__(self, driver: str, directory: str = cdi.DIRECTORY) -> None:
-        super().__init__(driver, cdi.own_directory(directory))
-        self._prefix = f"{driver}_"

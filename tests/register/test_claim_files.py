@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin import cdi, claim_files
-from deviceplugin.claim_files import ClaimFile, FiledDevice
+from deviceplugin import cdi
+from deviceplugin.register import claim_files
+from deviceplugin.register.claim_files import ClaimFile
+from deviceplugin.register.records import Amount, ClaimDevice
+from dra_bridge.driver.cdi_files import CdiStore, ClaimFileStore
 from tests.identities import seen_as
 
 D = "fpga.example.com"
@@ -25,17 +28,16 @@ def made(uid: str = "1", driver: str = D, **more: object) -> ClaimFile:
         "boot": "b",
         "pods": frozenset({"p2", "p1"}),
         "devices": (
-            FiledDevice(
+            ClaimDevice(
                 R,
                 "d0",
                 "s",
                 False,
                 seen_as("b", "char:240:0"),
-                "1/3",
-                (("set", "memory", "5Gi"),),
+                Amount("1/3", (("set", "memory", "5Gi"),)),
                 '{"mode":"fast"}',
             ),
-            FiledDevice(R, "d1", admin=True, part="0"),
+            ClaimDevice(R, "d1", admin=True, amount=Amount("0")),
         ),
     } | more
     return msgspec.convert({"driver": driver, "uid": uid, **fields}, ClaimFile)
@@ -43,7 +45,7 @@ def made(uid: str = "1", driver: str = D, **more: object) -> ClaimFile:
 
 def put(directory: Path, *files: ClaimFile) -> None:
     for file in files:
-        claim_files.ClaimFileStore(file.driver, str(directory)).write(file.uid, claim_files.encode(file))
+        ClaimFileStore(file.driver, str(directory)).write(file.uid, claim_files.encode(file))
 
 
 def own(directory: Path) -> Path:
@@ -63,15 +65,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
     """They look into no directory below that of the specs; the names clash with no draft or copy of a ledger."""
     put(tmp_path, made())
-    cdi.CdiStore(D, str(tmp_path)).write("1", b"{}")
+    CdiStore(D, str(tmp_path)).write("1", b"{}")
     (own(tmp_path) / f"{D}.allocations").write_bytes(b"")
     (own(tmp_path) / f".{D}_2.left.over").write_bytes(b"")
     assert sorted(os.listdir(tmp_path)) == ["deviceplugin", f"{D}-claim_1.json"]
     assert sorted(os.listdir(own(tmp_path))) == sorted([f"{D}_1.claim", f"{D}.allocations", f".{D}_2.left.over"])
     assert claim_files.read_all(str(tmp_path)) == (made(),)
-    assert cdi.CdiStore(D, str(tmp_path)).list() == claim_files.ClaimFileStore(D, str(tmp_path)).list() == {"1"}
+    assert CdiStore(D, str(tmp_path)).list() == ClaimFileStore(D, str(tmp_path)).list() == {"1"}
     assert not (own(tmp_path) / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"
-    assert claim_files.ClaimFileStore(D, str(tmp_path)).remove("1")
+    assert ClaimFileStore(D, str(tmp_path)).remove("1")
     assert os.path.exists(tmp_path / f"{D}-claim_1.json")
 
 
@@ -86,7 +88,7 @@ def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
         claim_files.encode(made(version=claim_files.VERSION + 1)),
         claim_files.encode(made("2")),
         claim_files.encode(made(driver="other.example.com")),
-        claim_files.encode(made()).replace(b'"device":"d0",', b""),
+        claim_files.encode(made()).replace(b'"d0",', b""),
     ],
 )
 def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: bytes) -> None:

@@ -1,0 +1,194 @@
+"""The files of prepared claims: CDI specs, which the container runtime applies to containers, and the own claim files.
+
+A file is renamed into place but not synced. The agent writes it again from the ledger at each start, so an empty or
+missing file is replaced after a power failure. On most nodes, /var/run is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from deviceplugin import files, looked_at
+from deviceplugin.cdi import CLASS, DIRECTORY, UID, CdiError, checked_text, described, own_directory, vendor_of
+from deviceplugin.device import ContainerEdits, DeviceNode
+from deviceplugin.register import claim_files
+
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+
+
+def build(
+    driver: str,
+    devices: Mapping[str, ContainerEdits],
+    nodes: Mapping[DeviceNode, Sequence[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:
+    """Return a CDI spec, valid and of the lowest version that its content allows.
+
+    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out. nodes:
+    their device nodes, as `described` returns them; without it, the function reads the nodes, which blocks. Raises
+    CdiError if a name, path or variable is not allowed, or a node is missing on the host.
+
+    Host paths of device nodes are resolved here, because runtimes refuse a symbolic link (containerd#12060). A
+    container sees the requested path. A directory stands for the device nodes in it. If a spec has device numbers, a
+    runtime does not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo).
+    So a container that starts again gets the same number, even if the path leads to another device by then.
+    """
+    if not devices:
+        raise CdiError("a CDI spec needs a device")
+    listed = []
+    for name, edits in devices.items():
+        if not _NAME.fullmatch(name):
+            raise CdiError(f"{name!r} cannot be the name of a CDI device")
+        contents = _edits(edits, described(edits.device_nodes) if nodes is None else nodes)
+        if not contents:
+            raise CdiError(f"the CDI device {name} would be empty")
+        listed.append({"name": name, "containerEdits": contents})
+    return {"cdiVersion": version(listed), "kind": f"{vendor_of(driver)}/{CLASS}", "devices": listed}
+
+
+def encode(spec: Mapping[str, Any]) -> bytes:
+    """Return a spec as the bytes of its file. Raises CdiError if a text is not Unicode."""
+    try:
+        return msgspec.json.encode(spec)
+    except (UnicodeEncodeError, msgspec.MsgspecError) as error:
+        raise CdiError(f"cannot be written as JSON: {error}") from error
+
+
+def version(devices: list[dict[str, Any]]) -> str:
+    """Return the lowest version of the CDI spec that has all the fields of this one.
+
+    0.3.0 is the first version. 0.5.0 added host paths of nodes and names that begin with a digit. The additions of
+    0.4.0, 0.6.0 and 0.7.0 (a mount's type, annotations, dots in the class, RDT, groups) are never written here.
+    """
+    newer = any(
+        not device["name"][0].isalpha()
+        or any("hostPath" in node for node in device["containerEdits"].get("deviceNodes", ()))
+        for device in devices
+    )
+    return "0.5.0" if newer else "0.3.0"
+
+
+def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    contents: dict[str, Any] = {}
+    if edits.env:
+        if wrong := [name for name in edits.env if "\0" in name]:
+            raise CdiError(f"{wrong[0]!r} cannot be the name of an environment variable")
+        contents["env"] = [f"{name}={checked_text(value, name)}" for name, value in edits.env.items()]
+    if nodes := {inside["path"]: inside for node in edits.device_nodes for inside in described[node]}:
+        contents["deviceNodes"] = list(nodes.values())
+    if edits.mounts:
+        contents["mounts"] = [
+            {
+                "hostPath": checked_text(mount.host, "a mount"),
+                "containerPath": checked_text(mount.container, "a mount"),
+                # The runtime mounts the plugin side's mounts with the same options (CRI mounts of containerd).
+                "options": ["rbind", "rprivate", "ro" if mount.readonly else "rw"],
+            }
+            for mount in edits.mounts
+        ]
+    return contents
+
+
+def is_deleted(directory: str) -> bool:
+    """Return whether a directory was deleted while it is mounted here, so that nothing can be written. Blocks."""
+    try:
+        return looked_at.stat(directory).st_nlink == 0
+    except OSError:
+        return False
+
+
+class CdiStore:
+    """The CDI files of one driver's claims. Thread-safe; blocks.
+
+    Raises CdiError if the driver cannot be a CDI vendor.
+    """
+
+    SUFFIX: ClassVar = ".json"
+
+    def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
+        self.directory: Final = directory
+        self._prefix = f"{vendor_of(driver)}-{CLASS}_"
+        self._run: Final = os.urandom(8).hex()
+        """Part of the names of this store's drafts. An agent that crashed has left the drafts without it."""
+
+    def path(self, uid: str) -> str:
+        """Return the path of a claim's file. Raises CdiError if the UID is not that of a claim."""
+        if not UID.fullmatch(uid):
+            raise CdiError(f"{uid!r} is not the UID of a claim")
+        return os.path.join(self.directory, f"{self._prefix}{uid}{self.SUFFIX}")
+
+    def write(self, uid: str, data: bytes) -> bool:
+        """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
+        path = self.path(uid)
+        looked_at.at(path)
+        if self.read(uid) == data:
+            return False
+        # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The draft is in the same
+        # directory, because containerd notices a rename from there, but not a file that comes from another directory.
+        draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
+        try:
+            os.makedirs(self.directory, mode=0o755, exist_ok=True)
+            files.put(path, data, draft, 0o644)
+        except OSError as error:
+            raise CdiError(f"cannot write {path}: {error.strerror}") from error
+        return True
+
+    def read(self, uid: str) -> bytes | None:
+        """Return the bytes of a claim's file, None if there is none."""
+        try:
+            with open(self.path(uid), "rb") as file:
+                return file.read()
+        except OSError:
+            return None
+
+    def remove(self, uid: str) -> bool:
+        """Remove a claim's file; return False if there was none. Raises CdiError if it cannot be removed."""
+        path = self.path(uid)
+        looked_at.at(path)
+        try:
+            os.remove(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise CdiError(f"cannot remove {path}: {error.strerror}") from error
+        return True
+
+    def list(self) -> frozenset[str]:
+        """Return the UIDs of the claims that have a file. Remove drafts that a crash has left."""
+        looked_at.at(self.directory)
+        try:
+            names = os.listdir(self.directory)
+        except OSError:
+            return frozenset()
+        uids = set()
+        for name in names:
+            if name.startswith(f".{self._prefix}") and f".{self._run}." not in name:
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(self.directory, name))
+            elif name.startswith(self._prefix) and name.endswith(self.SUFFIX):
+                uid = name[len(self._prefix) : -len(self.SUFFIX)]
+                if UID.fullmatch(uid):
+                    uids.add(uid)
+        return frozenset(uids)
+
+    def device_names(self, uid: str) -> tuple[str, ...]:
+        """Return the names of the CDI devices in a claim's file; an empty result if it cannot be read."""
+        try:
+            return tuple(str(device["name"]) for device in msgspec.json.decode(self.read(uid) or b"")["devices"])
+        except (msgspec.DecodeError, LookupError, TypeError):
+            return ()
+
+
+class ClaimFileStore(CdiStore):
+    """The files of one driver's claims."""
+
+    SUFFIX = claim_files.SUFFIX
+
+    def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
+        super().__init__(driver, own_directory(directory))
+        self._prefix = f"{driver}_"
