@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin import cdi, files, looked_at
+from deviceplugin import cdi, files, looks
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, Mount, Version
 from deviceplugin.naming import EXTENDED_RESOURCE, NUMA_NODE, NamingError, canonical_resource, check_attribute
 
@@ -93,7 +93,7 @@ def by_limits(
 
 def write(path: str, data: bytes) -> bool:
     """Put a file into place unless it is there with these bytes; return whether it was not. Blocks. Raises OSError."""
-    looked_at.at(path)
+    looks.at(path)
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         if file.read() == data:
             return False

@@ -84,7 +84,8 @@ class Agent:
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
         plugins, tracker, register = self.plugin_directory, self.tracker, self.register
-        context = ServiceContext(plugins, tracker, register, side, vendors, timing, scan_wanted, cdi_directory)
+        directory = str(self.paths.cdi_dir)
+        context = ServiceContext(plugins, tracker, register, side, vendors, timing, scan_wanted, directory)
         self.supervisor = Supervisor(services, context, self.fail)
         for source in sources:
             services[source.resource] = Service(source, context)

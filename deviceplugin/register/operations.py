@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from deviceplugin.register import rules
-from deviceplugin.register.outlook import with_outlook
 from deviceplugin.register.question import Use, View, Wanted, claim_unit, larger, refusal, wanted_use
 from deviceplugin.register.records import (
     NONE,
@@ -238,7 +237,7 @@ def reserve(
         return Decision(recorded)
     durable = durable or (recorded is not None and recorded.durable)
     wanted = replace(claim, result=None, durable=durable)
-    return with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
+    return rules.with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
 
 
 @_operation
@@ -254,7 +253,7 @@ def prepare(
     if recorded is not None and recorded.result is not None:
         return Decision(recorded)
     wanted = replace(claim, durable=True)
-    return with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
+    return rules.with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
 
 
 def _take(

@@ -17,11 +17,10 @@ from deviceplugin.device import ContainerEdits, Device, EditConflictError
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, titled
 from deviceplugin.identity import agree, identified, shown
 from deviceplugin.register import operations
-from deviceplugin.register.outlook import outlook
 from deviceplugin.register.question import View, takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice, Operation
 from deviceplugin.register.register import HookWorksError, Register
-from deviceplugin.register.rules import Excluded, Refused
+from deviceplugin.register.rules import Excluded, Refused, outlook
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents
 from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, ClaimRef, Reason, Result

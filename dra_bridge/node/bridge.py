@@ -25,11 +25,11 @@ from dra_bridge.driver.evidence import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
+from dra_bridge.node.claim_pods import PodsAndClaims
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.lease import NodeLease
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.options import BridgeOptions
-from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.resource import BridgeNode
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import MAX_SURGE, BridgeStatus

@@ -23,10 +23,9 @@ from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import LEASES, NODES, Cluster, ClusterError, WatchState
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
-from dra_bridge.node.claim_pods import ClaimPods
+from dra_bridge.node.claim_pods import ClaimPods, PodsAndClaims
 from dra_bridge.node.lease import NodeLease
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
-from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
 

@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 
 from deviceplugin.identity import Identity
-from deviceplugin.register.outlook import outlook
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import (
     WHOLE,
@@ -24,6 +23,7 @@ from deviceplugin.register.records import (
     RegisterSnapshot,
     State,
 )
+from deviceplugin.register.rules import outlook
 
 R, D = "example.com/fpga", "fpga.example.com"
 HALF = Amount("1/2")

@@ -16,8 +16,7 @@ from deviceplugin.register.records import Claim
 from deviceplugin.testing import claim_state as written
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node.claim_pods import ClaimPods
-from dra_bridge.node.pods_and_claims import PodsAndClaims
+from dra_bridge.node.claim_pods import ClaimPods, PodsAndClaims
 from tests.dra.ledger.samples import D
 
 
