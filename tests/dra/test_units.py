@@ -33,7 +33,7 @@ def test_examples() -> None:
     """The units of examples/systemd are printed for the example with both sides, and for limits alone."""
     config = parse((ROOT / "examples" / "10-both-sides.yaml").read_text())
     printed = units(config, Deployment()) | units(config, Deployment(plugin_only=True))
-    assert {path.name: path.read_text() for path in (ROOT / "examples" / "systemd").iterdir()} == printed
+    assert {path.name: path.read_text() for path in (ROOT / "examples" / "systemd").glob("d*")} == printed
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
