@@ -1,1 +1,1 @@
-"""Connects the agent to this node's kubelet: registration, servicer, and the evidence of who holds which device."""
+"""Connects the agent to this node's kubelet: registration, servicer, and the evidence of the holders of devices."""

@@ -1,11 +1,12 @@
-"""Whether a process of a pod can still run: pod cgroups, and pod directories where cgroups cannot be seen.
+"""Reads whether a process of a pod can still run: from pod cgroups, or from pod directories if cgroups are invisible.
 
 The kubelet makes a pod's cgroup before the pod's sandbox and removes it after the pod has terminated (kubelet
 1.36, cm/pod_container_manager_linux.go). The cgroup lies below a directory `kubepods` (cgroupfs driver:
 `kubepods/burstable/pod<uid>`; systemd driver: `kubepods.slice/kubepods-burstable.slice/
 kubepods-burstable-pod<uid, - as _>.slice`), which may itself lie below the kubelet's cgroup root.
 
-A tree may belong to another kubelet, or be unused: `deviceplugin.kubelet.pod_evidence` decides what it is worth.
+A tree may belong to another kubelet, or be unused. `deviceplugin.kubelet.pod_evidence` decides whether it counts as
+evidence.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
-"""Levels below the cgroup file system in which `kubepods` is searched."""
+"""Number of levels below the cgroup file system in which `kubepods` is searched."""
 TREES: Final = 0.3
-"""Seconds for which trees that were found are not searched again, which takes longer than reading them.
+"""Seconds for which found trees are not searched again. The search takes longer than reading them.
 
-A kubelet that comes with another tree takes longer to start a pod there, to have it deleted by force, and to give its
-device away again.
+A new kubelet with another tree takes longer to start a pod there, to get a forced deletion of it, and to allocate its
+device again.
 """
 
 
 class ContainerCgroup(NamedTuple):
-    """A cgroup below a pod's with a process in it. made: when it was made, or changed last, in Unix seconds."""
+    """A cgroup below a pod's with a process in it. made: when it was created, or changed last, in Unix seconds."""
 
     name: str
     made: float
@@ -49,9 +50,9 @@ class ContainerCgroup(NamedTuple):
 class PodReader:
     """Reads which pods' processes may run, from cgroups and pod directories. Blocks.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: a pod that the cgroups would not show counts as ended. A
-    device plugin alone may do so: the kubelet itself gives its devices away by the checkpoint and no other evidence.
-    boot: the node's, for what is kept over restarts.
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod that the cgroups would not show counts as
+    ended. This is safe only without claims, because the kubelet itself allocates devices by the checkpoint alone. boot:
+    the node's boot, for facts that are kept over restarts.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool, boot: str = "") -> None:
@@ -62,9 +63,9 @@ class PodReader:
         self._boot = boot
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
-        """Since when each pod that runs has been seen to run (monotonic seconds), by UID."""
+        """By UID, since when each running pod has been seen to run (monotonic seconds)."""
         self.shown = PodsShown()
-        """What the last look left: each takes the former one, and `PodProcesses` has it."""
+        """The result of the last look. Each look continues the former result, and `PodProcesses` contains it."""
         self._looking = threading.Lock()
         self._last = PodProcesses()
         self._trees: Sequence[str] = ()
@@ -77,7 +78,7 @@ class PodReader:
         if look.running is not None:
             self._cgroups_seen = True
         elif self._cgroups_seen:
-            return PodProcesses()  # they are there, and cannot be read now
+            return PodProcesses()  # Cgroups exist, and cannot be read now.
         return look
 
     def in_cgroups(self) -> frozenset[str] | None:
@@ -85,7 +86,7 @@ class PodReader:
         return self._look(()).running
 
     def _look(self, named: Collection[str]) -> PodProcesses:
-        # First: a pod's cgroup is older than its directory.
+        # Directories are read first, because a pod's cgroup is older than its directory.
         directories, root = read_directories(self.kubelet_root), self._root()
         with self._looking:
             now, before = time.monotonic(), self.seen
@@ -102,18 +103,18 @@ class PodReader:
             return self._last
 
     def known(self, places: Mapping[str, frozenset[str]]) -> None:
-        """Take what a former agent has seen of pods."""
+        """Add facts about pods that a former agent has seen."""
         with self._looking:
             self.shown = replace(self.shown, places={**places, **self.shown.places})
 
     def hide(self, look: PodProcesses, uids: Collection[str]) -> PodProcesses:
-        """Take that these pods run, and that the cgroups do not show them; return the look as of now."""
+        """Record that these pods run and that the cgroups do not show them; return the updated look."""
         with self._looking:
             self.shown = self.shown.hide(uids)
             return replace(look, shown=look.shown.hide(uids))
 
     def answered(self) -> None:
-        """Take that the kubelet of this root directory answers at its sockets: its pods' directories are there."""
+        """Record that the kubelet of this root directory answers at its sockets. So its pods' directories are there."""
         with self._looking:
             self.shown = replace(self.shown, roots=self.shown.roots | ({self._root()} - {""}))
 
@@ -123,25 +124,28 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return whether a pod may have a cgroup; quick. It has none if its last known cgroups are gone."""
+        """Return whether a pod may have a cgroup; quick. A pod has none if its last known cgroups are gone."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
-        """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.
+        """Return the cgroups of a pod's containers and sandbox that have processes; None if they are not known.
 
-        Raises OSError: a part of the tree cannot be read.
+        Raises OSError if a subtree cannot be read.
         """
         levels = (pods for tree in _trees(str(self.cgroups)) for _, pods in _levels(tree))
         paths = [path for pods in levels for uid, path in pods if uid == pod_uid]
         if not paths or any(_text(path, "cgroup.procs") != "" for path in paths):
-            return None  # not visible, covered by another mount, or a process is in none of them
+            return None  # The cgroups are invisible, another mount covers them, or a process is in none of them.
         below = [directory for path in paths for directory in _subdirectories(path)]
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
     def running(self) -> frozenset[str]:
-        """Return `in_cgroups`, or no pod. Raises OSError: cgroups were visible before, and cannot be read now."""
+        """Return `in_cgroups`, or an empty set.
+
+        Raises OSError if cgroups were visible before and cannot be read now.
+        """
         running = self.in_cgroups()
         if running is None and self._cgroups_seen:
             raise OSError(f"pod cgroups in {self.cgroups} cannot be read now")
@@ -160,14 +164,14 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
             for directory, pods in _levels(tree):
                 try:
                     place = frozenset({place_of(directory, boot)})
-                except FileNotFoundError:  # it has just been removed, with all that was in it
+                except FileNotFoundError:  # The cgroup was removed meanwhile, with all below it.
                     continue
                 visible |= place
                 for uid, path in pods:
                     runs[uid] = runs.get(uid, False) or _populated(path)
                     paths[uid] = (*paths.get(uid, ()), path)
                     places[uid] = places.get(uid, frozenset()) | place
-    except OSError:  # a part of the tree cannot be read
+    except OSError:  # A subtree cannot be read.
         return None
     if not trees:
         return None
@@ -183,9 +187,11 @@ def place_of(directory: str, boot: str) -> str:
 
 
 def cgroup_trees(root: Path) -> list[str]:
-    """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any.
+    """Return the directories `kubepods`.
 
-    There are none if a part of the tree cannot be read.
+    With cgroup v1, they are in the hierarchy `pids`, or in the first one that has any.
+
+    The result is empty if a subtree cannot be read.
     """
     with contextlib.suppress(OSError):
         return _trees(str(root))
@@ -212,7 +218,10 @@ def _kubepods(root: str) -> list[str]:
 
 
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the directories of a `kubepods` tree in which pods are, with UID and path of each: it, and QoS classes."""
+    """Yield the directories of a `kubepods` tree that contain pods, with UID and path of each pod.
+
+    They are the root of the tree and its QoS classes.
+    """
     pods: list[tuple[str, str]] = []
     classes: list[str] = []
     for name, path in _subdirectories(tree):
@@ -232,7 +241,7 @@ def _pod_of(name: str) -> str | None:
 
 
 def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
-    """Return whether a cgroup was removed from one of these places: it does not exist, and its parent is the same."""
+    """Return whether a cgroup was removed from one of these places: it does not exist, and its parent is unchanged."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -246,10 +255,10 @@ def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
 def _populated(path: str) -> bool:
     """Return whether a pod's cgroup has a process in it or below it; True if that cannot be read.
 
-    Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree. Another
-    controller has only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
-    pidlist_array_load), so an agent in a container sees none of other pods there. So a container's cgroup counts
-    there, although the runtime sometimes fails to remove it after its last process.
+    Version 2 has cgroup.events. In version 1, the controller `pids` counts the processes of the whole subtree. Other
+    controllers have only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
+    pidlist_array_load), so an agent in a container sees no processes of other pods there. In that case the existence of
+    a container's cgroup counts, although the runtime sometimes fails to remove it after its last process.
     """
     try:
         if (events := _text(path, "cgroup.events")) is not None:
@@ -257,7 +266,7 @@ def _populated(path: str) -> bool:
         if (count := _text(path, "pids.current")) is not None:
             return count.strip() != "0"
         if (processes := _text(path, "cgroup.procs")) is None:
-            return os.path.isdir(path)  # it is gone, or another mount covers it
+            return os.path.isdir(path)  # The file is gone, or another mount covers it.
         if processes:
             return True
     except OSError:
@@ -269,7 +278,7 @@ def _text(directory: str, name: str) -> str | None:
     try:
         with open(os.path.join(directory, name), encoding="ascii") as file:
             return file.read()
-    except FileNotFoundError:  # the cgroup is gone, or has no such file
+    except FileNotFoundError:  # The cgroup is gone, or has no such file.
         return None
 
 
@@ -277,7 +286,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
     try:
         with os.scandir(directory) as entries:
             return [(entry.name, entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:  # it has just been removed
+    except FileNotFoundError:  # The file was removed meanwhile.
         return []
 
 
@@ -291,7 +300,7 @@ def read_directories(kubelet_root: Path) -> frozenset[str] | None:
 
 
 def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
-    """Return the UID of this process's pod; "" if it is in no pod of this kubelet.
+    """Return the UID of this process's pod; "" if this kubelet has no pod with it.
 
     The kubelet mounts `<root>/pods/<uid>/etc-hosts` into each container (kubelet 1.36, kubelet_pods.go: makeMounts).
     """

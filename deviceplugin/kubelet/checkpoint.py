@@ -1,14 +1,14 @@
-"""The device manager's checkpoint: which container of which pod has which device ids, and what these were.
+"""The device manager's checkpoint: the device ids of each container, and the devices that they stood for.
 
-The kubelet writes it on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
-1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy).
-It names ended pods until the first write after `UpdateAllocatedDevices`, which PodResources `List` calls and which
-does nothing before all of the kubelet's pod sources are ready.
+The kubelet writes it on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet 1.36,
+devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). It names
+ended pods until the first write after `UpdateAllocatedDevices`. PodResources `List` calls that function, which does
+nothing before all of the kubelet's pod sources are ready.
 
 The kubelet keeps the answer to Allocate with the allocation (`AllocResp`; devicemanager/checkpoint). An annotation in
-it says what the granted devices were. The kubelet merges the annotations of several resources, so each has a key of its
-own. Answers without it (of other plugins or of another boot) name host paths of device nodes, which are as good as
-their numbers now.
+it identifies the granted devices. The kubelet merges the annotations of several resources, so each resource has its own
+key. Answers without the annotation (of other plugins or of another boot) name host paths of device nodes. The present
+numbers of these paths count.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 REWRITE: Final = 1.0
-"""Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
+"""Seconds in which the kubelet should write its checkpoint after it got a list. It usually takes some milliseconds."""
 NODE_LOOK: Final = 0.5
-"""Seconds that a look at device nodes may take that an answer of another plugin names."""
+"""Seconds for a look at device nodes in another plugin's answer."""
 UNHINTED: Final = 0.2
-"""Seconds between two looks for it, should no event come: some file systems make none of what others write."""
+"""Seconds between two looks for a new checkpoint without an event. Some file systems cause no events of other writers.
+"""
 
 
 class CheckpointError(Exception):
-    """Raised when the checkpoint is missing, unreadable or not a checkpoint; nothing is known then."""
+    """Raised when the checkpoint is missing, unreadable or not a checkpoint. Then no allocation is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class CheckpointVersion:
 def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
     """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
-    The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values, which only the
-    kubelet can compute. Raises CheckpointError: it is not such a file.
+    The kubelet replaces the file by a rename, so it is complete. The checksum is a hash of Go values, which only the
+    kubelet can compute. Raises CheckpointError if the text is not a checkpoint.
     """
     try:
         data = msgspec.json.decode(text)["Data"]
@@ -74,7 +75,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
         for entry in data["PodDeviceEntries"] or ():
             holder = str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"])
             response = str(entry.get("AllocResp") or "")
-            for ids in (entry["DeviceIDs"] or {}).values():  # by NUMA node
+            for ids in (entry["DeviceIDs"] or {}).values():  # By NUMA node.
                 for name in ids or ():
                     responses[Allocation(*holder, str(name))] = response
         for resource, ids in (data["RegisteredDevices"] or {}).items():
@@ -85,8 +86,9 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
 
 
 def identity(directory: Path) -> FileIdentity | None:
-    """Return which version of the checkpoint is in the device plugin directory; None if none can be seen."""
-    return file_identity(f"{directory}/{FILE_NAME}")  # each Allocate asks: a Path takes longer to make than to look at
+    """Return the identity of the checkpoint file in the device plugin directory; None if it cannot be read."""
+    # Each Allocate calls this function, and to construct a Path takes longer than the look.
+    return file_identity(f"{directory}/{FILE_NAME}")
 
 
 def read(directory: Path) -> CheckpointVersion:
@@ -106,11 +108,11 @@ def read(directory: Path) -> CheckpointVersion:
 def shows_present(written: Collection[CheckpointVersion]) -> bool:
     """Return whether the kubelet composed at least one of these files after the first request.
 
-    The kubelet composes the contents under its lock, but writes the file without the lock. So an older state can
-    replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer has at most one file in
-    progress. The writers are the list of each resource, which the file names, and the node's status (GetCapacity).
-    Admissions run one after the other, and each has written its file before the next begins. Containers that start
-    after the kubelet lost its checkpoint also write, since they get devices again; they are not counted here.
+    The kubelet composes the content under its lock, but writes the file without the lock. So an older state can replace
+    a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer writes at most one file at a
+    time. The writers are the list of each resource, which the file names, and the node's status (GetCapacity).
+    Admissions run one after another, and each has written its file before the next begins. Containers that start after
+    the kubelet lost its checkpoint also cause writes, because they get devices again; they are not counted here.
 
     written: the different files that were seen since the first request; each was followed by another request.
     """
@@ -118,16 +120,19 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
     return len(written) > len(resources) + 1
 
 
-# The answers to Allocate in it.
+# The answers to Allocate in the checkpoint.
 
 
 def annotation(resource: str) -> str:
-    """Return the annotation's key."""
+    """Return the key of a resource's annotation."""
     return f"{resource}.identity"
 
 
 def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str) -> None:
-    """Have an answer say what the devices are, and how much of each was granted. devices: by the kubelet's id."""
+    """Add the annotation to an answer: the identities and amounts of the granted devices.
+
+    devices: by the kubelet's id.
+    """
     by_id: dict[str, object] = {}
     for device_id, wanted in devices.items():
         by_id[device_id] = {
@@ -148,10 +153,10 @@ def granted(
     boot: str,
     numbers: Callable[[Iterable[str]], Tokens] = numbers_of,
 ) -> Wanted:
-    """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes.
+    """Return a device's identity and amount from the answer to Allocate in the checkpoint. May block for device nodes.
 
-    Without the annotation of this boot its paths tell what it is: with all devices of the answer, and control nodes.
-    How much of it was granted is not known without any annotation. numbers: returns the numbers of those of some paths
+    Without an annotation of this boot, the identity consists of the answer's paths: those of all its devices, and of
+    control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers of those paths
     that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
@@ -160,19 +165,19 @@ def granted(
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
-    """Return whether an answer of another boot names device nodes none of which was there when it was `granted`."""
+    """Return whether an answer of another boot names device nodes, none of which existed when it was `granted`."""
     of, _, paths = _decoded(response, resource)
     return of != boot and bool(paths) and not wanted.identity.tokens
 
 
 def ours(wanted: Wanted) -> bool:
-    """Return whether `granted` found that this framework has given a device."""
+    """Return whether this framework has granted the device, by the result of `granted`."""
     return bool(wanted.key[1])
 
 
 @functools.lru_cache(maxsize=256)
 def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], tuple[str, ...]]:
-    """Return the boot and the devices of the annotation, and the host paths of device nodes."""
+    """Return the boot and the devices in the annotation, and the answer's host paths of device nodes."""
     try:
         message = pb.ContainerAllocateResponse.FromString(base64.b64decode(response))
     except (ValueError, DecodeError):
@@ -205,28 +210,28 @@ class _Annotation(msgspec.Struct, frozen=True):
 
 
 _DECODER: Final = msgspec.json.Decoder(_Annotation)
-"""Made here: msgspec 0.22 crashes if several threads are the first to decode a type."""
+"""It is made here, because msgspec 0.22 crashes if several threads decode a type for the first time."""
 
 
-# Reading it, and having the kubelet write it.
+# Read the checkpoint, and make the kubelet write it.
 
 
 class DeviceLists(Protocol):
     """The device lists that this process sends to the kubelet (`deviceplugin.node.agent.Agent`)."""
 
     def resend(self) -> bool:
-        """Send the lists once more; return whether the kubelet receives the list of any resource."""
+        """Send the lists again; return whether the kubelet receives the list of any resource."""
 
     def adopted(self, resource: str) -> bool:
         """Return whether a vendor's plugin answers Allocate for a resource."""
 
 
 class KnownCheckpoint(NamedTuple):
-    """What is known from the checkpoints that were read.
+    """The facts from the checkpoints that were read.
 
-    last: the one that was read last. grants: what the devices of allocations were, with the answer to Allocate that
-    says so. missing_nodes: allocations of an earlier boot of whose device nodes none was there; each reading looks for
-    them.
+    last: the newest of these checkpoints. grants: by allocation, the identity and amount of its device, with the answer
+    to Allocate that they come from. missing_nodes: allocations of an earlier boot whose device nodes were all missing;
+    each reading looks for the nodes again.
     """
 
     last: CheckpointVersion = CheckpointVersion(frozenset(), {})
@@ -238,11 +243,11 @@ class CheckpointReader:
     """Reads the kubelet's checkpoint, makes the kubelet write it, and keeps the identities of granted devices.
 
     A device list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
-    known: returns the allocations that count as held; what their devices were is remembered. What is in the answers of
-    adopted resources says nothing, since control nodes recur in all of them.
+    known: returns the allocations that count as held; the identities of their devices are remembered. Answers of
+    adopted resources identify no device, because all of them contain control nodes.
 
-    Several threads read at a time. What is known is one value, which `take` alone replaces, for one reading after the
-    other; all others see the value before or the one after.
+    Several threads read at the same time. The known facts are one value, which only `take` replaces, for one reading
+    after another. All other threads see either the former value or the new one.
     """
 
     def __init__(
@@ -257,16 +262,16 @@ class CheckpointReader:
         self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
 
     def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the numbers of device nodes; those that do not answer are looked at again at the next reading."""
+        """Return the numbers of device nodes. Nodes that do not answer are looked at again at the next reading."""
         try:
             return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
         except LookTimeoutError:
             return frozenset()
 
     def newest(self, *, nodes: bool = False) -> CheckpointVersion:
-        """Return what the file has now, without reading it if it has not changed. Blocks. Raises CheckpointError.
+        """Return the file's present content. It is read only if it has changed. Blocks. Raises CheckpointError.
 
-        nodes: look again for device nodes that were missing.
+        nodes: whether to look again for missing device nodes.
         """
         last, _, missing = self.known
         if identity(self._directory) == last.file and not (nodes and missing):
@@ -274,13 +279,13 @@ class CheckpointReader:
         return self.read()
 
     def read(self) -> CheckpointVersion:
-        """Read the file now. Blocks. Raises CheckpointError: it cannot be read."""
+        """Read the file now. Blocks. Raises CheckpointError if it cannot be read."""
         now = read(self._directory)
         self.take([now])
         return now
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Keep the last of these checkpoints, and the identities of granted devices. May block for device nodes."""
+        """Store the last of these checkpoints, and the identities of granted devices. May block for device nodes."""
         with self._taking:
             last, before, missing = self.known
             kept = frozenset(self._held()).union(*(version.allocations for version in checkpoints))
@@ -296,14 +301,14 @@ class CheckpointReader:
                 for allocation, (response, what) in grants.items()
                 if nodes_missing(response, allocation.resource, what, boot_id())
             )
-            # Another thread may have read a newer one since.
+            # Another thread may have read a newer checkpoint since.
             is_newest = last.file is not None and identity(self._directory) == last.file
             self.known = KnownCheckpoint(last if is_newest else checkpoints[-1], grants, missing)
 
     async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
-        """Return current checkpoints, which the kubelet wrote at our request, or the reason why there are none.
+        """Return checkpoints that the kubelet wrote at the agent's request, or the reason why there are none.
 
-        patience: seconds that the kubelet has to write each, by default REWRITE.
+        patience: seconds in which the kubelet should write each, by default REWRITE.
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
@@ -321,7 +326,7 @@ class CheckpointReader:
     async def _rewritten(
         self, watch: filewatch.Watch, before: FileIdentity | None, patience: float
     ) -> CheckpointVersion | None:
-        """Wait until the kubelet has replaced the checkpoint file; None if it does not in time."""
+        """Wait until the kubelet has replaced the checkpoint file; None if it does not do so in time."""
         until = time.monotonic() + patience
         while True:
             if (after := await self._looks.at("checkpoint", self._newer, before)) is not None:
@@ -331,7 +336,7 @@ class CheckpointReader:
             await watch.wait(min(rest, UNHINTED), unwatched=filewatch.SOON)
 
     def _newer(self, before: FileIdentity | None) -> CheckpointVersion | None:
-        """Return the checkpoint if it is another file than before, and can be read."""
+        """Return the checkpoint if its file is not `before`, and can be read."""
         if identity(self._directory) == before:
             return None
         with contextlib.suppress(CheckpointError):

@@ -2,7 +2,7 @@
 
 It names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared. The kubelet writes it
 before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36, cm/dra/manager.go). It exists from
-the kubelet's first start on. Before NodePrepareResources has answered, a claim stands in it without devices.
+the kubelet's first start on. Until NodePrepareResources has answered, a claim is in the file without devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FILE_NAME: Final = "dra_manager_state"
 
 
 class ClaimStateError(Exception):
-    """Raised when the kubelet's claim state cannot be read or is damaged; nothing is known then."""
+    """Raised when the kubelet's claim state cannot be read or is damaged. Then no prepared claim is known."""
 
 
 class ClaimStateMissingError(ClaimStateError):
-    """Raised when there is no such file: a kubelet without Dynamic Resource Allocation, or a lost file."""
+    """Raised when the file is missing: the kubelet has no Dynamic Resource Allocation, or the file was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def parse(text: bytes) -> tuple[PreparedClaim, ...]:
         outer = msgspec.json.decode(text)
         data = outer["Data"]
         if zlib.crc32(data.encode()) != outer["Checksum"]:
-            raise ClaimStateError("its checksum does not fit its contents")
+            raise ClaimStateError("its checksum does not match its content")
         return tuple(map(_claim, msgspec.json.decode(data)["ClaimInfoStateList"] or ()))
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ClaimStateError(f"not the kubelet's claim state: {type(error).__name__}: {error}") from error

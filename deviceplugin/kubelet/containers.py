@@ -1,12 +1,13 @@
-"""Whether one container of a pod has ended while the pod runs on: the kubelet's links to container logs, and cgroups.
+"""Finds ended containers of running pods, by the kubelet's links to container logs, and by cgroups.
 
-A kubelet that has lost its checkpoint asks for devices again before it starts a container anew, and nothing in an
-Allocate names the container. So a container that has ended and that the checkpoint does not name holds nothing.
+A kubelet that has lost its checkpoint calls Allocate again before it restarts a container, and the call does not name
+the container. So a container holds no device if it has ended and the checkpoint does not name it.
 
 When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory to
-`<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`; it removes the link with the container, and keeps the last
-container that ended (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go, kuberuntime_gc.go). A cgroup
-without a link is the sandbox's, or that of a container that starts: the sandbox's is older than the links of its pod.
+`<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`; it removes the link together with the container, and keeps the
+last ended container (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go, kuberuntime_gc.go). A cgroup
+without a link belongs to the sandbox, or to a container that is just starting. The sandbox's cgroup is older than the
+links of its pod.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
-"""The kubelet cuts names that are longer than a file's may be, so the id may be its beginning only."""
+"""The kubelet cuts names that exceed the limit of file names, so the id may be incomplete."""
 
 
 class LogLink(NamedTuple):
-    """A container that has started. id: the runtime's, or its beginning. made: when, in Unix seconds."""
+    """A container that has started. id: the runtime's id, or its beginning. made: time of the link, in Unix seconds."""
 
     pod_uid: str
     container: str
@@ -35,7 +36,7 @@ class LogLink(NamedTuple):
 
 
 def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
-    """Return the containers of these pods that have a link. Blocks. Raises OSError: the directory cannot be read."""
+    """Return the containers of these pods that have a link. Blocks. Raises OSError if the directory cannot be read."""
     links = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -47,14 +48,14 @@ def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
                 if uid in pods:
                     links.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
             except (OSError, ValueError):
-                continue  # it has just been removed, or is no link of the kubelet's
+                continue  # The link was removed meanwhile, or is not one of the kubelet's.
     return links
 
 
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
     """Return whether no process of a container can run. links, running: those of its pod.
 
-    A container that has no link may be one that has just started, or one of which nothing is known: it may run.
+    A container without a link may just have started, or may be unknown, so it may run.
     """
     links = tuple(links)
     last = max((link.made for link in links if link.container == container), default=None)
@@ -68,7 +69,7 @@ def has_ended(container: str, links: Iterable[LogLink], running: Iterable[Contai
 
 
 def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: Path) -> frozenset[tuple[str, str]]:
-    """Return which of these containers (pod UID, name) have ended for sure. Blocks."""
+    """Return which of these containers (pod UID, name) have certainly ended. Blocks."""
     uids = {uid for uid, _ in containers}
     if not uids:
         return frozenset()
@@ -76,7 +77,7 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
         links = log_links(directory, uids)
         running = {uid: pods.containers(uid) for uid in uids}
     except OSError:
-        return frozenset()  # nothing is known
+        return frozenset()  # The logs cannot be read, so no container counts as ended.
     over = set()
     for uid, name in containers:
         cgroups = running[uid]
@@ -86,7 +87,7 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
 
 
 class LostAllocations:
-    """The allocations that the kubelet has lost, and whose containers have ended since. Threads ask, several at a time.
+    """The allocations that the kubelet has lost and whose containers have ended since. Several threads may use it.
 
     directory: of the links to container logs.
     """
@@ -96,7 +97,7 @@ class LostAllocations:
         self._directory = directory
         self._noting = threading.Lock()
         self._noted: Mapping[Allocation, int | None] = {}
-        """Those whose containers had ended, and the sequence of their records then."""
+        """Allocations whose containers had ended, with the sequence of their records at that time."""
 
     def ended(
         self,
@@ -106,10 +107,11 @@ class LostAllocations:
     ) -> frozenset[Allocation]:
         """Return those of these allocations whose containers have ended. Blocks.
 
-        A container of which it was noted stays without them until a checkpoint names it with them: it asks again before
-        it starts. While a grant of the id waits to be named, it may be the one that got it.
+        The result for a container stays until a checkpoint names its allocations again, because the kubelet calls
+        Allocate before the container starts. While a grant of the id waits to be named, this container may be the one
+        that got it.
 
-        lost: that no checkpoint names, of pods that run. named: the ids that checkpoints name.
+        lost: allocations of running pods that no checkpoint names. named: the ids that checkpoints name.
         """
         with self._noting:
             noted = {holder: sequence for holder, sequence in self._noted.items() if holder in lost}

@@ -21,12 +21,12 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 _LOG: Final = logging.getLogger(__name__)
 
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
-"""The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
+"""Maximum bytes of a list. The kubelet accepts no larger message, and shows a capacity of 0 (kubernetes#109304)."""
 _TOO_LARGE: Final = (
     "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2  # as good as any number above 1 for telling which device a replica belongs to
+ANY_REPLICAS: Final = 2  # Any number above 1 is enough to find the device of a replica's id.
 
 
 class Entry(NamedTuple):
@@ -50,8 +50,9 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    The number of replicas of a device changes only while the device has no holder. A legacy id is one from before the
-    configured number changed: a pod may have it, so it stays in the list. held: returns whether a device has a holder.
+    The number of replicas of a device changes only while the device has no holder. A legacy id comes from a time before
+    the configured number changed. A pod may have it, so it stays in the list. held: returns whether a device has a
+    holder.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DeviceIds:
         self._held = held
         self._times: dict[str, int] = {}
         self._refused: dict[str, int] = {}
-        self.legacy: Mapping[str, str] = {}  # by id, its device
+        self.legacy: Mapping[str, str] = {}  # By id, its device.
 
     def entries(self, offers: Callable[[str], bool], withheld: Collection[str]) -> tuple[Entry, ...]:
         """Return the present list for the kubelet. offers: returns whether a device is offered. withheld: other ids.
@@ -114,23 +115,27 @@ class DeviceIds:
         return frozenset(ids.keys() - adopted.keys())
 
     def device_id_of(self, name: str) -> str:
-        """Return the device of one of the kubelet's ids, legacy ids included."""
+        """Return the device of one of the kubelet's ids, including legacy ids."""
         listed = self._inventory.snapshot.devices.get(self.offered_as(name))
         if name in self.legacy and (listed is None or name not in self.names_of(listed)):
             return self.legacy[name]
         return listed.id if listed is not None else device_of(name, ANY_REPLICAS)
 
     def names_of(self, device: Device) -> tuple[str, ...]:
-        """Return the ids under which the kubelet knows a device now."""
+        """Return the kubelet's present ids of a device."""
         if not (replicas := self._inventory.snapshot.replicas):
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
-            return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
+            # The device's id looks like that of another device's replica.
+            return replicas_of(device.id, ANY_REPLICAS)[:1]
         return names
 
     def _times_of(self, device: Device, times: int) -> int:
-        """Return the number of replicas, given the source's: it stays as before while the device has a holder."""
+        """Return the number of replicas.
+
+        While the device has a holder, the number stays; otherwise it is the source's.
+        """
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:
@@ -144,7 +149,7 @@ class DeviceIds:
         return times
 
     def ids_of(self, device: str) -> tuple[str, ...]:
-        """Return all ids under which the kubelet may know a device, legacy ids included."""
+        """Return all ids of a device that the kubelet may know, including legacy ids."""
         listed = self._inventory.snapshot.devices.get(device)
         now = self.names_of(listed) if listed is not None else (device,)
         return (*now, *(name for name, of in self.legacy.items() if of == device))
@@ -166,9 +171,9 @@ class Stream:
 
 
 class ListStreams:
-    """ListAndWatch calls of a resource. begun: streams so far.
+    """The ListAndWatch streams of a resource. begun: number of streams so far.
 
-    lines: returns the present list, None before the first. in_flight: Allocates in flight; a longer list waits for
+    lines: returns the present list, None before the first. in_flight: the running Allocates; a longer list waits for
     their end.
     """
 
@@ -177,7 +182,7 @@ class ListStreams:
     ) -> None:
         self.begun = 0
         self.sent: tuple[SentList, ...] = ()
-        """The last list, and those that it or another one has replaced lately; the oldest first."""
+        """The last list, and lists that were replaced recently; the oldest first."""
         self._resource = resource
         self._lines = lines
         self._in_flight = in_flight
@@ -191,10 +196,10 @@ class ListStreams:
         self._version = 0
         """Grows with each `refresh`, and with each stream."""
         self._made: tuple[int, tuple[Entry, ...] | None] = (-1, None)
-        """The list that was made last, and the version that it was made of."""
+        """The last computed list, and the version that it was computed for."""
 
     def start(self, on_end: Callable[[], None]) -> None:
-        """Let streams begin. on_end: called when a stream ends and no other one is open."""
+        """Accept streams. on_end: a function to call when a stream ends and no other one is open."""
         self._serving, self._on_end = True, on_end
 
     def stop(self) -> None:
@@ -209,7 +214,7 @@ class ListStreams:
     def shown(self) -> tuple[float, frozenset[str]] | None:
         """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
 
-        None without a stream, or before its first list was sent. With several streams the ids of all of them count.
+        None without a stream, or before its first list was sent. With several streams, the ids of all of them count.
         """
         shown = [stream.shown for stream in self.open if stream.shown is not None]
         if not shown or len(shown) < len(self.open):
@@ -217,13 +222,19 @@ class ListStreams:
         return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
     def healthy(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy in the list sent last or in the one to be sent next; None as of `shown`."""
+        """Return the ids that are Healthy in the list sent last or in the next one.
+
+        None in the same cases as `shown`.
+        """
         if (shown := self.shown()) is None:
             return None
         return shown[1].union(line.name for line in self._lines() or () if line.healthy)
 
     def staying(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy in the list sent last and in the one to be sent next; None as of `shown`."""
+        """Return the ids that are Healthy both in the list sent last and in the next one.
+
+        None in the same cases as `shown`.
+        """
         if (shown := self.shown()) is None:
             return None
         return shown[1].intersection(line.name for line in self._lines() or () if line.healthy)
@@ -236,7 +247,7 @@ class ListStreams:
         return await in_time(self._none_open.wait(), timeout)
 
     def refresh(self) -> None:
-        """Make the list anew, and send it on every stream if it has changed."""
+        """Compute the list again, and send it on every stream if it has changed."""
         self._version += 1
         self._wake.set()
         self._wake = asyncio.Event()
@@ -249,13 +260,13 @@ class ListStreams:
         return any(stream.shown is not None for stream in self.open)
 
     def _now(self) -> tuple[Entry, ...] | None:
-        """Return the present list, made once for each version."""
+        """Return the present list. It is computed once for each version."""
         if self._made[0] != self._version:
             self._made = self._version, self._lines()
         return self._made[1]
 
     def _note(self, now: SentList) -> None:
-        """Note a list that is sent now; of former lists keep only those that were replaced lately."""
+        """Record the list that is sent now. Of former lists, keep only those that were replaced recently."""
         replaced = itertools.pairwise((*self.sent, now))
         self.sent = (*(sent_list for sent_list, after in replaced if after.at > now.at - LATE), now)
 
@@ -265,7 +276,7 @@ class ListStreams:
         self.open.add(stream)
         self._none_open.clear()
         self.begun += 1
-        self._version += 1  # what the kubelet was told at Register counts
+        self._version += 1  # The options in the last Register count.
         _LOG.debug("the kubelet listens", extra={"resource": self._resource})
         try:
             sent: tuple[Entry, ...] | None = None
@@ -277,7 +288,7 @@ class ListStreams:
                     resends, sent = self._resends, None
                 if lines is not None and lines not in (sent, refused):
                     healthy = frozenset(line.name for line in lines if line.healthy)
-                    # A withdrawal does not wait: the next pod in a burst would get what is withdrawn.
+                    # A withdrawal does not wait. Otherwise the next pod in a burst would get a withdrawn device.
                     if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
                         await self._in_flight.pause()
                         paused = True
@@ -292,18 +303,18 @@ class ListStreams:
                         refused = lines
                         _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
                     del message
-                await wake.wait()  # set already if the list changed while it was sent
+                await wake.wait()  # It is already set if the list changed while it was sent.
                 paused = False
         finally:
             self.open.discard(stream)
             if not self.open:
                 self._none_open.set()
-                _LOG.debug("the kubelet does not listen any more", extra={"resource": self._resource})
+                _LOG.debug("the kubelet no longer listens", extra={"resource": self._resource})
                 self._on_end()
 
 
 async def in_time(work: Awaitable[object], timeout: float) -> bool:
-    """Wait for something; return whether it came within `timeout` seconds."""
+    """Wait for an awaitable; return whether it finished within `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
             await work

@@ -1,10 +1,10 @@
-"""Notices that another plugin has registered a resource with the kubelet, which tells nobody.
+"""Detects that another plugin has registered a resource with the kubelet. The kubelet does not report this.
 
-Facts (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go): Register of a name that is
-registered succeeds. The kubelet goes on to take the lists of both plugins, the last one counts, and Allocate goes to
-the plugin that registered last. When that one leaves, 1.36 counts all devices as unhealthy and the plugin as stopped,
-whoever else has a stream open; 1.37 goes on with another plugin and with the last list, whosever it was. After each
-list the kubelet writes its checkpoint.
+Facts (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go): Register of a registered name
+succeeds. The kubelet continues to read the lists of both plugins. The last list counts, and Allocate goes to the plugin
+that registered last. When that plugin leaves, 1.36 counts all devices as unhealthy and the resource's plugin as
+stopped, even if another plugin has an open stream; 1.37 continues with another plugin and with the last list of any
+plugin. After each list, the kubelet writes its checkpoint.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from deviceplugin.files import FileIdentity
 from deviceplugin.register.records import Allocation
 
 LATE: Final = 5.0
-"""Seconds after which the kubelet has taken a list and has written it down, on a slow disk, too."""
+"""Seconds after which the kubelet has certainly read a list and written its checkpoint, even on a slow disk."""
 LISTED: Final = 1.0
-"""Seconds from a new socket to the list of its plugin in the checkpoint."""
+"""Seconds between a new socket and its plugin's list in the checkpoint."""
 _TICK: Final = 0.01
 """Seconds by which a file's time may lag behind the clock."""
 _OWN: Final = re.compile(r"kubelet\.sock|.*-[0-9a-f]{8}\.sock")
-"""Sockets of the kubelet and of this framework, of which a lock lets one process serve a resource."""
+"""Sockets of the kubelet and of this framework. A lock lets only one process of this framework serve a resource."""
 _TIME: Final = re.compile(r"\d{9,}")
-"""The Unix time of the start, which some plugins have in the names of their sockets (GKE's, generic-device-plugin)."""
+"""The Unix time of the start, which some plugins (GKE's, generic-device-plugin) put into the names of their sockets."""
 
 Socket = tuple[str, FileIdentity]
 
@@ -42,11 +42,11 @@ class SentList(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Why another plugin has registered a resource, "" if none has.
+    """The evidence that another plugin has registered a resource, "" if there is none.
 
-    again: seconds until something is to be decided though nothing has changed.
-    sure: it has, else it may have. By its socket alone it is known only where that is named as the adopted plugin's: a
-    plugin of another resource that comes back with the same list looks the same.
+    again: seconds until the next decision, even without a change. sure: whether the evidence proves it; otherwise it is
+    only possible. A socket alone is a proof only if it has the name of the adopted plugin's socket, because a plugin of
+    another resource that registers again with the same list looks the same.
     """
 
     reason: str = ""
@@ -56,10 +56,11 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KubeletRecord:
-    """What the checkpoint says that concerns a resource.
+    """The checkpoint's entries that concern a resource.
 
-    written: when the kubelet wrote it (Unix seconds). registered: the healthy ids of the resource. others: those of
-    resources that this process does not serve. foreign: allocations of the resource that another plugin has answered.
+    written: when the kubelet wrote it (Unix seconds). registered: the healthy ids of the resource. others: the healthy
+    ids of resources that this process does not serve. foreign: allocations of the resource that another plugin has
+    answered.
     """
 
     written: float
@@ -69,15 +70,15 @@ class KubeletRecord:
 
 
 def foreign_sockets(sockets: Mapping[str, FileIdentity]) -> frozenset[Socket]:
-    """Return those of the sockets in the device plugin directory that are other plugins'."""
+    """Return those sockets in the device plugin directory that belong to other plugins."""
     return frozenset(socket for socket in sockets.items() if not _OWN.fullmatch(socket[0]))
 
 
 def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, taken: bool = False) -> str | None:
-    """Return in words how the kubelet's list differs from ours; "" if it does not, None if that is not known yet.
+    """Describe how the kubelet's list differs from the agent's; "" if it does not, None if that is not known yet.
 
-    sent: the lists since Register, the oldest first, and before them what the checkpoint had. now: Unix seconds. taken:
-    the kubelet had the last one before, and nothing of ours that is older can come.
+    sent: the lists since Register, the oldest first, after the ids in the earlier checkpoint. now: Unix seconds. taken:
+    whether the kubelet already had the last list, so that no older list of the agent can follow.
     """
     if not sent or record.written < sent[-1].at - _TICK:
         return None
@@ -95,23 +96,24 @@ def _counted(ids: Collection[str]) -> str:
 
 
 class ForeignPluginWatch:
-    """Compares what the kubelet does with a resource to what its registered plugin would have it do."""
+    """Compares the kubelet's treatment of a resource with the treatment that its registered plugin would cause."""
 
     def __init__(self) -> None:
         self._known: frozenset[Socket] = frozenset()
         self._foreign: frozenset[Allocation] = frozenset()
         self._before: tuple[SentList, ...] = ()
         self._taken: SentList | None = None
-        """The list that the kubelet is known to have taken."""
+        """The list that the kubelet has certainly read."""
         self._others: Mapping[str, frozenset[str]] = {}
         self._new: dict[Socket, tuple[float, Mapping[str, frozenset[str]]]] = {}
-        """Sockets that came since Register: when they were made (Unix seconds), and what others had before."""
+        """Sockets that appeared since Register: when they were created (Unix seconds), and the earlier ids of other
+        resources."""
 
     def begin(self, record: KubeletRecord | None, there: frozenset[Socket]) -> None:
-        """Take what is there before Register is called: it is no sign of a plugin that registers after it."""
+        """Record the present state before Register is called. It is no evidence of a plugin that registers later."""
         now = time.time()
         self._known, self._new, self._taken = there, {}, None
-        # A kubelet that has just started has no devices until it has a list.
+        # A kubelet that has just started has no devices until it gets a list.
         self._before = (SentList(now, frozenset()),)
         if record is not None:
             self._foreign, self._others = record.foreign, record.others
@@ -141,12 +143,13 @@ class ForeignPluginWatch:
         if not sent:
             return Finding()
         last = sent[-1]
-        # What was before Register is replaced by the first list, however long the kubelet took to listen.
+        # The first list replaces the state before Register, even if the kubelet takes long to read it.
         before = tuple(sent_list._replace(at=sent[0].at) for sent_list in self._before)
         differs = contradiction(record, (*before, *sent), now, self._taken == last)
         if differs:
             return Finding(differs)
-        # An equal one of ours may be the one that the kubelet is at; then those between them are still to come.
+        # The kubelet may have read an equal earlier list of the agent. Then the lists between the two are still to
+        # come.
         if differs == "" and all(sent_list.ids != last.ids for sent_list in sent[:-1]):
             self._taken = last
         again = math.inf if differs == "" else max(LISTED, sent[-1].at + LATE - now)
@@ -157,11 +160,11 @@ class ForeignPluginWatch:
             due = since + (LISTED if listed else LATE)
             if sure and now < due:
                 again = min(again, due - now)
-                break  # a finding by another socket would have Register called, which makes all sockets known
+                break  # A finding by another socket causes a Register, after which all sockets are known.
             if not listed:
-                continue  # its plugin has sent no list yet
+                continue  # The plugin has not sent a list yet.
             if record.others != others and not sure:
-                self._known |= {socket}  # the list was that of another resource
+                self._known |= {socket}  # The list was that of another resource.
                 del self._new[socket]
             elif now < due:
                 again = min(again, due - now)

@@ -1,8 +1,8 @@
-"""Decides from evidence which allocations still hold devices. Pure functions; no other module decides it.
+"""Decides from evidence which allocations still hold devices. Pure functions. No other module decides this.
 
-An allocation ends when checkpoints that were written at our own requests do not name it and no process of its pod
-can run any more. Evidence that is missing, late or unreadable means "unknown", and unknown counts as held.
-PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` says why).
+An allocation ends on two conditions: checkpoints that were written at the agent's requests do not name it, and no
+process of its pod can run any more. Evidence that is missing, late or unreadable means "unknown", and unknown counts as
+held. PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` says why).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
 class EvidenceSource(enum.Enum):
-    """What tells who holds devices; the value is the label of the metric."""
+    """The sources of evidence about the holders of devices. The value is the label of the metric."""
 
     CHECKPOINT = "checkpoint"
     CGROUPS = "cgroups"
@@ -44,9 +44,10 @@ class HoldReason(NamedTuple):
 class HolderEvidence:
     """The evidence of one scan.
 
-    checkpoints: the checkpoint files that were read; empty if none was readable. current: they were written after our
-    own request, and `shows_present` is true for them. problem: why there is no checkpoint, or why it is not current.
-    ended: allocations that no checkpoint names and whose containers have ended, although their pods run.
+    checkpoints: the checkpoint files that were read; empty if none was readable. current: whether they were written
+    after the agent's own request, and `shows_present` is true for them. problem: why there is no checkpoint, or why it
+    is not current. ended: allocations that no checkpoint names and whose containers have ended, although their pods
+    run.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -60,10 +61,10 @@ class HolderEvidence:
 class HolderSnapshot:
     """The allocations that counted as held at one moment.
 
-    at: when reading the evidence began (monotonic seconds). current: whether an allocation that no checkpoint names had
-    ended by then. held: the allocations that count as held. registered: by resource, the ids that the kubelet counts as
-    healthy in any of the checkpoints; None if none was readable. problem: what is unknown, "" if nothing. shown: what
-    was seen of the pods until then.
+    at: when reading the evidence began (monotonic seconds). current: whether a missing name in the checkpoints proves
+    the end of an allocation. held: the allocations that count as held. registered: by resource, the ids that the
+    kubelet counts as healthy in any of the checkpoints; None if none was readable. problem: the unknown facts, "" if
+    there are none. shown: where the pods have been seen until then.
     """
 
     at: float = 0.0
@@ -82,10 +83,10 @@ class HolderSnapshot:
         return by_id
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the ids that the kubelet may allocate although they are in use: not named, but with running processes.
+        """Return the ids that the kubelet may allocate although they are in use: unnamed, but with running processes.
 
-        A holder that is not named and has no processes has probably ended. Listing its device as unhealthy until that
-        is proved would fail pods. The next grant reads its processes again.
+        An unnamed holder without processes has probably ended. If its device were unhealthy until that is proved, pods
+        would fail. The next grant reads its processes again.
         """
         mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -101,10 +102,11 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         there = bool(runs) and seen.pods.has(allocation.pod_uid)
         if allocation in named:
-            # One that an older file names, and a newer one does not, may have ended.
+            # An allocation that an older file names, and a newer one does not, may have ended.
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
-        elif runs and seen.checkpoints:  # also while none is asked for: a newer one would not end it
+        # This is also the case if no checkpoint is requested, because a newer one would not end the allocation.
+        elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
         elif not current:
@@ -117,7 +119,7 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 
 
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
-    """Return which evidence did not tell whether these allocations have ended. asked: a checkpoint was requested."""
+    """Return the evidence that did not show whether these allocations have ended. asked: a checkpoint was requested."""
     found = set()
     if not seen.checkpoints or (asked and not seen.current):
         found.add(EvidenceSource.CHECKPOINT)
@@ -149,7 +151,7 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 
 
 def ended(allocations: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
-    """Return the allocations of pods that ran and have no process any more. begun: pods whose admission is over."""
+    """Return the allocations of pods that ran and have no process any more. begun: pods whose admission has ended."""
     return frozenset(
         allocation for allocation in allocations if allocation.pod_uid in begun and not pods.may_run(allocation.pod_uid)
     )
@@ -161,7 +163,7 @@ def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str
 
 
 def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations of which a newer checkpoint might tell more: that one has ended, or is hidden."""
+    """Return the allocations for which a newer checkpoint might help: it might show an end, or a hidden pod."""
 
     def settled(uid: str) -> bool:
         return bool(pods.may_run(uid)) and not pods.is_undecided(uid)
@@ -191,12 +193,12 @@ class UnrecordedEvidence(NamedTuple):
 
 
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
-    """Return allocations of pods that are not in the register: those of other plugins, or of lost records.
+    """Return allocations of pods that are not in the register: of other plugins, or with lost records.
 
     title: returns a pod's name by its UID, for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
-    # An old answer has the nodes of all devices of its container; what the records say of these is known.
+    # An old answer has the nodes of all devices of its container. For these devices, the records count.
     recorded: dict[tuple[str, str], Tokens] = {}
     for allocation in allocations:
         if (record := seen.records.get(allocation[2:])) is not None:
@@ -227,13 +229,13 @@ def kubelet_snapshot(
 ) -> KubeletSnapshot:
     """Return a scan's result for one resource, as input of the register.
 
-    sequence: that of the register before the scan. device_of: returns the device of one of the kubelet's ids. granted:
-    returns the grant in the answer to Allocate. title: returns a pod's name by its UID, for messages.
+    sequence: the register's sequence before the scan. device_of: returns the device of one of the kubelet's ids.
+    granted: returns the grant in the answer to Allocate. title: returns a pod's name by its UID, for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # The most certain holder is shown; what the checkpoint names needs no further reason.
+        # The most certain holder is shown. An entry in the checkpoint needs no further reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

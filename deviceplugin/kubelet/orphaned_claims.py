@@ -1,8 +1,9 @@
-"""Withholds devices from pods that claims hold through drivers which this process does not serve.
+"""Finds claims of drivers that this process does not serve, so that pods do not get the claims' devices.
 
-There are such claims after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was
-renamed or taken out of the configuration: a file of our own says what each of them holds. There are also those of other
-vendors' drivers. What these hold is known by the device nodes in their CDI files alone: their names mean nothing here.
+Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
+or removed from the configuration. For each of these, a file of this project states its devices. There are also claims
+of other vendors' drivers. Their devices are known only by the device nodes in their CDI files, because the names of
+their devices have no meaning here.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 FRESH: Final = 0.005
-"""Seconds for which the files count as unchanged: a list asks of each device, and a look is two system calls."""
+"""Seconds for which the files count as unchanged. A device list checks each device, and a look costs two system calls.
+"""
 ENDING: Final = 1.0
-"""Seconds between two looks whether processes run of claims that the kubelet does not name."""
+"""Seconds between two looks at the processes of claims that the kubelet does not name."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
-"""Nanoseconds within which a directory may change twice and have the same time."""
-_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
+"""Nanoseconds within which a directory may change twice without a new time."""
+_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # By the type in a CDI file.
 
 
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
-    """Return which device nodes a claim's containers got through drivers that are not `excluded`. Reads CDI files.
+    """Return the device nodes that a claim's containers got through drivers not in `excluded`. Reads CDI files.
 
-    A CDI file of a claim is named after its kind and the claim's UID (the convention of the CDI library). The numbers
-    in it are those that the containers got; where there are none, the node is as good as its number now.
+    The name of a claim's CDI file contains its kind and the claim's UID (the convention of the CDI library). The
+    containers got the device numbers in the file. If a node has no number there, its present number counts.
     """
     ours = tuple(cdi.qualified(driver, "") for driver in excluded)
     nodes: set[str] = set()
@@ -57,14 +59,14 @@ def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = c
                     for node in device["containerEdits"].get("deviceNodes") or ():
                         nodes |= _numbers(node)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # nothing tells what it holds
+            continue  # The devices of this claim are not known.
     return frozenset(nodes)
 
 
 def _is_ours(claim: PreparedClaim, driver: str) -> bool:
-    """Return whether an agent of this project prepared what a claim holds through a driver: CDI ids in the answer tell.
+    """Return whether an agent of this project prepared a claim's devices of a driver, by the CDI ids in the answer.
 
-    A claim whose containers get nothing has none: it looks like one of another vendor.
+    A claim whose containers get no edits has no CDI ids, so it looks like another vendor's claim.
     """
     kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
     names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids)
@@ -79,10 +81,11 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 
 
 class _Held(NamedTuple):
-    """What claims of drivers that are not served hold.
+    """The devices that claims of unserved drivers hold.
 
-    unknown: why any device may be held. lost: why a claim of ours may hold any, of which no file tells what it holds.
-    drivers: those of whose claims nothing tells the devices, and why. sources: the evidence that does not tell.
+    unknown: why any device may be held. lost: why a claim of this project's agent may hold any device, because no file
+    states its devices. drivers: drivers with claims of unknown devices, and why. sources: the sources of evidence that
+    leave holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -94,10 +97,10 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers other than those that are `served` now, by their own files and the kubelet's claim state.
+    """The claims of drivers that are not `served` now, by the claims' files and the kubelet's claim state.
 
-    A claim with a file of ours holds what this says, while the claim state names the claim or cannot be read, or
-    processes of its pods may run. boot: the node's. fresh: see `FRESH`.
+    A claim with a file of this project holds the devices in the file, while the claim state names the claim or cannot
+    be read, or while processes of its pods may run. boot: the node's boot. fresh: see `FRESH`.
     """
 
     kubelet_root: Path
@@ -115,11 +118,11 @@ class OrphanedClaims:
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
     _remembered: dict[tuple[str, str], ClaimFile] = field(default_factory=dict, init=False)
-    """The last files, by driver and UID, of claims that the claim state names."""
+    """The last files of claims that the claim state names, by driver and UID."""
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
-    """Whether a file is of a claim that the claim state does not name."""
+    """Whether a file belongs to a claim that the claim state does not name."""
     _held: _Held = field(default=_Held(unknown=f"{_UNKNOWN}: the claims' files have not been read yet"), init=False)
     looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1), init=False)
     _own: str = field(default="", init=False)
@@ -128,41 +131,41 @@ class OrphanedClaims:
         self._own = cdi.own_directory(self.cdi_directory)
 
     def problem(self, driver: str | None = None) -> str:
-        """Return why it is not known what such claims hold of a resource; "" if it is.
+        """Return why the devices of a resource that such claims hold are not known; "" if they are.
 
-        driver: the one that the resource's configuration names.
+        driver: the driver that the resource's configuration names.
         """
         held = self._current()
         return held.unknown or held.lost or held.drivers.get(driver or "", "")
 
     def lost(self) -> str:
-        """Return why a claim that an agent of this project prepared may hold any device; "" if none does.
+        """Return why a claim of this project's agent may hold any device; "" if none does.
 
         The claim state names it, its file is lost or damaged, and its driver is not served.
         """
         return self._current().lost
 
     def unknown(self) -> frozenset[EvidenceSource]:
-        """Return the sources of evidence that do not tell what such claims hold."""
+        """Return the sources of evidence that leave the devices of such claims unknown."""
         return self._current().sources
 
     def uses(self) -> tuple[Use, ...]:
-        """Return what such claims hold; the same object until it changes.
+        """Return the holdings of such claims. The object stays the same until they change.
 
-        While the claim state cannot be read, the claims that it named last stay.
+        While the claim state cannot be read, the claims that it last named stay.
         """
         return self._current().uses
 
     async def reread(self) -> None:
         """Look at the files again, for an answer that must not be older than the question.
 
-        What was known stays while they do not answer: nobody can write there either.
+        While the files do not answer, the known holdings stay, because no agent can write there either.
         """
         with contextlib.suppress(LookTimeoutError):
             await self.looks.at("claims", self._refresh, frozenset(self.served), True, brief=True)
 
     def _current(self) -> _Held:
-        """Return what is held; look at the files if that was not done just now."""
+        """Return the holdings. Look at the files unless that was done just now."""
         now, served = time.monotonic(), frozenset(self.served)
         ending = self._unnamed and now - self._made_at >= ENDING
         if now - self._looked_at >= self.fresh or served != self._read_for or ending:
@@ -170,7 +173,7 @@ class OrphanedClaims:
         return self._held
 
     def _refresh(self, served: frozenset[str], again: bool = False) -> None:
-        """Read the files that have changed, in the thread of `looks`. again: also if that was done just now."""
+        """Read the changed files, in the thread of `looks`. again: even if that was done just now."""
         now = time.monotonic()
         if again or now - self._looked_at >= self.fresh or served != self._read_for:
             state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
@@ -178,7 +181,7 @@ class OrphanedClaims:
                 self._read_state(state)
             if directory is None or self._directory != directory or self._read_for != served:
                 self._read_files(directory, served)
-        # Those that have devices through drivers that are not served.
+        # Claims with devices of drivers that are not served.
         foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
         made_from = foreign, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
@@ -204,11 +207,11 @@ class OrphanedClaims:
             self._files = error
 
     def _counted(self, claims: Sequence[PreparedClaim], served: Collection[str]) -> list[ClaimFile]:
-        """Return the files of claims that may still have what these say. claims: in the claim state."""
+        """Return the files of claims that may still hold the devices in them. claims: in the claim state."""
         files = () if isinstance(self._files, OSError) else self._files
         current = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in claims for driver in claim.devices}
-        # A claim's file goes when the claim is unprepared, before the claim state drops the claim.
+        # When a claim is unprepared, its file is removed before the claim state drops the claim.
         self._remembered = {key: file for key, file in (self._remembered | current).items() if key in named}
         foreign = [file for key, file in (self._remembered | current).items() if key[0] not in served]
         unnamed = [file for file in foreign if (file.driver, file.uid) not in named]

@@ -1,4 +1,4 @@
-"""Where on the node the kubelet, the container runtime and cgroups are found."""
+"""The paths of the kubelet, the container runtime and the cgroups on the node."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from deviceplugin import cdi
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where the kubelet keeps its files and sockets, and where the host's cgroup file system is mounted.
+    """The paths of the kubelet's files and sockets, and of the host's cgroup file system.
 
-    The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
-    PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
-    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. container_log_dir: where the kubelet
-    makes the links that `deviceplugin.kubelet.containers` reads; a constant of its source. cdi_dir: where the container
-    runtime finds CDI specs.
+    The device plugin directory is /var/lib/kubelet/device-plugins with any --root-dir of the kubelet, but the path of
+    the PodResources socket depends on it (kubernetes#68567; k3s, k0s and microk8s differ). So both can be set
+    separately. pod_log_dir: the kubelet's podLogsDir, with a directory namespace_name_uid for each pod.
+    container_log_dir: the directory of the links that `deviceplugin.kubelet.containers` reads; a constant in the
+    kubelet's source. cdi_dir: the directory in which the container runtime finds CDI specs.
     """
 
     kubelet_root: Path = Path("/var/lib/kubelet")

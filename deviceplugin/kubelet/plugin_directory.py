@@ -1,4 +1,4 @@
-"""The kubelet's device plugin directory, looked at once for all resources of this process."""
+"""Reads the kubelet's device plugin directory once for all resources of this process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from deviceplugin.looks import Looks
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 GATHER: Final = 0.02
-"""Seconds in which changes of the checkpoint are gathered: the kubelet replaces it several times for a pod."""
+"""Seconds for which changes of the checkpoint are collected. The kubelet replaces it several times for a pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContents:
-    """What was in the directory at one moment. kubelet: the kubelet's socket. sockets: by name, of all plugins."""
+    """The content of the directory at one moment. kubelet: the kubelet's socket. sockets: by name, of all plugins."""
 
     kubelet: FileIdentity | None
     sockets: Mapping[str, FileIdentity]
@@ -34,12 +34,12 @@ class DirectoryContents:
 
 
 def sockets_in(directory: Path) -> dict[str, FileIdentity]:
-    """Return the sockets in a directory by name; none if it cannot be read. Blocks."""
+    """Return the sockets in a directory by name; empty if it cannot be read. Blocks."""
     looks.at(directory)
     sockets: dict[str, FileIdentity] = {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # it has gone meanwhile
+            with contextlib.suppress(OSError):  # The socket was removed meanwhile.
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISSOCK(status.st_mode):
                     sockets[entry.name] = FileIdentity.of(status)
@@ -55,8 +55,8 @@ def contents(directory: Path) -> DirectoryContents:
 class PluginDirectory(DirectoryWatch[DirectoryContents]):
     """The device plugin directory.
 
-    turn: held while a resource registers: the kubelet dials back during the call, and leaks memory when registrations
-    follow too fast (kubernetes#124716).
+    turn: held while a resource registers. The kubelet connects to the plugin during the call, and leaks memory when
+    registrations follow too fast (kubernetes#124716).
     """
 
     def __init__(self, path: Path, poll: float = POLL) -> None:
@@ -67,5 +67,5 @@ class PluginDirectory(DirectoryWatch[DirectoryContents]):
 
     @property
     def kubelet(self) -> FileIdentity | None:
-        """The kubelet's socket as of the last look; from any thread."""
+        """The kubelet's socket at the last look. Any thread may read it."""
         return self.latest.kubelet if self.latest is not None else None

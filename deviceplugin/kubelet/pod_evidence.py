@@ -1,11 +1,12 @@
-"""Whether a process of a pod can still run: by what cgroups and pod directories show now, and what they showed. Pure.
+"""Decides whether a process of a pod can still run, by present and earlier cgroups and pod directories. Pure.
 
-That a pod is not in a place is evidence only where the place would show it. The place can be a wrong or an old one
-(`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were changed), another kubelet's, or hidden by a mount or a cgroup
-namespace. So the absence of a pod's cgroup counts if the pod was seen before, in a directory that is still listed. Of a
-pod that was never seen it counts if pods of this kubelet have run in directories that are listed now, and none runs
-that is not there. Else the pod's directory decides, which the kubelet removes after the pod was deleted and has ended;
-its absence counts if this kubelet's pods have their directories there. Else the pod may run.
+The absence of a pod from a place is evidence only if the place would show the pod. The place can be wrong or old
+(`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were changed), belong to another kubelet, or be hidden by a mount or a
+cgroup namespace. So the rules are: (1) The absence of a pod's cgroup counts if the pod was seen before, in a directory
+that is still listed. (2) For a pod that was never seen, the absence counts if pods of this kubelet have run in
+directories that are listed now, and no pod runs outside of them. (3) Otherwise the pod's directory decides, which the
+kubelet removes after the pod was deleted and has ended. Its absence counts if this kubelet's pods have their
+directories there. (4) Otherwise the pod may run.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 HIDDEN: Final[frozenset[str]] = frozenset()
-"""Of a pod: the kubelet counted it as running, and the cgroups did not show it."""
+"""The place of a pod that the kubelet counted as running and that the cgroups did not show."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodsShown:
-    """What cgroups and pod directories have shown of this kubelet's pods until now.
+    """The facts about this kubelet's pods that cgroups and pod directories have shown until now.
 
-    places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays so: a cgroup
-    that the kubelet makes for it later does not have its processes. trusted: the directories of cgroups in which pods
-    of this kubelet have run. roots: where its pods have had their directories. cgroups: whether the cgroups that are
-    visible now would show a pod of which nothing is known. directories: whether the pod directories would.
+    places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays hidden, because
+    a cgroup that the kubelet creates for it later does not contain its processes. trusted: the directories of cgroups
+    in which pods of this kubelet have run. roots: the parents of its pods' directories. cgroups: whether the cgroups
+    that are visible now would show an unknown pod. directories: whether the pod directories would show it.
     """
 
     places: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -45,18 +46,18 @@ class PodsShown:
         return frozenset((uid, place) for uid, places in known.items() for place in places or {""})
 
     def hide(self, uids: Collection[str]) -> PodsShown:
-        """Return this after pods turned out to be hidden."""
+        """Return these facts after pods turned out to be hidden."""
         if not uids:
             return self
         return replace(self, places={**self.places, **dict.fromkeys(uids, HIDDEN)}, cgroups=False)
 
 
 SHOWN: Final = PodsShown(cgroups=True, directories=True)
-"""Where cgroups and pod directories are this kubelet's."""
+"""The facts if cgroups and pod directories belong to this kubelet."""
 
 
 def recorded(shown: Collection[tuple[str, str]], boot: str) -> dict[str, frozenset[str]]:
-    """Return the places of pods from (UID, place) in the register; those of another boot say nothing."""
+    """Return the places of pods from (UID, place) in the register. Those of another boot are ignored."""
     places: dict[str, frozenset[str]] = {}
     for uid, place in shown:
         if place.startswith(f"{boot[:8]}:"):
@@ -69,12 +70,12 @@ _NEITHER: Final = "neither cgroups nor pod directories are visible"
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """The pods with processes at one moment, by UID, and what was shown of pods before.
+    """The pods with processes at one moment, by UID, and the earlier facts about pods.
 
     running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
     None if these are not visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places: the
-    directories that these are in. visible: the directories that were listed. root: that of pods' directories, "" if it
-    is not visible. checkpoint_decides: without cgroups that would show it a pod counts as ended.
+    directories of these cgroups. visible: the directories that were listed. root: the parent of the pods' directories,
+    "" if it is not visible. checkpoint_decides: whether a pod counts as ended if no cgroups would show it.
     """
 
     running: frozenset[str] | None = None
@@ -104,7 +105,7 @@ class PodProcesses:
         return "" if self.shown.directories else f"{why}, and the pod directories have shown no pod of this kubelet"
 
     def has(self, pod_uid: str) -> bool:
-        """Return whether something of this pod is there, or nothing of any pod can be seen."""
+        """Return whether a cgroup or directory of this pod exists, or no pod can be seen at all."""
         if self.running is None and self.directories is None:
             return True
         return pod_uid in (self.running or ()) or pod_uid in (self.directories or ())
@@ -117,30 +118,30 @@ class PodProcesses:
         return bool(places) and places <= self.visible
 
     def is_unknown(self, pod_uid: str) -> bool:
-        """Return whether the cgroups do not tell if the pod runs."""
+        """Return whether the cgroups do not show if the pod runs."""
         return not (self.running is not None and pod_uid in self.running) and not self.shows(pod_uid)
 
     def is_undecided(self, pod_uid: str) -> bool:
-        """Return whether another look and another checkpoint may tell if the cgroups show the pod (`hidden`)."""
+        """Return whether another look and another checkpoint may show if the cgroups contain the pod (`hidden`)."""
         return self.running is not None and pod_uid not in self.running and pod_uid not in self.shown.places
 
     @property
     def whole(self) -> bool:
-        """Whether the cgroups would show each pod of this kubelet: also where it has none."""
+        """Whether the cgroups would show each pod of this kubelet, including pods without a cgroup."""
         return self.running is not None and (
             self.shown.cgroups or (self.shown.directories and self.directories is not None and not self.directories)
         )
 
     @property
     def candidates(self) -> frozenset[str]:
-        """The pods that may run, as far as anything shows them."""
+        """The pods that may run, by all evidence."""
         return (self.running or frozenset()) | (frozenset() if self.whole else self.directories or frozenset())
 
 
 def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collection[str]) -> PodsShown:
-    """Return what has been shown after another look.
+    """Return the facts about pods after another look.
 
-    own: our pod's UID, or "". named: pods that a checkpoint of this kubelet names.
+    own: the UID of the agent's pod, or "". named: pods that a checkpoint of this kubelet names.
     """
     of_kubelet = {*named, own} - {""}
     there = look.directories or frozenset()
@@ -152,7 +153,7 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
         places[uid] = former and former | look.places[uid]
     if own and look.running is not None and own not in look.places:
         places[own] = HIDDEN
-    if directories and look.directories is not None:  # whose directory is gone has ended
+    if directories and look.directories is not None:  # A pod whose directory is gone has ended.
         places = {uid: where for uid, where in places.items() if uid in look.places or uid in there}
     mine = (look.running or frozenset()) & (of_kubelet | (there if directories else frozenset()))
     trusted = before.trusted.union(*(look.places.get(uid, HIDDEN) for uid in mine))
@@ -161,11 +162,11 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
 
 
 def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
-    """Return the pods that ran between two looks at the cgroups, and that neither of them shows.
+    """Return the pods that ran between two looks at the cgroups, and that neither look shows.
 
-    named: pods that a checkpoint names which the kubelet made up between the looks, after it had dropped ended pods.
-    The kubelet makes a pod's cgroup before the pod's directory, and keeps it until the pod has ended (kubelet 1.36,
-    kubelet.go: SyncPod, SyncTerminatedPod). So one with a directory was to be seen in the first look already.
+    named: pods in a checkpoint that the kubelet composed between the looks, after it had dropped ended pods. The
+    kubelet creates a pod's cgroup before the pod's directory, and keeps it until the pod has ended (kubelet 1.36,
+    kubelet.go: SyncPod, SyncTerminatedPod). So the first look should already show a pod that has a directory.
     """
     if before.running is None or after.running is None:
         return frozenset()
@@ -174,9 +175,9 @@ def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) ->
 
 
 def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
-    """Return what cannot be seen of this node's pods, what follows, and what to set; "" if nothing.
+    """Describe which pods of this node cannot be seen, the effects, and the right options; "" if all can be seen.
 
-    cgroups: where the cgroup file system is mounted. title: names of pods by UID, as far as they are known.
+    cgroups: the mount point of the cgroup file system. title: the known names of pods, by UID.
     """
     if look.running is None:
         what = f"no pod cgroups (kubepods) are visible in {cgroups}"

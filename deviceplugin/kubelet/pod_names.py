@@ -1,4 +1,4 @@
-"""Names of pods, from the kubelet's log directories."""
+"""Reads the names of pods from the kubelet's log directories."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.looks import Looks, LookTimeoutError
 
 SHORTLY: Final = 1.0
-"""Seconds that a look may take in a thread that reads other evidence, too."""
+"""Seconds for a look in a thread that also reads other evidence."""
 
 
 class PodNames:
-    """Names of pods by UID, as far as the kubelet's log directories (`<namespace>_<name>_<uid>`) show."""
+    """Names of pods by UID, from the kubelet's log directories (`<namespace>_<name>_<uid>`)."""
 
     def __init__(self, directory: Path) -> None:
         self.known: dict[str, tuple[str, str]] = {}
@@ -24,34 +24,34 @@ class PodNames:
         self._directory = directory
 
     async def update(self, uids: Collection[str]) -> None:
-        """Keep the names of these pods, as far as they can be read, and drop all others."""
+        """Keep the names of these pods that can be read, and drop all others."""
         if not self.known.keys() >= set(uids):
             with contextlib.suppress(LookTimeoutError):
                 self.known |= await self.now(uids)
         self.known = {uid: name for uid, name in self.known.items() if uid in uids}
 
     async def now(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the names of these pods as of now. Raises LookTimeoutError."""
+        """Return the present names of these pods. Raises LookTimeoutError."""
         return await self.looks.at("pod names", self.read, uids)
 
     def read_shortly(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the names of these pods as of now; none if the directory does not answer. Blocks shortly."""
+        """Return the present names of these pods; empty if the directory does not answer. Blocks shortly."""
         try:
             return self.looks.within(SHORTLY, "pod names", self.read, uids)
         except LookTimeoutError:
             return {}
 
     def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the names of these pods as of now. Blocks."""
+        """Return the present names of these pods. Blocks."""
         try:
-            # Neither a namespace nor a pod's name has an underscore.
+            # Namespaces and names of pods contain no underscore.
             split = [name.split("_") for name in os.listdir(self._directory)]
         except OSError:
             return {}
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
 
     def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with their names as far as they show now. Blocks shortly."""
+        """Return these pods, with the names that can be read now. Blocks shortly."""
         names = self.read_shortly(uids) if uids else {}
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 

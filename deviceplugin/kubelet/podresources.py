@@ -1,10 +1,11 @@
-"""The kubelet's PodResources service: names of pods for people, and a way to have ended pods dropped.
+"""The kubelet's PodResources service: names of pods for messages, and a way to make the kubelet drop ended pods.
 
-`List` proves nothing about who holds a device: it is empty after the kubelet's start, and leaves out pods that were
-deleted by force and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
+`List` proves nothing about the holders of devices: it is empty after the kubelet's start. It also leaves out pods that
+were deleted by force, and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
 
-`List` makes the device manager compute its allocated devices anew, and the choice of an Allocate in flight is not
-among them yet (kubernetes#137534). So it is called only while no own call is in flight (`AllocationsInFlight`).
+`List` makes the device manager compute its allocated devices again, and the chosen devices of a running Allocate are
+not among them yet (kubernetes#137534). So the agent calls `List` only while it answers no Allocate
+(`AllocationsInFlight`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 LIST_TRIES: Final = 20
-"""Tries of a `List` that the kubelet refuses because clients together ask more than 100 times a second."""
+"""Maximum tries of a `List` that the kubelet refuses, because all clients together exceed 100 calls a second."""
 CHANNEL_OPTIONS: Final = (
-    # A socket's path otherwise becomes a percent-encoded authority, which Go servers refuse.
+    # Otherwise a socket's path becomes a percent-encoded authority, which Go servers refuse.
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
@@ -42,13 +43,13 @@ SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_lengt
 
 
 def unix_address(path: str | Path) -> str:
-    """Return gRPC's name of a socket; in it a percent sign begins a character's code (RFC 3986)."""
+    """Return gRPC's name of a socket. In the name, a percent sign begins a character's code (RFC 3986)."""
     return f"unix:{quote(str(path))}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PodContainer:
-    """A container that holds devices. The checkpoint knows pods by UID only."""
+    """A container that holds devices. The checkpoint has only the UIDs of pods."""
 
     namespace: str = ""
     pod: str = ""
@@ -58,7 +59,7 @@ class PodContainer:
 
 @dataclass(frozen=True, slots=True)
 class ClaimUse:
-    """A container's use of a device through a claim; device: its name in its driver's slice."""
+    """A container's use of a device through a claim. device: its published name."""
 
     driver: str
     pool: str
@@ -71,8 +72,9 @@ class ClaimUse:
 class PodResourcesReport:
     """One answer of `List`.
 
-    claims: what containers use through claims, also through those that the scheduler makes for extended resources
-    (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34). pods: (namespace, name) of every pod in it.
+    claims: the devices that containers use through claims, including claims that the scheduler makes for extended
+    resources (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34). pods: (namespace, name) of every pod
+    in the answer.
     """
 
     claims: frozenset[ClaimUse] = frozenset()
@@ -80,7 +82,7 @@ class PodResourcesReport:
 
 
 def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
-    """Turn an answer of `List` into a report."""
+    """Convert an answer of `List` to a report."""
     claims = frozenset(
         ClaimUse(device.driver_name, device.pool_name, device.device_name, used.claim_name, holder)
         for pod in response.pod_resources
@@ -93,13 +95,14 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
 
 
 class AllocationsInFlight:
-    """Keeps `List` away from allocations in flight; one for the whole process."""
+    """Keeps `List` from running during allocations. The process has one object of this class."""
 
-    # The kubelet asks for a preference, chooses, and calls Allocate: one conversation of some ms.
+    # The kubelet asks for a preference, chooses, and calls Allocate. This takes some milliseconds.
     AFTER_PREFERENCE: Final = 0.5
-    # After Allocate it writes down what it gave: again some ms.
+    # After Allocate, the kubelet records the allocation, which takes some milliseconds.
     AFTER_ALLOCATE: Final = 0.05
-    # Pods that start at once: the next call comes some ms after the last. Other work waits for them, but not for long.
+    # When pods start together, the next call comes some milliseconds after the last. Other work waits for them for a
+    # short time.
     BETWEEN_CALLS: Final = 0.02
     LONGEST_PAUSE: Final = 0.1
 
@@ -112,7 +115,7 @@ class AllocationsInFlight:
 
     @contextmanager
     def busy(self, pause: float = AFTER_ALLOCATE) -> Iterator[None]:
-        """Count an own Allocate or GetPreferredAllocation as in flight until `pause` seconds after it."""
+        """Count an Allocate or GetPreferredAllocation as running until `pause` seconds after its end."""
         self._calls += 1
         self._idle.clear()
         try:
@@ -125,18 +128,21 @@ class AllocationsInFlight:
                 self._idle.set()
 
     def none_since(self, moment: float) -> bool:
-        """Return whether nothing was in flight from `moment` (monotonic seconds) until now."""
+        """Return whether no such call was running from `moment` (monotonic seconds) until now."""
         return not self._calls and self._last < moment
 
     async def pause(self) -> None:
-        """Let calls in flight, and those that follow them at once, go first: work that can wait a moment waits here."""
+        """Wait for running calls, and for calls that follow them at once.
+
+        Work that can be delayed calls this method.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(self.LONGEST_PAUSE):
                 while (rest := self._last + self.BETWEEN_CALLS - time.monotonic()) > 0 or self._calls:
                     await (self._idle.wait() if self._calls else asyncio.sleep(rest))
 
     async def wait(self) -> None:
-        """Wait until nothing is in flight and nothing was for a moment."""
+        """Wait until no such call is running, and none was running for a moment."""
         while True:
             await self._idle.wait()
             rest = self._until - time.monotonic()
@@ -146,20 +152,23 @@ class AllocationsInFlight:
 
 
 class PodResources:
-    """The kubelet's PodResources service. A channel is kept until a call fails: then it is slow to recover."""
+    """The kubelet's PodResources service. A channel is kept until a call fails, because it would be slow to recover."""
 
     def __init__(self, socket: Path, timeout: float = 10.0) -> None:
         self.socket = socket
         self._timeout = timeout
         self._last_logged = ""
         self.answers: bool | None = None
-        """Whether the kubelet answered the last `List`; None if there is nobody to call, or none was called yet."""
+        """Whether the kubelet answered the last `List`; None if there is no socket, or no call was made yet."""
         self.silent_since: float | None = None
-        """When the first `List` began that was not answered in time, if the kubelet has answered none since (Unix)."""
+        """When the first unanswered `List` began, if the kubelet has answered none since (Unix seconds)."""
         self._idle: list[grpc.aio.Channel] = []
 
     async def list(self) -> PodResourcesReport | None:
-        """Call `List`, which has the kubelet drop ended pods; None if it fails: nothing safe depends on its answer."""
+        """Call `List`, which makes the kubelet drop ended pods.
+
+        None if it fails: no safe decision depends on its answer.
+        """
         for _ in range(LIST_TRIES):
             began = time.time()
             try:
@@ -181,13 +190,13 @@ class PodResources:
         return None
 
     def _answered(self, code: grpc.StatusCode, began: float) -> None:
-        """Take note of how a call ended. A kubelet that hangs takes connections, and answers nothing on them."""
+        """Record the result of a call. A kubelet that hangs accepts connections, and answers no calls on them."""
         late = code is grpc.StatusCode.DEADLINE_EXCEEDED
         self.answers = None if code is grpc.StatusCode.UNAVAILABLE else not late
         self.silent_since = (self.silent_since or began) if late else None
 
     async def allocatable(self, resource: str) -> frozenset[str]:
-        """Return the ids of a resource that the kubelet counts as healthy; none if it cannot be asked.
+        """Return the ids of a resource that the kubelet counts as healthy; empty if the kubelet does not answer.
 
         `GetAllocatableResources` changes nothing in the device manager (kubelet 1.36, devicemanager/manager.go).
         """
@@ -204,7 +213,7 @@ class PodResources:
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator[PodResourcesListerAsyncStub]:
-        if self._idle and self._idle[0].get_state() is not grpc.ChannelConnectivity.READY:  # the kubelet has ended
+        if self._idle and self._idle[0].get_state() is not grpc.ChannelConnectivity.READY:  # The kubelet has ended.
             await self._idle.pop().close(None)
         if self._idle:
             channel = self._idle.pop()
@@ -215,7 +224,7 @@ class PodResources:
         except BaseException:
             await channel.close(None)
             raise
-        if self._idle:  # of a call beside this one
+        if self._idle:  # The channel of a simultaneous call.
             await channel.close(None)
         else:
             self._idle.append(channel)

@@ -1,4 +1,4 @@
-"""Which of the available devices a container had best get (GetPreferredAllocation)."""
+"""Chooses the available devices that a container should get (GetPreferredAllocation)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
 
 MANY: Final = 64
-"""Devices without links above which NUMA nodes are compared as groups, not pair by pair."""
+"""Number of devices without links above which NUMA nodes are compared as groups, not pair by pair."""
 
 
 def avoiding(
     avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
 ) -> tuple[list[str], list[str]]:
-    """Return what is available and what must be included, so that devices to be avoided come last."""
+    """Change the available and the included ids so that devices to be avoided come last."""
     if not avoided:
         return available, must_include
     first = [name for name in available if name in must_include or ids.offered_as(name) not in avoided]
@@ -34,8 +34,9 @@ def choice(
     must_include: list[str],
     size: int,
 ) -> list[str]:
-    """Return what the source's policy chooses."""
-    from deviceplugin import topology  # not before the kubelet asks: vendors' plugins answer by themselves
+    """Return the devices that the source's policy chooses."""
+    # It is imported only when the kubelet asks, because vendors' plugins answer by themselves.
+    from deviceplugin import topology
 
     devices = snapshot.devices
     physical = {name: ids.offered_as(name) for name in (*available, *must_include)}
@@ -46,7 +47,7 @@ def choice(
             nodes = {name: numa.get(device, ()) for name, device in physical.items()}
             return topology.numa_compact(nodes, available, must_include, size)
         score = topology.numa_scores(numa)
-    if source.policy == "distributed":  # what is in use counts too
+    if source.policy == "distributed":  # Ids in use count as well.
         physical = {name: device.id for device in devices.values() for name in ids.names_of(device)}
     return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
@@ -54,7 +55,7 @@ def choice(
 def as_names(
     ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Turn device ids that a hook prefers into ids of the kubelet's; None if one is not available."""
+    """Convert the device ids that a hook prefers to the kubelet's ids; None if one is not available."""
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:
@@ -65,7 +66,7 @@ def as_names(
     for device_id in ids:
         if device_id in chosen:
             continue
-        if included[device_id] > 0:  # it stands for one that must be included anyway
+        if included[device_id] > 0:  # The id stands for one that must be included.
             included[device_id] -= 1
             continue
         first = next((name for name in free.get(device_id, ()) if name not in chosen), None)

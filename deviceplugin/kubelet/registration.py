@@ -3,12 +3,12 @@
 The kubelet loses registrations when it restarts, and sometimes without a restart. Every event wakes the same loop. The
 next step is a pure function of the present state (`next_step`), so a restart is handled as the start is.
 
-Facts (kubelet 1.36.3): at its start the kubelet deletes every socket in the directory, its own
-last, then makes kubelet.sock; it dials back before it answers Register; when an old ListAndWatch
-ends after the same name was registered again, it drops the new registration, so the old stream
-is ended first. A recreated kubelet.sock need not mean that plugins' sockets were deleted. Kubelet
-1.37.1 refuses a socket whose disconnection it has not noticed, and after the first such try
-refuses it for ever (handler.go, connectClient): so each Register has a socket of its own.
+Facts (kubelet 1.36.3): at its start, the kubelet deletes every socket in the directory, its own last, and then creates
+kubelet.sock. It connects to the plugin before it answers Register. When an old ListAndWatch ends after the same name
+was registered again, it drops the new registration, so the old stream is ended first. A recreated kubelet.sock does not
+prove that plugins' sockets were deleted. Kubelet 1.37.1 refuses a socket whose disconnection it has not noticed, and
+after the first such try it refuses the socket for ever (handler.go, connectClient). So each Register has its own
+socket.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _LOG: Final = logging.getLogger(__name__)
 
 VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
-"""Seconds between two looks for another plugin of the resource; each Allocate changes the directory several times."""
+"""Seconds between two checks for another plugin of the resource. Each Allocate changes the directory several times."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""The same while devices are for claims: until the next registration that plugin may give them to pods."""
+"""The same while claims may get devices, which the other plugin may allocate to pods until the next registration."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
 class RegistrationError(Exception):
-    """Raised when a resource cannot be served because of the directory or another process, not the kubelet."""
+    """Raised when the directory or another process, but not the kubelet, makes it impossible to serve a resource."""
 
 
 def slug(resource: str) -> str:
@@ -68,7 +68,7 @@ def slug(resource: str) -> str:
 
 
 def socket_name(resource: str, directory: str, instance: str) -> str:
-    """Return the file name of an instance's socket. Raises RegistrationError: the directory's path is too long."""
+    """Return the file name of an instance's socket. Raises RegistrationError if the directory's path is too long."""
     try:
         return socket_path(directory, slug(resource), f"-{instance}.sock").name
     except ValueError as error:
@@ -77,11 +77,11 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state at one moment. ready: there is a list to serve.
+    """The state at one moment. ready: whether there is a list to serve.
 
-    kubelet: kubelet.sock. served: our socket is in its place. live: a ListAndWatch is open. listened: one was open
-    since the last successful Register. registered: the kubelet.sock of that Register. since: seconds since it. foreign:
-    whether another plugin has registered the resource since.
+    kubelet: the file kubelet.sock. served: whether the agent's socket is in its place. live: whether a ListAndWatch is
+    open. listened: whether one was open since the last successful Register. registered: the kubelet.sock of that
+    Register. since: seconds since then. foreign: whether another plugin has registered the resource since then.
     """
 
     kubelet: FileIdentity | None
@@ -95,7 +95,7 @@ class Seen:
 
 
 class Step(enum.Enum):
-    """What to do next."""
+    """The next step of a registration."""
 
     WAIT_FOR_DEVICES = "wait for the first list of devices"
     WAIT_FOR_KUBELET = "wait for the kubelet"
@@ -105,7 +105,7 @@ class Step(enum.Enum):
 
 
 def next_step(seen: Seen, patience: float) -> Step:
-    """Return the next step. patience: seconds that the kubelet has after Register to open ListAndWatch."""
+    """Return the next step. patience: seconds after Register in which the kubelet should open ListAndWatch."""
     if not seen.ready:
         return Step.WAIT_FOR_DEVICES
     if seen.kubelet is None:
@@ -118,7 +118,7 @@ def next_step(seen: Seen, patience: float) -> Step:
 
 
 class InstanceLock:
-    """Locks a resource for one process on this node; the kernel ends the lock when the process dies.
+    """Locks a resource for one process on this node. The kernel releases the lock at the end of the process.
 
     The file is in the device plugin directory, which all instances share; the kubelet deletes only sockets there.
     """
@@ -129,11 +129,14 @@ class InstanceLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process holds the lock on the file that is there now."""
+        """Whether this process has the lock on the present lock file."""
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
-        """Try to take the lock; return whether it is held now. Raises RegistrationError: the file cannot be made."""
+        """Try to get the lock; return whether this process has it.
+
+        Raises RegistrationError if the file cannot be created.
+        """
         if self.held:
             return True
         self.release()
@@ -143,20 +146,20 @@ class InstanceLock:
             return False
         except OSError as error:
             raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
-        with contextlib.suppress(OSError):  # the text is for people; the lock holds without it, on a full disk too
+        with contextlib.suppress(OSError):  # The text is for the user. The lock works without it.
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
     def owner(self) -> str:
-        """Return the text that the holder of the lock wrote into the file."""
+        """Return the text in the lock file, written by the process that has the lock."""
         try:
             return self.path.read_text(errors="replace").strip() or "unknown"
         except OSError:
             return "unknown"
 
     def release(self) -> None:
-        """Release the lock; the file stays (removing it would race with the next instance)."""
+        """Release the lock. The file stays, because its removal could interfere with the next instance."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -164,33 +167,33 @@ class InstanceLock:
 
 @dataclass(slots=True)
 class RegistrationStatistics:
-    """What a registration has done so far; counters only grow."""
+    """Statistics of a registration. Counters only grow."""
 
     registrations: int = 0
     failures: int = 0
     kubelet_restarts: int = 0
     foreign: int = 0
-    """How often another plugin was found to have registered the resource."""
+    """Number of times at which another plugin had registered the resource."""
     registered: bool = False
     awaits_kubelet: bool = False
-    """Whether nothing is missing but the kubelet: the first list is there, and the socket, if the directory is."""
+    """Whether only the kubelet is missing: the first list exists, and the socket as well, if its directory exists."""
     contested: str = ""
-    """Why another plugin must have registered the resource; "" since it was registered again."""
+    """The proof that another plugin has registered the resource; "" after the agent has registered it again."""
     error: str = ""
-    """Why it is not registered: how the last try ended, or what is missing; "" while it is registered."""
+    """Why the resource is not registered: the error of the last try, or what is missing; "" while it is registered."""
 
 
 @dataclass(slots=True)
 class RegistrationTiming:
     """Waits of a registration, in seconds; tests make them short."""
 
-    poll: float = 10.0  # between two checks of inodes, should every hint be lost
-    patience: float = 5.0  # from Register to ListAndWatch
-    register: float = 15.0  # deadline of one Register; the kubelet dials back for up to 10 s
-    stream: float = 1.0  # for the old stream to end
-    calls: float = 15.0  # for calls in flight to end before the stream is; hooks have a deadline of their own
-    drain: float = 5.0  # for a server to end
-    takeover: float = 5.0  # for another instance to go
+    poll: float = 10.0  # Between two checks of inodes, in case every hint is lost.
+    patience: float = 5.0  # From Register to ListAndWatch.
+    register: float = 15.0  # Deadline of one Register. The kubelet tries to connect for up to 10 s.
+    stream: float = 1.0  # For the old stream to end.
+    calls: float = 15.0  # For running calls to end before the stream. Hooks have their own deadlines.
+    drain: float = 5.0  # For a server to end.
+    takeover: float = 5.0  # For another instance to end.
 
 
 class SocketServer:
@@ -213,7 +216,7 @@ class SocketServer:
         self._stopping = Tasks()
 
     def is_in(self, contents: DirectoryContents) -> bool:
-        """Return whether there is a server, and its path led to its own socket then."""
+        """Return whether there is a server, and its path led to its own socket at the look."""
         return self._identity is not None and self._identity == contents.sockets.get(self._socket.name)
 
     async def in_place(self) -> bool:
@@ -227,7 +230,10 @@ class SocketServer:
         return await self._looks.at("socket", self.lock.acquire, brief=True)
 
     async def lock_resource(self) -> None:
-        """Lock this resource; wait shortly for another instance. Raises RegistrationError if that does not end."""
+        """Lock this resource. Wait shortly for another instance.
+
+        Raises RegistrationError if the other one does not end.
+        """
         if await self._locked():
             return
         served = f"{self._endpoint.resource} is served on this node by another process already"
@@ -235,14 +241,14 @@ class SocketServer:
         _LOG.warning("%s (%s); waiting for it to end", served, owner)
         until = time.monotonic() + self._timing.takeover
         while time.monotonic() < until:
-            await asyncio.sleep(0.1)  # flock has no wait with a deadline
+            await asyncio.sleep(0.1)  # flock cannot wait with a deadline.
             if await self._locked():
                 return
         owner = f"{await self._looks.at('socket', self.lock.owner)}, which has locked {self.lock.path}"
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
-        """Return the name of a served socket that the kubelet does not know; start a server if need be.
+        """Return the name of a served socket that the kubelet does not know. Start a server if necessary.
 
         Raises RegistrationError.
         """
@@ -273,13 +279,13 @@ class SocketServer:
         remove_abandoned(self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"))
 
     def retire(self) -> None:
-        """Stop the server; calls in flight may end."""
+        """Stop the server. Running calls may end."""
         if self._server is not None:
             self._stopping.start(self._server.stop(self._timing.drain))
             self._server = self._identity = None
 
     async def remove_socket(self) -> None:
-        """Remove the socket, so that no new connection is made."""
+        """Remove the socket, so that no client can connect any more."""
         with contextlib.suppress(OSError):
             if await self.in_place():
                 await self._looks.at("socket", self._socket.unlink, brief=True)
@@ -293,7 +299,7 @@ class SocketServer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A registration that the kubelet accepted. at: monotonic seconds. streams: those begun before it."""
+    """A registration that the kubelet accepted. at: monotonic seconds. streams: number of streams begun before it."""
 
     kubelet: FileIdentity | None
     at: float
@@ -304,7 +310,7 @@ class Accepted:
 class PluginRegistration:
     """Keeps one endpoint served and registered until it is cancelled.
 
-    directory: where it registers, as all resources of the process do.
+    directory: the device plugin directory, common to all resources of the process.
     """
 
     def __init__(
@@ -321,10 +327,10 @@ class PluginRegistration:
         self._server = SocketServer(endpoint, directory.path, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
-        self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
+        self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last successful Register.
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
-        """Checks now what is to be done (after the source's hooks changed, say)."""
+        """Check now what to do, for example after the source's hooks have changed."""
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
@@ -342,23 +348,24 @@ class PluginRegistration:
         while True:
             try:
                 if not locked and await self._has_directory():
-                    await self._server.lock_resource()  # raises at once what no kubelet can repair
+                    await self._server.lock_resource()  # This raises errors that no kubelet can repair.
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
-                # What is served and registered goes on.
+                # The service and the registration continue.
                 self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
                 await watch.wait(self._timing.poll)
 
     async def _next(self, watch: DirectoryReader) -> None:
-        """Take the next step, then wait for a change. Raises LookTimeoutError: the directory does not answer."""
+        """Execute the next step, then wait for a change. Raises LookTimeoutError if the directory does not answer."""
         timing = self._timing
         now = await self._directory.now()
         seen = self._seen(now, await self._look(now))
         step = next_step(seen, timing.patience)
         self.statistics.awaits_kubelet &= step is not Step.WAIT_FOR_DEVICES
         if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
-            step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
+            # The hooks have changed with the source, and the kubelet reads the options only at Register.
+            step = Step.REGISTER
         if step is Step.REGISTER:
             await self._register_or_pause(watch, seen)
             return
@@ -377,11 +384,12 @@ class PluginRegistration:
                 self._log_once("directory", missing, logging.WARNING)
             if not seen.served and has_directory:
                 try:
-                    await self._server.serve()  # before the kubelet makes its socket: it deletes others first
+                    # This comes before the kubelet creates its socket. The kubelet first deletes others.
+                    await self._server.serve()
                 except RegistrationError:
                     if await self._has_directory():
                         raise
-                    return  # it was removed meanwhile
+                    return  # The directory was removed meanwhile.
             self.statistics.awaits_kubelet = True
         elif step is Step.REST and seen.since >= timing.patience:
             self.backoff.reset()
@@ -390,13 +398,13 @@ class PluginRegistration:
         await watch.wait(due, unwatched=self._unwatched(step))
 
     def _unwatched(self, step: Step) -> float:
-        """Return the seconds between two looks at the kubelet's directory where it cannot be watched."""
+        """Return the seconds between two looks at the kubelet's directory if it causes no events."""
         if step is Step.WAIT_FOR_KUBELET:
             return filewatch.SOON
         return LOOK if self.endpoint.kept_back else filewatch.AT_REST
 
     async def _look(self, contents: DirectoryContents) -> Finding:
-        """Return whether another plugin has registered the resource since."""
+        """Return whether another plugin has registered the resource since the agent did."""
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
             if (record := await self.endpoint.host.recorded()) is None:
                 return Finding(again=LATE)
@@ -409,7 +417,7 @@ class PluginRegistration:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
         there, record = foreign_sockets(contents.sockets), await self.endpoint.host.recorded()
-        # Read last: the record may have a list that was sent while it was read.
+        # It is read last, because the record may contain a list that was sent while the record was read.
         sent = self.endpoint.streams.sent
         return self._foreign.found(record, there, sent, plugin=self.endpoint.plugin_socket)
 
@@ -417,7 +425,10 @@ class PluginRegistration:
         return (await self._directory.now()).kubelet
 
     async def _has_directory(self) -> bool:
-        """Whether the kubelet's directory exists. Raises RegistrationError: it is no directory, or unreadable."""
+        """Return whether the kubelet's directory exists.
+
+        Raises RegistrationError if it is no directory, or unreadable.
+        """
         directory = self._kubelet.parent
         try:
             mode = (await self._looks.at("socket", looks.stat, directory, brief=True)).st_mode
@@ -436,7 +447,7 @@ class PluginRegistration:
         if seen.foreign.reason:
             self._tell(seen.foreign)
         elif again and seen.served:
-            why = "does not listen any more" if seen.listened else "took the registration but does not listen"
+            why = "no longer listens" if seen.listened else "accepted the registration but does not listen"
             level = logging.INFO if seen.listened else logging.WARNING
             _LOG.log(level, "the kubelet %s; registering again", why, extra={"resource": self.endpoint.resource})
         registered = await self._register(watch)
@@ -446,14 +457,14 @@ class PluginRegistration:
                 delay = min(delay, LOOK_FOR_CLAIMS)
             await self._pause(watch, delay, seen.kubelet)
         elif again:
-            self.backoff.tries = 1  # one more without a pause, then ever slower until it holds
+            self.backoff.tries = 1  # One more try comes without a pause. Later tries wait longer.
 
     def _tell(self, finding: Finding) -> None:
-        """Report that another plugin has registered the resource, or may have."""
+        """Report that another plugin has registered the resource, or may have done so."""
         extra = {"resource": self.endpoint.resource}
         if not finding.sure:
             _LOG.info(
-                "registering again, since another plugin may have registered this resource: %s",
+                "registering again because another plugin may have registered this resource: %s",
                 finding.reason,
                 extra=extra,
             )
@@ -487,12 +498,15 @@ class PluginRegistration:
         )
 
     async def _register(self, watch: DirectoryReader) -> bool:
-        """Serve if necessary, end the old stream, register once; return whether the kubelet accepted it."""
+        """Serve if necessary, end the old stream, register once.
+
+        Return whether the kubelet accepted the registration.
+        """
         resource, timing = self.endpoint.resource, self._timing
         kubelet = await self._kubelet_now()
         accepted, self._accepted = self._accepted, None
         if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
-            await self.endpoint.calls_ended(timing.calls)  # the kubelet ends them with the stream
+            await self.endpoint.calls_ended(timing.calls)  # The kubelet ends running calls together with the stream.
         self.statistics.registered = False
         if not await self.endpoint.streams.end(timing.stream):
             _LOG.warning("an old ListAndWatch did not end in time; starting a new server", extra={"resource": resource})
@@ -506,13 +520,14 @@ class PluginRegistration:
         options = self.endpoint.options
         try:
             async with self._directory.turn:
-                # In this order: a kubelet deletes sockets before it makes its own, and may have
-                # done so while another resource had its turn. It would dial a lost one for 10 s.
+                # The order matters: a kubelet deletes sockets before it creates its own, perhaps while another resource
+                # registered. It would try to connect to a deleted socket for 10 s.
                 kubelet = await self._kubelet_now()
                 name = await self._server.serve()
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
-                # A fresh channel each time: one that failed for long took 3 s to recover, a fresh one 1 ms.
+                # Each Register has a new channel. A channel that had failed for long took 3 s to recover, a new one
+                # takes 1 ms.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
                     self._server.used = True
@@ -523,7 +538,7 @@ class PluginRegistration:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
             self.statistics.failures += not gone
-            self.statistics.awaits_kubelet = gone  # a socket of before a reboot is there, and nobody listens
+            self.statistics.awaits_kubelet = gone  # The socket is from before a reboot, and no kubelet listens on it.
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self.statistics.error = f"the kubelet {text}"
@@ -556,23 +571,23 @@ class PluginRegistration:
             call.cancel()
 
     async def _unregister(self) -> None:
-        """End the stream, if one is open: the kubelet then offers no devices, and other plugins may register."""
+        """End an open stream. Then the kubelet offers no devices, and other plugins may register."""
         self.statistics.registered, self._accepted = False, None
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
             await self.endpoint.streams.end(self._timing.stream)
 
     async def _close(self) -> None:
-        """Remove the socket, let calls in flight end, then end the streams.
+        """Remove the socket, wait for running calls, then end the streams.
 
-        The order matters: when the stream ends, the kubelet closes its connection and fails pods with an Allocate in
-        flight.
+        The order matters: when the stream ends, the kubelet closes its connection and fails pods whose Allocate is
+        running.
         """
         self.statistics.registered = False
         await self._server.remove_socket()
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
-        self.endpoint.streams.stop()  # a stream that the kubelet is just beginning would be waited for
+        self.endpoint.streams.stop()  # Otherwise the agent would wait for a stream that the kubelet is just beginning.
         await self.endpoint.streams.end(self._timing.stream)
         await self._server.end()
 

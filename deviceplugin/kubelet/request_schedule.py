@@ -1,4 +1,4 @@
-"""Decides at which scans the kubelet is asked for a newer checkpoint."""
+"""Decides which scans request a newer checkpoint from the kubelet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
-"""Seconds between two requests for a checkpoint about the same allocations: from the first to the second value."""
+"""Bounds of the seconds between two requests for a checkpoint about the same allocations."""
 
 
 class RequestSchedule:
-    """Decides at which scans the kubelet is asked for a newer checkpoint. scan_wanted: set when one is due at once."""
+    """Decides which scans request a newer checkpoint from the kubelet.
+
+    scan_wanted: set when a request is due at once.
+    """
 
     def __init__(self, scan_wanted: asyncio.Event) -> None:
         self._scan_wanted = scan_wanted
@@ -29,7 +32,7 @@ class RequestSchedule:
         self._delay = FIRST_REQUEST
 
     def dispute(self) -> None:
-        """Note that the kubelet allocated a held id again: it has dropped the holder."""
+        """Record that the kubelet has allocated a held id again. So it has dropped the holder."""
         self._disputed = True
         self._scan_wanted.set()
 
@@ -44,7 +47,7 @@ class RequestSchedule:
             return True
         asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
         if asking != self._asked_for:
-            # What the kubelet does not name any more has most likely ended; it is asked at once.
+            # An allocation that the kubelet no longer names has probably ended, so the checkpoint is requested at once.
             dropped = any(not named for _, named in asking - self._asked_for)
             self._asked_for, self._delay = asking, FIRST_REQUEST
             self._next = now.at if dropped else now.at + FIRST_REQUEST

@@ -42,13 +42,16 @@ _LOG: Final = logging.getLogger(__name__)
 _EDITS: Final = operator.attrgetter("container_edits")
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
-SHOWN_IDS: Final = 8  # that an error names
-KEPT_FAILURES: Final = 256  # starts of containers of which it is known that their failure was logged
+SHOWN_IDS: Final = 8  # Maximum number of ids that an error names.
+KEPT_FAILURES: Final = 256  # Maximum number of containers whose failed start is remembered as logged.
 
 
 @dataclass(slots=True)
 class ServicerStatistics:
-    """Counters of an endpoint, which only grow. Durations are in seconds. waits: of Allocates for former holders."""
+    """Statistics of an endpoint. Counters only grow. Durations are in seconds.
+
+    waits: of Allocates for former holders.
+    """
 
     allocations: int = 0
     allocation_durations: Durations = field(default_factory=Durations)
@@ -62,7 +65,7 @@ class ServicerStatistics:
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-    """Return the message that carries edits into a container."""
+    """Convert edits to the message for a container."""
     response = pb.ContainerAllocateResponse(envs=edits.env, annotations=edits.annotations)
     for mount in edits.mounts:
         response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.readonly)
@@ -74,7 +77,7 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
 
 
 class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
-    """Raised when a call is refused; carries the gRPC code that the kubelet gets."""
+    """Raised when a call is refused. It has the gRPC code for the kubelet."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
         super().__init__(details)
@@ -109,7 +112,7 @@ class EndpointHost:
 
 
 class Endpoint(DevicePluginServicer):
-    """The servicer of one resource; survives servers, registrations and changes of its source."""
+    """The servicer of one resource. It survives servers, registrations and changes of its source."""
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
 
@@ -130,15 +133,15 @@ class Endpoint(DevicePluginServicer):
         self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
-        """Calls of the kubelet that it should not be cut off from."""
+        """Running calls of the kubelet that the end of a connection should not break."""
         self._asked_for: Counter[str] = Counter()
-        """Devices of which Allocate is in flight: a list without the id makes the kubelet crash then."""
+        """Devices with a running Allocate. A list without the id would make the kubelet crash."""
         self._announced: pb.DevicePluginOptions | None = None
-        """What the kubelet was last told of this resource."""
+        """The options in the kubelet's last answer from this resource."""
         self.wake: Callable[[], None] = lambda: None
-        """Has its registration look again."""
+        """Make the resource's registration check again."""
         self._failed_starts: dict[frozenset[str], str] = {}
-        """Why containers of these ids could not start the last time."""
+        """By ids of a container, why its last start failed."""
         self.host: Final = host or EndpointHost()
         self._holders = holders
         self._ending = EndingHolders()
@@ -147,13 +150,16 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The options to announce. PreStartContainer only with `reset`, and while pods may have devices."""
+        """The options to announce.
+
+        PreStartContainer is among them only with `reset`, and while pods may have devices.
+        """
         reset = "reset" in self.source.hooks and self._register.snapshot.serves_pods(self.resource)
         return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to register."""
+        """Whether there is a list to register."""
         return self.inventory.snapshot.listed
 
     @property
@@ -175,14 +181,17 @@ class Endpoint(DevicePluginServicer):
         """Read the ids that the kubelet counts as healthy, before Register is called."""
 
     async def calls_ended(self, timeout: float) -> bool:
-        """Wait until none of the kubelet's calls about pods is in flight; return whether that was in `timeout` seconds.
+        """Wait until no call of the kubelet about a pod is running; return whether that took at most `timeout` seconds.
 
-        When the stream ends the kubelet closes their connection (kubelet 1.36.3, devicemanager).
+        When the stream ends, the kubelet closes the connection of these calls (kubelet 1.36.3, devicemanager).
         """
         return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source. Ids that it does not offer stay listed as unhealthy for a while: a pod may have them."""
+        """Use another source.
+
+        Ids that it does not offer stay listed as unhealthy for a while, because a pod may have them.
+        """
         self.source = source
         self.ids.replace(source)
         self.refresh()
@@ -197,27 +206,27 @@ class Endpoint(DevicePluginServicer):
         """Add this servicer to a server."""
         add_DevicePluginServicer_to_server(self, server)
 
-    # The names of the methods below are the API's.
+    # The names of the methods below are those of the kubelet's API.
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
-        """Answer which optional calls this plugin needs."""
+        """Return which optional calls this plugin needs."""
         self._announced = self.options
         return self._announced
 
     async def ListAndWatch(  # noqa: N802
         self, request: pb.Empty, context: object
     ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        """Send the list now and after each change, until the kubelet goes or the stream is ended."""
+        """Send the list now and after each change, until the kubelet disconnects or the stream is ended."""
         async with contextlib.aclosing(self.streams.lists()) as lists:
             async for message in lists:
                 self.statistics.lists_sent += 1
                 yield message
-                del message  # it may have megabytes, and the next one may be hours away
+                del message  # The message may have megabytes, and the next one may be sent hours later.
 
     async def Allocate(  # noqa: N802
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
-        """Allocate devices to containers: all of the request or nothing."""
+        """Allocate devices to containers: all of the request, or none."""
         return await self.allocate(request, context, self._answer)
 
     async def allocate(
@@ -226,9 +235,10 @@ class Endpoint(DevicePluginServicer):
         context: grpc.aio.ServicerContext[pb.AllocateRequest, _T],
         answer: Callable[[Sequence[tuple[str, ...]], Mapping[str, str]], Awaitable[_T]],
     ) -> _T:
-        """Allocate all of the request or nothing.
+        """Allocate all devices of the request, or none.
 
-        answer: gets the ids of each container, and the device of each id; grants them and returns the answer.
+        answer: a function that grants the devices and returns the answer. Its arguments are the ids of each container,
+        and the device of each id.
         """
         began = time.perf_counter()
         with self._calls.busy(0.0), self._allocations.busy():
@@ -259,7 +269,7 @@ class Endpoint(DevicePluginServicer):
             return answered
 
     async def _answer(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> pb.AllocateResponse:
-        """Grant the ids of each container; return what it gets. Raises Refusal."""
+        """Grant the ids of each container; return the answer with their edits. Raises Refusal."""
         asked: dict[str, Wanted] = {}
         response = pb.AllocateResponse()
         for names in wanted:
@@ -271,7 +281,10 @@ class Endpoint(DevicePluginServicer):
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object
     ) -> pb.PreferredAllocationResponse:
-        """Answer which devices a container should get. Never fails: an error here fails every pod of the node."""
+        """Return which devices a container should get.
+
+        It never fails, because an error here fails every pod of the node.
+        """
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
         with self._calls.busy(0.0), self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
@@ -288,7 +301,7 @@ class Endpoint(DevicePluginServicer):
         request: pb.PreStartContainerRequest,
         context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
     ) -> pb.PreStartContainerResponse:
-        """Reset a container's devices before its start; refuse if an id stands for other hardware than at the grant."""
+        """Reset a container's devices before its start. Refuse if an id stands for other hardware than at the grant."""
         listed = self.inventory.snapshot.devices
         names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
         devices = [listed[name] for name in names if name in listed]
@@ -305,7 +318,7 @@ class Endpoint(DevicePluginServicer):
         return pb.PreStartContainerResponse()
 
     def _log_failed_start(self, names: Sequence[str], error: Exception) -> None:
-        """Log why a container of these ids does not start, with its pod as far as the last scan has found it."""
+        """Log why a container with these ids does not start, with its pod if the last scan has found it."""
         by_id = self._holders.holders(self.resource) if self._holders is not None else {}
         holders = {holder for name in names for holder in by_id.get(name, ())}
         pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" if holder.pod else holder.uid for holder in holders))
@@ -319,7 +332,7 @@ class Endpoint(DevicePluginServicer):
         text = "a container%s with device %s cannot start: %s"
         where = f" of pod {pods}" if pods else "", ids
         if again:
-            _LOG.debug(text, *where, error, extra=extra)  # the kubelet tries again for as long as the pod is there
+            _LOG.debug(text, *where, error, extra=extra)  # The kubelet tries again while the pod exists.
         else:
             _LOG.warning(text, *where, error, extra=extra)
 
@@ -328,9 +341,10 @@ class Endpoint(DevicePluginServicer):
         return device in self._asked_for or self._register.is_held((self.resource, device))
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
-        """Return the list as the kubelet is to see it now; None before the source's first list.
+        """Return the present list for the kubelet; None before the source's first list.
 
-        Nothing is offered to a kubelet that would start containers without PreStartContainer: it asks at Register.
+        If the kubelet would start containers without PreStartContainer, the list offers no device. The kubelet reads
+        this option only at Register.
         """
         if not self.inventory.snapshot.listed:
             return None
@@ -344,7 +358,10 @@ class Endpoint(DevicePluginServicer):
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
     def checked(self, names: Sequence[str]) -> dict[str, Device]:
-        """Return the devices of one container's ids, by id. Raises Refusal: one is named twice, or cannot be had."""
+        """Return the devices of one container's ids, by id.
+
+        Raises Refusal if an id occurs twice, or cannot be allocated.
+        """
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
@@ -363,9 +380,10 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raises Refusal: another pod still holds one of these ids, or its holder cannot be recorded.
+        """Raise Refusal if another pod still holds one of these ids, or its holder cannot be recorded.
 
-        The end of a holder that the kubelet does not count any more is waited for, but only briefly, and once.
+        If the kubelet no longer counts a holder, this method waits for the holder's end, but only for a short time and
+        once.
         """
         if self._holders is None:
             return
@@ -385,7 +403,7 @@ class Endpoint(DevicePluginServicer):
                 self.statistics.waits.add(time.monotonic() - began)
         for name, why in held.items():
             self._register.waits.expect([(self.resource, self.ids.device_id_of(name)) for name in held], EXPECTED)
-            self.refresh()  # before the kubelet chooses for the next pod
+            self.refresh()  # This comes before the kubelet chooses for the next pod.
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     def _unanswered(self, error: LookTimeoutError) -> Refusal:
@@ -395,12 +413,13 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
-        """Have a grant of ids recorded. Raises Refusal: what others hold excludes it, or its side does.
+        """Record a grant of ids. Raises Refusal if other holdings or the device's side exclude it.
 
-        ids: the device of each. asked: what the answer was made for.
+        ids: the device of each id. asked: the identities and amounts for which the answer was made.
         """
         try:
-            # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
+            # The container's own `reset` waits for a running one. Allocate does not, because it delays all pods of the
+            # node.
             await self._register.grant(self.resource, ids, asked)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
@@ -413,9 +432,12 @@ class Endpoint(DevicePluginServicer):
         self.host.granted()
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
-        """Return what a container gets for these ids. Raises Refusal. asked: gets what they stand for now."""
+        """Return the edits of a container for these ids. Raises Refusal.
+
+        asked: receives the identities and amounts of the ids.
+        """
         by_name, by_id, its = self.checked(names), dict[str, Device](), dict[str, Wanted]()
-        for name, device in by_name.items():  # a list or a reload may change it while `edits` works
+        for name, device in by_name.items():  # A new list or a reload may change the ids while `edits` runs.
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = list(by_id.values())
@@ -441,7 +463,7 @@ class Endpoint(DevicePluginServicer):
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
-        except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
+        except (TypeError, ValueError, AttributeError) as error:  # For example, a number as the value of a variable.
             raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
         annotate(response, self.resource, its, self._register.boot)
         return response
@@ -458,12 +480,12 @@ class Endpoint(DevicePluginServicer):
                 if chosen is not None:
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
-        except Exception:  # whatever it is, it must not fail the pods
+        except Exception:  # An exception here must not fail pods.
             _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _still_used(self, available: Collection[str]) -> set[str]:
-        """Return the devices of ids whose former holders' processes run, though the kubelet takes them for free."""
+        """Return the devices of ids that the kubelet counts as free, but whose former holders' processes still run."""
         recorded = self._register.snapshot.allocations
         names = [name for name in available if (self.resource, name) in recorded]
         if self._holders is None or not names:

@@ -1,4 +1,4 @@
-"""What is known of the resources that the kubelet is served, at one moment."""
+"""The state, at one moment, of the resources that the agent serves to the kubelet."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from deviceplugin.unwatched import Unwatched
 
 
 class Withheld(NamedTuple):
-    """Why a device is offered to nobody, in words for people.
+    """Why a device is offered to no pod and claim, as text.
 
-    kind: "excluded" (what is held under another id, or elsewhere, excludes it), "foreign" (a pod has it, or may have
-    it, by another plugin of the same resource), "held" (processes of its former pod run) or "unknown" (evidence is
-    missing, or a claim holds it of a driver that is not served). for_pods: whether pods by limits would be offered it
-    else; False on the DRA side.
+    kind: "excluded" (a holding under another id or resource excludes it), "foreign" (a pod has it, or may have it,
+    through another plugin of the same resource), "held" (processes of its former pod run) or "unknown" (evidence is
+    missing, or a claim of an unserved driver holds it). for_pods: whether the device would otherwise be offered to pods
+    by limits; False on the DRA side.
     """
 
     kind: Literal["excluded", "foreign", "held", "unknown"]
@@ -32,9 +32,11 @@ class Withheld(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VendorConnection:
-    """The vendor's plugin of an adopted resource. since: when it connected, or went, or was first waited for (Unix).
+    """The vendor's plugin of an adopted resource.
 
-    lists: it has listed its devices since. unanswered: when the oldest call began that it has not answered (Unix), None
+    since: when it connected or disconnected, or when the wait began (Unix).
+
+    lists: whether it has listed its devices since then. unanswered: when its oldest unanswered call began (Unix), None
     if there is none.
     """
 
@@ -46,11 +48,11 @@ class VendorConnection:
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """One resource as of now. holders: by the kubelet's device ids. withheld: by device.
+    """The present state of one resource. holders: by the kubelet's device ids. withheld: by device.
 
-    held_twice: devices of which holders have more than there is, whatever they call them. elsewhere: the (resource,
-    device) that ids of unlisted devices stand for, as far as the answers of the plugin that gave them away say.
-    vendor: None if no vendor's plugin lists the devices.
+    held_twice: devices of which the holders, under all ids, have more than the whole. elsewhere: the (resource, device)
+    that ids of unlisted devices stand for, if the answers of the plugin that allocated them show it. vendor: None if no
+    vendor's plugin lists the devices.
     """
 
     resource: str
@@ -70,15 +72,15 @@ class ResourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
-    """The agent as of now.
+    """The present state of the agent.
 
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
-    config_error: why the config file is refused, or not all of it, when it changed or at the start; "" if it was.
-    former_config: it could not be used at the start, so that what an agent before has served is served.
-    kubelet_answers: whether the kubelet answered the last call, None if it cannot be called. kubelet_silent: since when
-    it has answered none (Unix). blind: what cannot be seen of the node's pods, and what to set. unknown: how often
-    evidence did not tell, by its source.
-    unwatched: directories without file events, by cause. cgroup_root: where the node's cgroups are.
+    config_error: why the config file is refused, or applied only in part; "" if it is applied. former_config: whether
+    the file was invalid at the start, so that an earlier version is served. kubelet_answers: whether the kubelet
+    answered the last call, None if it cannot be called. kubelet_silent: since when it has answered no call (Unix).
+    blind: which pods of the node cannot be seen, and the right options. unknown: by source of evidence, how often it
+    left holders unknown. unwatched: directories without file events, by cause. cgroup_root: the directory of the node's
+    cgroups.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -103,7 +105,7 @@ def unready(status: AgentStatus) -> Iterable[str]:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # the agent has to be there before a plugin can come, and serves the others
+            continue  # The agent has to run before a plugin can register, and it serves the other resources.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"
@@ -116,10 +118,10 @@ def unready(status: AgentStatus) -> Iterable[str]:
 
 
 def unserved(status: AgentStatus) -> Iterator[str]:
-    """Yield what a kubelet that starts now would not find: sockets, first lists, and devices whose holders are known.
+    """Yield what is missing for a kubelet that starts now: sockets, first lists, and devices with known holders.
 
-    Adopted plugins are left out: most are pods, which that kubelet has to start first. So are devices on the DRA side:
-    the kubelet admits no pod by them, and what pods hold of them only its checkpoint can tell.
+    Adopted plugins are left out, because most are pods, which that kubelet has to start first. Devices on the DRA side
+    are left out as well: the kubelet admits no pod by them, and only its checkpoint shows which of them pods hold.
     """
     for resource in status.resources:
         if resource.vendor is not None:

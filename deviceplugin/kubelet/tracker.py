@@ -47,14 +47,15 @@ _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
 GRANT_REWRITE: Final = 4.0
-"""Seconds that the kubelet has to write its checkpoint while an Allocate waits for it, since a refusal fails a pod."""
+"""Seconds in which the kubelet should write its checkpoint while an Allocate waits. They are long because a refusal
+fails a pod."""
 
 
 class HolderTracker:
-    """Reads from the node which pods hold plugin allocations; the register keeps the result.
+    """Reads from the node which pods hold allocations of the plugin side. The register keeps the result.
 
-    scan_wanted: set when a scan is due at once. copies: those of other agents' allocations. claim_uses: whether to call
-    `List` at each scan, to learn which containers use claims, for metrics. believe_checkpoint: as in `PodReader`.
+    scan_wanted: set when a scan is due at once. copies: copies of other agents' allocations. claim_uses: whether to
+    call `List` at each scan, to read which containers use claims, for metrics. believe_checkpoint: see `PodReader`.
     """
 
     def __init__(
@@ -72,16 +73,17 @@ class HolderTracker:
         self.read_at: float | None = None
         """When a scan last read the checkpoint (monotonic seconds); None before."""
         self.claim_uses: frozenset[ClaimUse] = frozenset()
-        """What containers use through claims, as of the last `List`."""
+        """The devices that containers use through claims, by the last `List`."""
         self.all_pods_listed = False
-        """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
+        """Whether the last `List` had all running pods. It lacks pods that were deleted by force, or that a new kubelet
+        does not know."""
         self.pods: Final = PodReader(
             paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint, boot=boot_id()
         )
         self._names = PodNames(paths.pod_log_dir)
         self._register = register
         self.looks: Final = Looks("the kubelet's files")
-        """All looks at the kubelet's checkpoint and claim state, its pods and their cgroups."""
+        """Runs all looks at the kubelet's checkpoint and claim state, its pods and their cgroups."""
         self.copy_looks: Final = Looks("copies of other agents' allocations", threads=1)
         self._checkpoint = CheckpointReader(
             paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
@@ -93,32 +95,34 @@ class HolderTracker:
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
-        """Why Allocates of ids whose holders' processes run were refused since the last scan."""
+        """Ids refused since the last scan because their holders' processes run, with the reasons."""
         self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
         """The register's records, and the allocations of their holders."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._lost = LostAllocations(self.pods, paths.container_log_dir)
         self._copies, self._scan_wanted = copies, scan_wanted
         self._copied: Mapping[Allocation, Wanted] = {}
-        """What copies say of allocations that count as held."""
+        """Copied grants of allocations that count as held."""
         self._unscanned: frozenset[Allocation] = frozenset()
-        """Those that a copy has come to name since the last scan."""
+        """Allocations that a copy has named only since the last scan."""
         self._begun: frozenset[str] = frozenset()
-        """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
+        """UIDs of holders whose admission has ended: they were known at the start, or were seen to run."""
         self._former: frozenset[str] = frozenset()
-        """UIDs of the holders that were known at the start. After a reboot they have directories, and cgroups later."""
+        """UIDs of the holders that were known at the start. After a reboot, they have directories, and cgroups only
+        later."""
         self._in_one_root = all(
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
         self.observed: frozenset[str] = frozenset()
-        """The resources whose allocations the register has compared with evidence: not one that was added since."""
+        """The resources whose allocations the register has compared with evidence. Resources added since are not among
+        them."""
         self.problems: tuple[str, ...] = ()
-        """What cannot be seen of this node, as of the last scan."""
+        """Facts about this node that cannot be seen, by the last scan."""
         self.unknown: Counter[EvidenceSource] = Counter()
-        """How often evidence did not tell whether a holder had ended."""
+        """By source of evidence, how often it did not show whether a holder had ended."""
 
     async def start(self) -> None:
-        """Record the allocations that the checkpoint and other agents' copies name, before anything is served."""
+        """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device."""
         await self._read_copies()
         records = self._register.snapshot.allocations.values()
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
@@ -134,9 +138,9 @@ class HolderTracker:
 
     @property
     def _known(self) -> frozenset[Allocation]:
-        """The allocations that the register knows, and those of other plugins as of the last scan."""
+        """The allocations in the register, and those of other plugins by the last scan."""
         records = self._register.snapshot.allocations
-        of, allocations = self._recorded  # threads ask, too
+        of, allocations = self._recorded  # The tuple is read as a whole, because threads read it as well.
         if of is not records:
             held = set[Allocation]()
             for record in records.values():
@@ -147,11 +151,11 @@ class HolderTracker:
         return allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return allocations, of no container, of pods that may be the unknown holders of grants.
+        """Return allocations without a container, of pods that may be the unknown holders of grants.
 
-        The kubelet lists the resources that it knows in its checkpoint. If it does not list a grant's resource before
-        this process has registered, it has lost its checkpoint since, and does not name the holder. A pod whose log
-        directory is older than the grant is not its holder.
+        The kubelet lists the resources that it knows in its checkpoint. If the checkpoint lacks a grant's resource
+        before this process has registered, the kubelet has lost its checkpoint since the grant, and does not name the
+        holder. A pod whose log directory is older than the grant is not its holder.
         """
         possible: set[Allocation] = set()
         registered = {resource for version in seen.checkpoints for resource in version.registered}
@@ -193,7 +197,8 @@ class HolderTracker:
             named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
-            for holder in allocations:  # several of one id: a pod that has ended may have a cgroup for some time
+            # One id may have several holders, and a pod that has ended may have a cgroup for some time.
+            for holder in allocations:
                 if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
                     refused[holder.device_id] = (
                         f"pod {self.title(holder.pod_uid)} has not started a process yet and {why}"
@@ -209,16 +214,17 @@ class HolderTracker:
         return refused | dropped
 
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
-        """Return which of these ids have holders whose processes run."""
+        """Return those of these ids whose holders' processes run."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
         """Return whether any of these ids may have a holder; quick."""
         with contextlib.suppress(CheckpointError):
-            self._checkpoint.newest(nodes=True)  # the kubelet has just written it
+            self._checkpoint.newest(nodes=True)  # The kubelet has just written the checkpoint.
         named = self._checkpoint.known.last.allocations
         for holder in self._known | named:
-            # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
+            # If this Allocate is for a container whose allocations the kubelet has lost, the container has ended
+            # before.
             lost = holder.container and holder not in named
             mine = holder.resource == resource and holder.device_id in device_ids
             if (mine or lost) and self.pods.may_exist(holder.pod_uid):
@@ -236,10 +242,12 @@ class HolderTracker:
         return allocations, holders.running(allocations, resource, device_ids, may_run), pods.empty & uids
 
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
-        """Return the recorded allocations of these ids whose pods have ended, and the others; before a new Allocate.
+        """Return the recorded allocations of these ids whose pods have ended, and the others.
 
-        The others are of pods that run, or that were admitted and have not run yet: such a pod can be the new holder,
-        whose init container had the device before.
+        It precedes a new Allocate.
+
+        The others belong to pods that run, or that were admitted and have not run yet. Such a pod can be the new
+        holder, whose init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not of_ids(self._known_or(await self.looks.at("holders", self._newest, brief=True)), resource, wanted):
@@ -250,16 +258,16 @@ class HolderTracker:
         read, pods = self._newest(), self.pods.read()
         allocations = frozenset(of_ids(self._known_or(read), resource, device_ids))
         uids = {allocation.pod_uid for allocation in allocations}
-        # The kubelet and the runtime make a pod's directories after its admission.
+        # The kubelet and the runtime create a pod's directories after its admission.
         begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
         ended = holders.ended(allocations, pods, begun) | (allocations & self._ended_containers(read, pods))
         return ended, allocations - ended
 
     def _newest(self) -> list[CheckpointVersion]:
-        """Return the checkpoint as of now, if it can be read. Blocks.
+        """Return the present checkpoint in a list, empty if it cannot be read. Blocks.
 
-        It still names a holder that the kubelet has just dropped: the kubelet writes it after Allocate.
+        It still names a holder that the kubelet has just dropped, because the kubelet writes it after Allocate.
         """
         with contextlib.suppress(CheckpointError):
             return [self._checkpoint.newest(nodes=True)]
@@ -277,9 +285,10 @@ class HolderTracker:
         return self._lost.ended(lost, {holder[2:] for holder in named}, self._register.snapshot.allocations)
 
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
-        """Return the checkpoint's entries of a resource as of now; None if it cannot be read.
+        """Return the checkpoint's present entries of a resource; None if it cannot be read.
 
-        served: the resources of this process, which ask at the same time: a new file is read once for all of them.
+        served: the resources of this process. They call this at the same time, so a new file is read once for all of
+        them.
         """
         now = await self._newest_read()
         if now is None or now.file is None:
@@ -301,14 +310,17 @@ class HolderTracker:
         return None
 
     async def reread(self) -> None:
-        """Read the checkpoint and other agents' copies if they changed: they name allocations since the last scan."""
+        """Read the checkpoint and other agents' copies if they have changed.
+
+        They name allocations since the last scan.
+        """
         if await self._read_copies():
             self._scan_wanted.set()
         with contextlib.suppress(CheckpointError):
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     async def _read_copies(self) -> bool:
-        """Read the copies that are new; if they cannot be read now, nobody can write one either."""
+        """Read the new copies. If they cannot be read now, no agent can write one either."""
         copied: Mapping[Allocation, Wanted] = {}
         with contextlib.suppress(LookTimeoutError):
             copied = await self.copy_looks.at("copies", self._copies.changed, brief=True)
@@ -318,17 +330,17 @@ class HolderTracker:
         return bool(copied)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
-        """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
+        """Return the pods in `List`, which the kubelet counts as active. running: all pods whose processes run."""
         await self.in_flight.wait()
         report = await self._lists()
         return frozenset() if report is None else await self._listed(report, running)
 
     def title(self, pod_uid: str) -> str:
-        """Return namespace and name of a pod as far as they are known, else its UID."""
+        """Return namespace and name of a pod if they are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with their names as far as the kubelet's log directories show them. Blocks shortly."""
+        """Return these pods, with the names in the kubelet's log directories. Blocks shortly."""
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
@@ -342,18 +354,18 @@ class HolderTracker:
         }
 
     def granted(self, allocation: Allocation) -> Wanted | None:
-        """Return what the answer to Allocate says of an allocation, as far as it is known."""
+        """Return the grant of an allocation in the answer to Allocate, if it is known."""
         _, granted = self._checkpoint.known.grants.get(allocation) or ("", self._copied.get(allocation))
         return granted
 
     def foreign(self) -> tuple[Use, ...]:
-        """Return allocations of pods that are not in the register: those of other plugins, or of lost records.
+        """Return allocations of pods that are not in the register: of other plugins, or with lost records.
 
         It is the same object until it changes.
         """
         reader, records = self._checkpoint.known, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
-        # Each grant makes other records; nothing is decided anew if they are not of these allocations.
+        # Each grant changes the records. Only a change of these allocations' records needs a new decision.
         recorded: dict[RecordKey, AllocationRecord] = {}
         for holder in (*held, *named, *unscanned):
             if (record := records.get(holder[2:])) is not None:
@@ -366,10 +378,10 @@ class HolderTracker:
         return self._foreign[1]
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Return the ids that several pods are known to hold at once (kubernetes#137534), and these pods."""
+        """Return the ids that several pods certainly hold at the same time (kubernetes#137534), and these pods."""
         pods: dict[tuple[str, str], dict[str, None]] = {}
         for allocation, holding in self.snapshot.held.items():
-            if holding.certain and allocation.container:  # without a container the pod only may be the holder
+            if holding.certain and allocation.container:  # Without a container, the pod is only a possible holder.
                 pods.setdefault((allocation.resource, allocation.device_id), {})[self.title(allocation.pod_uid)] = None
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 
@@ -384,11 +396,11 @@ class HolderTracker:
         }
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Read the evidence now; return None if this process answered an Allocate meanwhile, which may be newer.
+        """Read the evidence now. Return None if this process answered an Allocate meanwhile, which may be newer.
 
-        wanted: (resource, device id) that may be free. The kubelet is made to write its checkpoint unless each of these
-        has a holder whose processes run. It is also made to do so if processes of a holder have ended, and periodically
-        if a holder has had no processes yet.
+        wanted: (resource, device id) that may be free. The scan makes the kubelet write its checkpoint in three cases:
+        one of these ids has no holder with running processes; processes of a holder have ended; or, periodically, a
+        holder has had no processes yet.
         """
         await self.in_flight.wait()
         at = time.monotonic()
@@ -400,7 +412,7 @@ class HolderTracker:
         if asked := self._requests.due(now, seen.pods, wanted):
             report = report or await self._list()
             seen = await self.looks.at("evidence", self._read, *await self._checkpoint.written(), timeout=LONG)
-            if report is not None:  # the kubelet has dropped the pods that had ended
+            if report is not None:  # The kubelet has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
@@ -425,7 +437,7 @@ class HolderTracker:
         return now
 
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
-        """Return evidence with the pods that the cgroups hide. before: a look from before the checkpoints were made."""
+        """Add pods that the cgroups hide to the evidence. before: a look from before the checkpoints were written."""
         if not seen.current:
             return seen
         named = [{allocation.pod_uid for allocation in version.allocations} for version in seen.checkpoints]
@@ -433,15 +445,15 @@ class HolderTracker:
         return replace(seen, pods=self.pods.hide(seen.pods, found)) if found else seen
 
     def _note_problem(self, seen: HolderEvidence) -> None:
-        """Keep what cannot be seen of this node; log it once."""
+        """Store the facts about this node that cannot be seen, and log them once."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
-        if problem and not self.problems:  # the pods in it change
+        if problem and not self.problems:  # The pods in the text change.
             _LOG.warning("%s", problem)
         self.problems = tuple(filter(None, [problem]))
 
     def _read(self, written: Sequence[CheckpointVersion] = (), problem: str = "") -> HolderEvidence:
-        """Read the cgroups after the checkpoint. written, problem: the answer of `CheckpointReader.written`."""
+        """Read the cgroups after the checkpoint. written, problem: the result of `CheckpointReader.written`."""
         read = list(written)
         if written:
             self._checkpoint.take(written)
@@ -462,6 +474,6 @@ class HolderTracker:
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await self._names.now(running)
-        # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
+        # If two running pods have one name, one of them was deleted by force. A list with the name does not show which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)

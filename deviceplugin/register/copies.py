@@ -1,10 +1,10 @@
 """The copy that an agent with a ledger keeps of its allocations: `<agent>.allocations` in `cdi.own_directory`.
 
-Without ledger and checkpoint nothing else names the pods of the plugin side. No checkpoint names a pod any more that
-was deleted by force: if it hangs, only the agent that gave it a device knows it. Other agents of the node read the copy
-for that: those with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. The copy of an agent that
-runs follows its grants; that of an agent that has ended stays until the next boot. The directory is in memory on most
-nodes; a copy of another boot says nothing.
+If ledger and checkpoint are lost, only the copy names the pods of the plugin side. The checkpoint also drops a pod that
+was deleted by force. If such a pod hangs, only the agent that gave it a device knows of it. So other agents of the node
+read the copy: agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps
+its copy up to date. The copy of an ended agent stays until the next boot. The directory is in memory on most nodes; a
+copy of another boot is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ SUFFIX: Final = ".allocations"
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Copied allocations. boot: the node's boot in which they were made. sequence: the register's at that time."""
+    """Copied allocations. boot: the node's boot in which they were made.
+
+    sequence: the register's sequence at that time.
+    """
 
     boot: str
     sequence: int
@@ -36,18 +39,18 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def path(directory: str, agent: str) -> str:
-    """Return where the copy of an agent lies. directory: of the CDI specs."""
+    """Return the path of an agent's copy. directory: of the CDI specs."""
     return os.path.join(cdi.own_directory(directory), f"{agent}{SUFFIX}")
 
 
 def write(path: str, copy: Copy) -> None:
-    """Put a copy into place. Raises OSError."""
+    """Write a copy atomically. Raises OSError."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     files.put(path, msgspec.json.encode(copy), f"{path}.new", 0o600)
 
 
 def read(path: str) -> Copy | None:
-    """Read a copy; None if there is none. Raises OSError or msgspec.MsgspecError: it cannot be read."""
+    """Read a copy; None if there is none. Raises OSError or msgspec.MsgspecError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=Copy)
@@ -56,7 +59,7 @@ def read(path: str) -> Copy | None:
 
 
 class AllocationCopies:
-    """The copies below a directory of CDI specs, without that of the agent `own`."""
+    """The copies in a directory of CDI specs, except the copy of the agent `own`."""
 
     def __init__(self, directory: Path, own: str = "") -> None:
         self._directory = Path(cdi.own_directory(str(directory)))
@@ -64,9 +67,10 @@ class AllocationCopies:
         self._read: dict[str, FileIdentity] = {}
 
     def changed(self) -> Mapping[Allocation, Wanted]:
-        """Return what the copies name that are new or have changed since the last call. May block.
+        """Return the grants in the copies that are new or have changed since the last call. May block.
 
-        A grant whose container was not named when the agent ended has no holder in a copy; the checkpoint names it.
+        If an agent ended before a checkpoint named a grant's container, the copy has no holder of it; the checkpoint
+        names it.
         """
         try:
             names = os.listdir(self._directory)

@@ -1,6 +1,6 @@
-"""Operations that record what the hardware of holdings is, and what else their holders reach. Pure.
+"""Operations that record the identity of holdings' hardware, and further nodes that their holders reach. Pure.
 
-They are called as those of `deviceplugin.register.operations`.
+They are called like the operations of `deviceplugin.register.operations`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from deviceplugin.register.records import Change, Claim, Decision, Operation, Re
 
 
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
-    """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
+    """Set the identity of holdings without one, or with one of another boot, to the present identity of their devices.
 
-    An identity that has all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's.
-    An allocation also reaches the nodes to which the paths of its device lead now: the answer to Allocate names paths,
-    and the runtime looks them up each time that the container starts.
+    An identity with all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's. An
+    allocation also reaches the nodes that the paths of its device lead to now. The answer to Allocate names paths, and
+    the runtime resolves them at each start of the container.
     """
 
     def adopted(recorded: Identity, key: RecordKey) -> Identity:
@@ -53,9 +53,10 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
 def renew(
     driver: str, uid: str, before: str, result: str, identities: Mapping[RecordKey, Identity]
 ) -> Operation[Claim | None]:
-    """Record another answer of a claim whose devices have other nodes now, and that it reaches these.
+    """Record a new answer to a claim whose devices have other nodes now, and that the claim reaches these nodes.
 
-    before: the answer that it replaces. Answers the claim's record; None if the claim has another answer by now.
+    before: the answer to replace. The operation's answer is the claim's record; None if the claim has another answer by
+    now.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Claim | None]:

@@ -38,10 +38,10 @@ class ListedResource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OfferQuestion:
-    """What decides which devices a side may offer.
+    """The input for deciding which devices a side may offer.
 
     state: the register's records. view: see `View`. hardware: of all listed devices. resources: by name. wanted:
-    returns what a holder would get by one id of a device.
+    returns the identity and amount that a holder would get by one id of a device.
     """
 
     state: RegisterSnapshot
@@ -53,11 +53,11 @@ class OfferQuestion:
 
 @dataclass(frozen=True, slots=True)
 class WithheldDevices:
-    """What one side must not offer of a resource, although its source lists it.
+    """The devices of a resource that one side must not offer, although its source lists them.
 
-    ids: the kubelet's ids, or for claims the devices, with reasons. devices: those that the side would offer else and
-    of which no id is left, with reasons. by_others: those of them that pods have, or may have, by another plugin of the
-    same resource.
+    ids: the kubelet's ids, or for claims the devices, with reasons. devices: devices without any id left to offer,
+    which the side would otherwise offer, with reasons. by_others: those among them that pods have, or may have, through
+    another plugin of the same resource.
     """
 
     ids: Mapping[str, str] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class WithheldDevices:
 
 
 def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> WithheldDevices:
-    """Return what a side must not offer of a resource.
+    """Return the devices of a resource that a side must not offer.
 
-    An id is checked against all holdings but its own. A device for claims is checked against all holdings but those
-    of its driver's claims: these devices stay offered, since the scheduler itself accounts for their parts. Ids are
-    checked in order, and an idle id that is offered counts as held for the ids after it.
+    An id is checked against all holdings but its own. A device for claims is checked against all holdings but those of
+    its driver's claims: these devices stay offered, because the scheduler itself counts their parts. Ids are checked in
+    order, and an idle id that is offered counts as held for the ids after it.
     """
     if (listed := asked.resources.get(resource)) is None:
         return WithheldDevices()
@@ -86,7 +86,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
     for device in listed.snapshot.devices.values():
         key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
         if not (key in busy or device.consumes or key in hardware.related) and busy.isdisjoint(tokens):
-            continue  # nobody holds any of it, as is usual
+            continue  # This is the usual case: no holder has a part of it.
         ids = listed.ids(device) if side == "plugin" else (device.id,)
         points: set[Point] = {key, *tokens}
         points.update((name, counter) for name, of in device.consumes.items() for counter in of)
@@ -111,7 +111,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
 def _holds_itself_alone(
     asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]
 ) -> bool:
-    """Return whether only the device's one id is held, and its identity is that of the grant: the usual case."""
+    """Return whether only the device's one id is held, with the identity of the grant. This is the usual case."""
     if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
         return False
     allocation = asked.state.allocations[key[0], ids[0]]
@@ -119,7 +119,10 @@ def _holds_itself_alone(
 
 
 def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: SideName) -> dict[str, str]:
-    """Return the ids of a device, or for claims the device itself, that could not be granted now, with reasons."""
+    """Return the ids of a device that could not be granted now, with reasons.
+
+    For claims, the device itself is the id.
+    """
     state, view, resource = asked.state, asked.view, key[0]
     driver, wanted = asked.resources[resource].driver, asked.wanted(*key)
     if side == "dra":
@@ -146,12 +149,15 @@ def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: Si
 
 
 def _is_only_possible(use: Use, *, held: bool) -> bool:
-    """Return whether a use is only possible while the device has a known holder: then it changes no offer."""
+    """Return whether a use is only a possibility, while the device has a known holder. Then it changes no offer."""
     return held and use.unit[0] == UNCERTAIN
 
 
 def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
-    """Return the reason if a device of the same hardware is on the other side, so that neither is offered; else ""."""
+    """Return a reason if a device of the same hardware is on the other side, else "".
+
+    Then neither device is offered.
+    """
     mine, resources = asked.state.state(*key).side, asked.resources
     for peer in sorted(asked.hardware.peers(key)):
         if _is_listed(asked, peer) and (theirs := asked.state.state(*peer).side) != mine:
@@ -163,7 +169,7 @@ def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
 
 
 def _offered_under_another_id(asked: OfferQuestion, key: DeviceKey, side: SideName) -> str:
-    """Return the reason if an idle device is offered under an id before this one, so that it is offered once."""
+    """Return a reason if an idle device is already offered by an earlier id. So the device is offered once."""
     mine = asked.resources[key[0]]
     for other in sorted(asked.hardware.aliases(key), key=natural_key):
         theirs = asked.resources[other[0]]

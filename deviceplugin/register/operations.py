@@ -1,7 +1,8 @@
-"""The operations of the ledger: pure functions that decide by a snapshot, and return an answer and changes.
+"""The operations of the register: pure functions of a snapshot that return an answer and changes.
 
-Each is called without the snapshot and returns an `Operation`, which `Store.do` calls with it, perhaps in another
-thread: arguments must not change after the call. `devices` are ids of physical devices, `now` is in Unix seconds.
+Each is called without the snapshot and returns an `Operation`. `Store.do` calls it with the snapshot, perhaps in
+another thread, so its arguments must not change after the call. `devices` are ids of physical devices, `now` is in Unix
+seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 KEEP_ENDED: Final = 1024
-"""So many unprepared claims are remembered. It is enough if the kubelet's claim state has forgotten them by then."""
+"""Number of unprepared claims to remember. It is enough if the kubelet's claim state has dropped older ones by then."""
 
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
@@ -44,12 +45,12 @@ _TURNED: Final = {
     State.DRA: State.TO_PLUGIN,
     State.TO_PLUGIN: State.DRA,
 }
-"""By state: the state in which a device moves to the other side, or is back on the side that it was leaving."""
+"""For each state, the state in which a device moves to the other side, or returns to the side that it was leaving."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a snapshot led to: kubelet device ids released and newly found, devices quarantined."""
+    """The results of comparing a snapshot: released ids, newly found ids, quarantined devices."""
 
     released: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Devices that arrived, and what each of the others waits for."""
+    """Devices that arrived, and what each remaining device waits for."""
 
     devices: tuple[str, ...] = ()
     waiting: Mapping[str, rules.MoveWait] = field(default_factory=lambda: NONE)
@@ -66,9 +67,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """The devices of a resource after their evidence was compared with the ledger. changed: with a new state.
+    """The result of comparing a resource's devices with evidence. changed: devices with a new state.
 
-    uncertain: those that may have a holder on the other side; they must not be offered before there is better evidence.
+    uncertain: devices that may have a holder on the other side. They must not be offered before there is better
+    evidence.
     """
 
     changed: Mapping[str, State]
@@ -76,7 +78,7 @@ class Reconciled:
 
 
 def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
-    """Make a function that takes a snapshot first into one that is called without it and returns an operation."""
+    """Convert a function whose first argument is the snapshot. Called without it, the result returns an operation."""
 
     @functools.wraps(decide)
     def with_arguments(*args: _P.args, **kwargs: _P.kwargs) -> Operation[_T]:
@@ -87,7 +89,7 @@ def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]
 
 @_operation
 def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
-    """Drop devices that do not exist any more; answer which. Those that a pod or a claim holds stay."""
+    """Remove records of devices that no longer exist; answer which. Devices that a pod or a claim holds stay."""
     gone = tuple(
         device
         for device in dict.fromkeys(devices)
@@ -100,10 +102,11 @@ def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> 
 def grant(
     state: RegisterSnapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
 ) -> Decision[rules.Refused | rules.Excluded | None]:
-    """Give devices to a container, all or none; answer the refusal, None if they are granted.
+    """Grant devices to a container, all or none. The answer is the refusal, None if they are granted.
 
-    Refused is what is on another side, and what others hold. wanted: by kubelet device id (a replica's, or the
-    device's own). An id that was given before is given anew: the kubelet does not say when it takes a device back.
+    Devices on the other side, and devices of other holders, are refused. wanted: by kubelet device id (a replica's, or
+    the device's own). An id that was granted before can be granted again, because the kubelet does not report when it
+    takes a device back.
     """
     new: list[Use] = []
     for device_id, requested in wanted.items():
@@ -126,9 +129,9 @@ def grant(
 
 
 def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested: Wanted) -> AllocationRecord:
-    """Return an id's record with what was granted now; former holders stay until evidence says that they are gone.
+    """Return an id's record after a new grant. Former holders stay until evidence shows that they have ended.
 
-    If no checkpoint has named the container of the grant before, each that is named from now on may be that one.
+    If no checkpoint has named the container of the previous grant, each container that is named later may be that one.
     """
     identity, amount = requested.identity if requested.identity.tokens else before.identity, requested.amount
     if before.pending:
@@ -140,17 +143,17 @@ def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested:
 
 @_operation
 def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
-    """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over.
+    """Compare the allocations of a resource with checkpoint and cgroups; release allocations that have ended.
 
-    An allocation is over when none of its holders is left, and no grant of it waits for its container to be named. An
-    id that is held and that the ledger does not know becomes an allocation. If its device is on the DRA side, the two
+    An allocation has ended when no holder of it is left, and no grant of it waits for its container to be named. A held
+    id that the register does not know becomes an allocation. If its device is on the DRA side, evidence and register
     contradict each other, and the device is quarantined.
     """
     changes: list[Change] = []
     released: list[str] = []
     for key, record in state.allocations.items():
         if record.resource != resource or snapshot.sequence < record.sequence:
-            continue  # given out, perhaps anew, after the snapshot was begun
+            continue  # The id was granted, perhaps again, after the snapshot was begun.
         after = _observed(record, snapshot)
         if after is None:
             released.append(record.device_id)
@@ -176,7 +179,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders of ids, (pod UID, container, resource, id): evidence shows that their pods may run."""
+    """Record further holders of ids, as (pod UID, container, resource, id). Evidence shows that their pods may run."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -192,18 +195,19 @@ def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, 
 
 
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
-    """Return an allocation as the snapshot leaves it; None if it is over."""
+    """Return an allocation after the snapshot; None if the allocation has ended."""
     observed = snapshot.held.get(record.device_id) or rules.ObservedAllocation(record.device, record.pod, sure=False)
     record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
-        # No answer says which device it is, and it was found before its source had listed it.
+        # No answer to Allocate names the device, and the id was found before its source had listed the device.
         record = replace(record, device=observed.device)
     if observed.identity.says_more_than(record.identity):
         record = replace(record, identity=observed.identity)
     if not record.amount.part and observed.amount.part:
         record = replace(record, amount=observed.amount)
     holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
-    if record.pending and not named:  # a new name in an old checkpoint may be of a pod that ended before this grant
+    # A new name in an old checkpoint may belong to a pod that ended before this grant.
+    if record.pending and not named:
         holders &= record.holders
     shown = observed.shown.union(one for one in record.shown if one[0] not in dict(observed.shown))
     former = tuple(one for one in record.former if not one.holders.isdisjoint(holders))
@@ -224,11 +228,12 @@ def reserve(
     move_idle: bool = False,
     along: Collection[RecordKey] = (),
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Reserve a claim's devices, if nobody else has them, while its driver sets them up; `prepare` completes it.
+    """Reserve a claim's free devices while its driver sets them up. `prepare` completes the grant.
 
-    Returns the claim's record if the ledger has one (with a result of None it is not completed), else the reservation.
-    durable: keep the reservation after a crash, so that an Unprepare can then undo the setup of the devices. move_idle:
-    if it is refused, begin to move the claim's idle devices to DRA. along: devices that must move together with these.
+    Returns the claim's record if the register has one (a result of None means that it is not complete), else the
+    reservation. durable: whether the reservation survives a crash, so that an Unprepare can then undo the setup of the
+    devices. move_idle: whether a refusal begins to move the claim's idle devices to DRA. along: devices that must move
+    together with these.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and (
@@ -246,7 +251,7 @@ def prepare(
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Grant a claim its devices until it is unprepared. Returns the existing record if it is already prepared.
 
-    Devices of administrative access are not held, and may be on any side. claim: with its result, so that Prepare gets
+    Devices with administrative access are not held, and may be on any side. claim: has its result, so that Prepare gets
     the same answer after a restart. move_idle, along: see `reserve`.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
@@ -275,10 +280,11 @@ def _take(
 def _moves_begun(
     state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Begin to move a refused claim's idle devices to DRA; return the refusal, which says whether they move.
+    """Begin to move a refused claim's idle devices to DRA. The returned refusal states whether they move.
 
-    No move begins if one of the devices, or of those that would move along, is of a resource that pods have by limits
-    on both sides: the kubelet may need all remaining ids to admit its pods again, and their number is not known here.
+    No move begins if pods have devices of the resource by limits on both sides; this also holds for resources of
+    devices that would move together with them. The kubelet may need all remaining ids to admit its pods again, and
+    their number is not known here.
     """
     leaving = sorted({of for of, device in {*claim.held, *along} if state.device(of, device).state is State.PLUGIN})
     if stays := next((of for of in leaving if all(rules.held_by_limits(state, of))), ""):
@@ -296,10 +302,10 @@ def _moves_begun(
 
 @_operation
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Turn a prepared claim back into a reservation: it holds its devices and has no result.
+    """Change a prepared claim back to a reservation. It keeps its devices and has no result.
 
-    Called after a reboot, when the devices must be set up again, and after an Unprepare while processes of the claim's
-    pods still ran.
+    This is called after a reboot, when the devices must be set up again. It is also called after an Unprepare during
+    which processes of the claim's pods still ran.
     """
     recorded = state.claims.get((driver, uid))
     if recorded is None or recorded.result is None:
@@ -310,10 +316,10 @@ def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | N
 
 @_operation
 def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
-    """Record claims and devices that the claims' files name and the register lacks; return the new records.
+    """Record claims and devices that are in the claims' files and not in the register; return the new records.
 
     The register lacks them if it was lost or replaced by an older copy. A claim that the register has with other
-    devices was allocated anew; it then counts as holder of both its former and its new devices.
+    devices was allocated again. It then counts as holder of both its former and its new devices.
     """
     new = []
     for claim in claims:
@@ -330,7 +336,7 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
 def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
-    """Add to a claim's record its name, if only its CDI file was known so far, and pods that share the claim."""
+    """Add facts to a claim's record: its name, if only its CDI file was known, and pods that share the claim."""
     recorded = state.claims.get((driver, uid))
     if recorded is None:
         return Decision(None)
@@ -375,11 +381,11 @@ def begin_move(
     *,
     for_claim: bool = False,
 ) -> Decision[Mapping[str, State]]:
-    """Begin moves to a side; answer the new state of each device that changed.
+    """Begin moves to a side. The answer is the new state of each device that changed.
 
-    A device that is moving to the other side returns. Quarantined devices stay, and those of another driver: they leave
-    its slices first, by a move to the plugin's side. driver: the one whose claims are to get the devices. for_claim:
-    whether a claim needs them.
+    The move of a device that is moving to the other side reverses. Quarantined devices do not move. Devices of another
+    driver do not move either: they first leave its slices, by a move to the plugin side. driver: the driver whose
+    claims are to get the devices. for_claim: whether a claim needs them.
     """
     at = {device: state.device(resource, device) for device in devices}
     moves = {
@@ -396,7 +402,7 @@ def begin_move(
 def commit_to_dra(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
-    """End moves to DRA for which the evidence suffices."""
+    """End those moves to DRA for which the evidence suffices."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
     waits = {record.device: rules.to_dra_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)
@@ -406,7 +412,7 @@ def commit_to_dra(
 def commit_to_plugin(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
-    """End moves to the plugin for which the evidence suffices."""
+    """End those moves to the plugin side for which the evidence suffices."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
     waits = {record.device: rules.to_plugin_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)
@@ -435,23 +441,24 @@ def reconcile_evidence(
     now: float,
     driver: str = "",
 ) -> Decision[Reconciled]:
-    """Compare the ledger with evidence, or build it from evidence where it is empty.
+    """Compare the register with evidence, or fill it from evidence if it is empty.
 
-    A device that the ledger does not know goes to DRA if a claim's allocation or a CDI file names it, to the plugin if
-    the kubelet's checkpoint does, to quarantine if both do, to `side` if neither. A known one stays, unless a holder on
-    the other side contradicts the ledger. An allocation without a prepared claim does not contradict it, because the
-    scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device uncertain. A quarantined
-    device leaves as soon as the evidence and the ledger's own holders agree. evidence: of all holders of `devices`.
+    An unknown device goes to DRA if a claim's allocation or a CDI file names it, to the plugin side if the kubelet's
+    checkpoint names it, to quarantine if both do, and to `side` if neither does. A known device stays, unless a holder
+    on the other side contradicts the register. The allocation of a claim that is not prepared does not contradict it,
+    because the scheduler writes some minutes late. A holder that is not sure does not contradict it either, but makes
+    the device uncertain. A quarantined device leaves quarantine once the evidence and the register's own holders agree.
+    evidence: of all holders of `devices`.
 
-    A claim that this process has unprepared is not prepared, whatever the evidence says. The evidence may have been
-    read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the
-    claim was prepared again, the ledger has it.
+    A claim that this process has unprepared counts as not prepared, whatever the evidence shows. The evidence may have
+    been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the answer. If
+    the claim was prepared again, the register has it.
     """
     claims = [
         replace(claim, prepared=False) if (claim.driver, claim.uid) in state.ended else claim
         for claim in evidence.merged
     ]
-    # Sure ones last: they replace the others.
+    # Sure allocations come last, because they replace the others.
     held = sorted(evidence.held.values(), key=lambda allocation: allocation.sure)
     plugin = {allocation.device: allocation for allocation in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -471,7 +478,7 @@ def reconcile_evidence(
             uncertain[device] = None
             pod = None
         if pod is None and not evidence.current and (recorded is None or not recorded.state.allocates):
-            uncertain[device] = None  # it may have been given to a pod that the checkpoint does not name yet
+            uncertain[device] = None  # The device may have been granted to a pod that the checkpoint does not name yet.
             continue
         at, reason = _proven(recorded, pod.pod if pod else None, claim, prepared.get(device), side)
         if recorded is None or at is not recorded.state:
@@ -491,7 +498,7 @@ def _proven(
     prepared: rules.ClaimEvidence | None,
     side: Side,
 ) -> tuple[State, str]:
-    """Return the state in which the evidence leaves a device, and the reason if it is a new state."""
+    """Return the state in which the evidence leaves a device, and the reason if the state is new."""
     if recorded is None or recorded.state is State.QUARANTINED:
         if pod is not None and claimed is not None:
             return State.QUARANTINED, f"held by pod {pod} and allocated to claim {claimed.uid}"
@@ -510,13 +517,13 @@ def _proven(
 def _prepared_claims(
     state: RegisterSnapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float
 ) -> list[Change]:
-    """Return the changes that record claims which evidence says are prepared, and which the ledger has no result of."""
+    """Return the changes that record claims which are prepared by the evidence, but have no result in the register."""
     changes = []
     for claim in claims:
         recorded = state.claims.get((claim.driver, claim.uid))
         if not claim.prepared or (recorded is not None and recorded.result is not None):
             continue
-        # A claim over several resources is found once for each of them, so its record may have other devices already.
+        # A claim with several resources is found once for each of them, so its record may already have other devices.
         before = recorded or Claim(claim.driver, claim.uid, "", "", (), None, now)
         if not before.name:
             before = replace(before, namespace=claim.namespace, name=claim.name)
@@ -536,7 +543,7 @@ def _is_held(state: RegisterSnapshot, resource: str, device: str) -> bool:
 def _found(
     state: RegisterSnapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float
 ) -> Change:
-    """Record an id that is held and that was granted by an earlier agent, or by a ledger that is lost."""
+    """Record a held id that an earlier agent granted, or whose record was lost."""
     record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
     record = replace(record, identity=observed.identity, amount=observed.amount, shown=observed.shown)
     return _put_allocation(replace(record, pending=not observed.holders, pod=observed.pod))
@@ -560,7 +567,7 @@ def _moved(
     *,
     for_claim: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes that give devices new states. driver: of those that had none."""
+    """Return the changes that give devices new states. driver: for devices without a driver."""
     records = []
     for device, to in moves.items():
         before = state.device(resource, device)

@@ -31,7 +31,8 @@ Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
 _ONE: Final = Fraction(1)
 UNCERTAIN: Final = "uncertain"
-"""Begins the unit of what a pod has by another plugin, while it is not known which device that is."""
+"""The first element of a unit for a possible holder: a pod that has a device of another plugin, without it being known
+which."""
 
 
 class Use(NamedTuple):
@@ -40,7 +41,7 @@ class Use(NamedTuple):
     unit: identifies the holder: one of the kubelet's ids, a claim, a hook, or a holder of another plugin or driver.
     title: the holder, for messages. key: the device; None if only its tokens are known. tokens: the device's identity
     in this boot, empty if unknown. part: None if unknown. takes: the quantities taken of counters. reached: tokens of
-    other nodes that the holder may reach; they do not say what the device is.
+    other nodes that the holder may reach; they do not identify the device.
     """
 
     unit: tuple[str, ...]
@@ -53,16 +54,16 @@ class Use(NamedTuple):
 
     @property
     def own(self) -> set[Point]:
-        """The tokens and the device that it was granted."""
+        """The tokens and the device of the grant."""
         return {*self.tokens, self.key} if self.key else {*self.tokens}
 
     @property
     def points(self) -> set[Point]:
-        """The tokens and the device whose holdings must not exceed their size."""
+        """The tokens and the devices at which holdings are added up."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
-        """Return whether it concerns one of these points, counters included."""
+        """Return whether the use is at one of these points, counters included."""
         return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
 
 
@@ -99,7 +100,7 @@ def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
 
 
 def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
-    """Return the quantities that a device's holder takes of counters, in the order of their names."""
+    """Return the quantities that a device's holder takes of counters, sorted by their names."""
     taken = ((name, counter, str(value)) for name, of in device.consumes.items() for counter, value in of.items())
     return tuple(sorted(taken))
 
@@ -133,9 +134,9 @@ def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
 
 
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
-    """Return a use whose takes count in the scope that was recorded, and in that of its resource now.
+    """Return a use whose takes count in the recorded scope, and in the present scope of its resource.
 
-    Where neither is known they count in the scopes of all resources.
+    If neither is known, they count in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -169,14 +170,17 @@ def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
 
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
-    """Return one device of a claim as a use; a claim that is known from evidence alone may have any part of it."""
+    """Return one device of a claim as a use.
+
+    A claim that is known from evidence alone may have any part of the device.
+    """
     title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
     key, unit = (device.resource, device.device), ("claim", claim.driver, claim.uid)
     return _use(unit, title, key, device.identity, device.amount, view, claim.driver)
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
-    """Return the uses at any of these points: from the register's records, and of others."""
+    """Return the uses at any of these points: from the register's records, and from `view.others`."""
     points, entries = set(points), set[tuple[str, RecordKey]]()
     for point in points:
         entries |= state.index.get(point, frozenset())
@@ -197,8 +201,8 @@ def possible_uses(
 ) -> tuple[Use, ...]:
     """Return uses of every device that a pod may have got from another plugin under its resource's name.
 
-    Any device of the resource may be meant, if neither the id nor the answer to Allocate says which. devices: tokens by
-    resource and device. listed: tokens of all devices.
+    Any device of the resource is possible if neither the id nor the answer to Allocate identifies it. devices: tokens
+    by resource and device. listed: tokens of all devices.
     """
     possible: list[Use] = []
     for allocation in records:
@@ -217,7 +221,7 @@ def is_given_by_others(allocation: AllocationRecord) -> bool:
 
 
 def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
-    """Return whether holders, under all ids, have more than the whole device; hooks do not count.
+    """Return whether the holders of all ids together have more than the whole device. Hooks do not count.
 
     times: how many containers may share it; a holding of unknown amount counts as one of them.
     """
@@ -251,10 +255,10 @@ def refusal(
         count += len(use.points)
         for counter in use.takes:
             points.add(counter[1:])
-            count += 2  # several may take of one counter
+            count += 2  # Several uses may take from one counter.
     held = uses(state, points, view)
     if not held and not beside and count == len(points):
-        return ""  # nobody has anything of these, as is usual, and they are different devices
+        return ""  # This is the usual case: the devices are different and have no holders.
     units = {use.unit for use in wanted}
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]

@@ -23,16 +23,19 @@ class LedgerError(Exception):
 class LedgerLostError(LedgerError):
     """Raised when the files were replaced since they were opened, or have lost written records.
 
-    Nothing is granted after that. The process must restart, and rebuild the records from evidence.
+    After that, all grants are refused. The process must restart, and rebuild the records from evidence.
     """
 
 
 SideName = Literal["plugin", "dra", "none"]
-"""Where a device is: on neither side if it is quarantined."""
+"""The side of a device; none if the device is quarantined."""
 
 
 class Side(enum.Enum):
-    """PLUGIN: devices are given to pods as an extended resource. DRA: devices are given to claims."""
+    """The two sides.
+
+    PLUGIN: pods get devices as an extended resource. DRA: claims get devices.
+    """
 
     PLUGIN = "plugin"
     DRA = "dra"
@@ -44,12 +47,12 @@ class Side(enum.Enum):
 
     @property
     def title(self) -> str:
-        """The side as text, for people."""
+        """The side as text, for headings."""
         return "DRA" if self is Side.DRA else "device plugin"
 
 
 class State(enum.Enum):
-    """The states of a device. A device that does not move is in the state named like its side."""
+    """The states of a device. A device that does not move has the state with the name of its side."""
 
     PLUGIN = "plugin"
     TO_DRA = "to-dra"
@@ -113,7 +116,7 @@ class State(enum.Enum):
 
     @property
     def reached(self) -> str:
-        """What has happened to a device that has come into this state, for people."""
+        """What has happened to a device that has just got this state, as text."""
         if self.goal is None:
             return "quarantined"
         return f"{'moving' if self.moves else 'moved'} to the {self.goal.title} side"
@@ -122,9 +125,9 @@ class State(enum.Enum):
 class Outlook(enum.Enum):
     """Whether a claim that was refused its devices may get them soon.
 
-    FINAL: nothing that is known leads to it. ENDING: holders are about to end. MOVING: its devices move to DRA, and
-    nobody holds them. UNKNOWN: it is just being found out who holds them. FREE: they may be had now, or a move of them
-    begins when they are asked for.
+    FINAL: no known event will free them. ENDING: their holders are about to end. MOVING: the devices move to DRA, and
+    have no holders. UNKNOWN: the agent is finding out their holders. FREE: they may be free now, or a request for them
+    begins a move.
     """
 
     FINAL = "final"
@@ -152,7 +155,7 @@ RecordKey = tuple[str, str]
 ContainerKey = tuple[str, str]
 """(pod UID, container)."""
 Point = str | RecordKey
-"""A token of an identity, (resource, device), or (counter set, counter): what holdings are found by."""
+"""A key by which holdings are found: a token of an identity, (resource, device), or (counter set, counter)."""
 
 
 class Amount(msgspec.Struct, frozen=True, array_like=True):
@@ -173,7 +176,10 @@ WHOLE: Final = Amount("1")
 
 
 class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
-    """What an id was when its former holders got it, if it was something else: they have that until they end."""
+    """The identity and amount of an id for its former holders, if they differ from now.
+
+    They count until these holders end.
+    """
 
     holders: frozenset[ContainerKey]
     identity: Identity
@@ -184,9 +190,9 @@ class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
 class DeviceRecord:
     """The state of one device.
 
-    since: Unix seconds. sequence: of the change that led to this state. reason: for messages. driver: the driver whose
-    slices have the device; "" on the plugin side. for_claim: whether a Prepare of a claim that needs the device has
-    begun its move.
+    since: Unix seconds. sequence: of the change to this state. reason: for messages. driver: the driver whose slices
+    have the device; "" on the plugin side. for_claim: whether a Prepare of a claim that needs the device has begun its
+    move.
     """
 
     resource: str
@@ -200,7 +206,7 @@ class DeviceRecord:
 
     @property
     def moves_for_claim(self) -> bool:
-        """Whether it moves to DRA because a claim needs it."""
+        """Whether the device moves to DRA because a claim needs it."""
         return self.state is State.TO_DRA and self.for_claim
 
 
@@ -215,14 +221,14 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AllocationRecord:
-    """A kubelet device id (the device's own, or a replica's) that Allocate has given to a container.
+    """A kubelet device id (the device's own, or a replica's) that Allocate has granted to a container.
 
     holders: the containers that the kubelet's checkpoint has named since. pending: no checkpoint has named the
     container of the last grant yet. absent_since: when the first checkpoint without the id was requested (monotonic
-    seconds). pod: a holder's namespace/name or UID, for messages. ending: the checkpoint does not name its pods any
-    more, or their processes have ended. These three are not stored. identity, amount: of the last grant, see
-    `ClaimDevice`. former: what those holders had that got the id before. shown: (pod UID, directory) for each directory
-    in which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
+    seconds). pod: a holder's namespace/name or UID, for messages. ending: whether the checkpoint no longer names its
+    pods, or their processes have ended. These three are not stored. identity, amount: of the last grant, see
+    `ClaimDevice`. former: the grants of earlier holders of the id. shown: (pod UID, directory) for each directory in
+    which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
     (`deviceplugin.kubelet.pod_evidence`).
     """
 
@@ -243,7 +249,7 @@ class AllocationRecord:
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
-    """A device of a claim. share: of consumable capacity, else "". admin: access without holding it.
+    """A device of a claim. share: the share ID, or "". admin: whether the claim has access without holding the device.
 
     identity: the device's identity at the grant. amount: the granted part.
     parameters: the parameters of its setup, as JSON; "" for none. limits: whether the scheduler created the claim for
@@ -281,7 +287,7 @@ class Claim:
 
     @property
     def held(self) -> frozenset[RecordKey]:
-        """The devices it holds as (resource, device); those of administrative access are not held."""
+        """The devices that the claim holds, as (resource, device). Devices with administrative access are not held."""
         held: set[RecordKey] = set()
         for device in self.devices:
             if not device.admin:
@@ -442,4 +448,4 @@ class Decision(Generic[_T_co]):
 
 
 Operation = Callable[[RegisterSnapshot], Decision[_T]]
-"""Decides by a snapshot; pure. `Store.do` carries it out."""
+"""A pure function that decides by a snapshot. `Store.do` executes it."""

@@ -58,7 +58,7 @@ SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
 
 
 class OtherSideError(DeviceConflictError):
-    """Raised when a device is requested by the side that it is not on."""
+    """Raised when one side requests a device that is on the other side."""
 
 
 class HookWorksError(DeviceConflictError):
@@ -85,13 +85,13 @@ class ResourceDevices(Protocol):
 class RegisterHost:
     """The interface of a register to its process. The defaults here are those of a process that serves no resource.
 
-    services: the resources of the process by name, as they are at any time.
+    services: the resources that the process serves now, by name.
     """
 
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return holdings of other drivers and plugins, from files; the same object until these change."""
+        """Return holdings of other drivers and plugins, from files. The object stays the same until they change."""
         return ()
 
     async def reread(self) -> None:
@@ -103,11 +103,11 @@ class RegisterHost:
 
 
 async def _tokens_now(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    """Return the identities of devices as of now, by the same keys. Raises LookTimeoutError."""
+    """Return the present identities of devices, by the same keys. Raises LookTimeoutError."""
     for device in devices.values():
         if device.nodes or device.identity.startswith("file:"):
             return await looks.at(kind, _read_tokens, devices, brief=True)
-    return _read_tokens(devices)  # without a look at any path
+    return _read_tokens(devices)  # These devices have no paths to look at.
 
 
 def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
@@ -128,7 +128,7 @@ class ListedHardware:
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
 
     def now(self) -> HardwareIndex:
-        """Return all devices; the same object until they change."""
+        """Return all devices. The object stays the same until they change."""
         services, version = self.served, list[object]()
         for name, service in services.items():
             version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
@@ -146,12 +146,12 @@ class ListedHardware:
         return self._hardware
 
     def has(self, key: DeviceKey) -> bool:
-        """Whether its source lists a device now."""
+        """Return whether a source lists the device now."""
         snapshot = self.served[key[0]].inventory.snapshot
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
-        """Return a device and the devices of its driver that move together with it; the first one leads the move."""
+        """Return a device and the devices of its driver that move together with it. The first one leads the move."""
         services, hardware = self.served, self.now()
         if (resource, device) not in hardware.related:
             return ((resource, device),)
@@ -167,7 +167,7 @@ class ListedHardware:
 class Register:
     """Records the holders of this node's devices by identity, and decides whether another holder may have a device.
 
-    host: the process around it. store: keeps the records.
+    host: the process that the register belongs to. store: keeps the records.
     """
 
     def __init__(self, host: RegisterHost | None = None, store: Store | None = None) -> None:
@@ -186,15 +186,15 @@ class Register:
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self._granted_now: Counter[DeviceKey] = Counter()
         self._adopted: HardwareIndex | None = None
-        """What was listed when holdings adopted what their devices are."""
+        """The listed hardware when `adopt` last set identities."""
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """All records as of now."""
+        """All present records."""
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return the input of the question besides the records; the same object until it changes."""
+        """Return the input of `refusal` besides the records. The object stays the same until it changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
         key = hardware, foreign, overdue
@@ -235,7 +235,7 @@ class Register:
             self._possible = hardware, records, possible
         return self._possible[2]
 
-    # What a device is, and how much of it somebody gets.
+    # Identity and amount of a device.
 
     def times(self, resource: str, device: Device) -> int | None:
         """Return how many containers may share a device; None if its resource is not served."""
@@ -243,7 +243,7 @@ class Register:
         return None if service is None else len(service.ids_now(device))
 
     def wanted(self, resource: str, device: str) -> Wanted:
-        """Return what a holder gets by one id of a device: the identity and amount that it has as of now."""
+        """Return the present identity and amount that a holder gets by one id of a device."""
         key, served = (resource, device), self.listed.served.get(resource)
         tokens = self.listed.now().tokens_by_device.get(key)
         its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
@@ -256,10 +256,10 @@ class Register:
         scope = self.listed.scopes.get(resource, "") if listed.consumes else ""
         return Wanted(key, its, Amount("1" if times == 1 else f"1/{times}", takes_of(listed), scope))
 
-    # What is offered.
+    # Offers.
 
     def side(self, key: DeviceKey) -> SideName:
-        """Return on which side a device is."""
+        """Return the side of a device."""
         return self.snapshot.state(*key).side
 
     def offers(self, resource: str, device: str) -> bool:
@@ -267,7 +267,7 @@ class Register:
         return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
     def withheld(self, resource: str, side: SideName) -> WithheldDevices:
-        """Return what a side must not offer of a resource now."""
+        """Return the devices of a resource that a side must not offer now."""
         listed = {
             name: ListedResource(
                 service.inventory.snapshot, service.source.driver or "", service.source.replicas, service.ids_now
@@ -278,7 +278,7 @@ class Register:
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
-        """Keep what a side withholds of a resource by the list or slices that it has made, and log what is new."""
+        """Record which devices a side withholds by its newest list or slices, and log new ones."""
         before = self.last_withheld(resource, side).devices
         for name, why in withheld.devices.items():
             if before.get(name) != why:
@@ -287,17 +287,17 @@ class Register:
         self._withheld[resource, side] = withheld
 
     def last_withheld(self, resource: str, side: SideName = "plugin") -> WithheldDevices:
-        """Return what a side withholds by the last list or slices that it has made; from any thread."""
+        """Return which devices a side withholds by its last list or slices. Any thread may call it."""
         return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
-        """Return the listed devices with the identity that an id of the kubelet's had when it was granted."""
+        """Return the listed devices with the identity that one of the kubelet's ids had at its grant."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
         return frozenset(key for token in tokens for key in hardware.having(token))
 
     def held_twice(self, resource: str) -> frozenset[str]:
-        """Return the devices of a served resource whose holders, under all ids, have more than the whole device."""
+        """Return the devices of a served resource of which the holders of all ids together have more than the whole."""
         state, view, service = self.snapshot, self.view(), self.listed.served[resource]
         held = state.index.keys() | {point for use in view.others for point in use.points}
         return frozenset(
@@ -312,7 +312,7 @@ class Register:
     async def grant(self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE) -> None:
         """Record a grant of ids (device by id) to a container.
 
-        asked: the device and amount that each id stood for at the request; by default as of now.
+        asked: the device and amount that each id stood for at the request; by default the present ones.
 
         Raises DeviceConflictError if an id stands for another device now, if the holders or the side of a device leave
         too little of it, or if its holder is not known yet; LookTimeoutError if paths of a device do not answer; the
@@ -324,7 +324,7 @@ class Register:
         wanted: dict[str, Wanted] = {}
         for name, device in ids.items():
             if why := self.evidence_missing(resource, device):
-                raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
+                raise UnknownHolderError(f"the holder of device {device} is not known yet: {why}")
             wanted[name] = asked.get(name) or self.wanted(resource, device)
             if wanted[name].identity.tokens != hardware.tokens_by_device.get((resource, device), NO_TOKENS):
                 raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
@@ -360,7 +360,7 @@ class Register:
 
         Raises DeviceConflictError as `verify` does, and the store's errors.
         """
-        if keys:  # those of a claim that has its devices already are not looked at again
+        if keys:  # The devices of a prepared claim are not looked at again.
             await self._host.reread()
             await self.verify(keys)
         with self._granting(keys):
@@ -374,19 +374,19 @@ class Register:
         return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return what a device is now."""
+        """Return the present tokens of a device."""
         return self.listed.now().tokens(key)
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return devices and those that are the same hardware, or parts of it."""
+        """Return these devices, and the devices that are the same hardware or parts of it."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
-        """Check that devices have the identity that was listed, and wait for their hooks; return what is listed now.
+        """Check that devices have the listed identity, and wait for their hooks. Return the listed hardware.
 
-        Raises DeviceConflictError, or LookTimeoutError: the paths of one do not answer.
+        Raises DeviceConflictError, or LookTimeoutError if the paths of a device do not answer.
 
-        resets: also wait for `reset`; False for a caller that calls `reset` itself.
+        resets: whether to wait for `reset` as well; False for a caller that calls `reset` itself.
         """
         keys = tuple(keys)
         if self._adopted is not self.listed.now():
@@ -396,7 +396,7 @@ class Register:
         for resource, device in keys:
             names.setdefault(resource, []).append(device)
         for resource, of in names.items():
-            if (served := self.listed.served.get(resource)) is not None:  # a reload may drop one meanwhile
+            if (served := self.listed.served.get(resource)) is not None:  # A reload may remove the resource meanwhile.
                 await self._verify(served.inventory, of)
         if self.hooks.running:
             try:
@@ -427,9 +427,10 @@ class Register:
                 raise DeviceConflictError(f"{was}: {shown(listed)}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
-        """Check that devices have the identity that they had when granted.
+        """Check that devices still have the identity of their grants.
 
-        Raises DeviceConflictError: one has not. LookTimeoutError: the paths of one do not answer.
+        Raises DeviceConflictError if a device has another identity, LookTimeoutError if the paths of a device do not
+        answer.
         """
         services, state, view = self.listed.served, self.snapshot, self.view()
         granted: dict[DeviceKey, Tokens] = {}
@@ -459,11 +460,11 @@ class Register:
         self._adopted = hardware
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
-        """Compare the allocations of a resource with evidence. Raises what the store raises."""
+        """Compare the allocations of a resource with evidence. Raises the store's errors."""
         return await self.store.do(operations.observe(resource, seen, time.time()))
 
     async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
-        """Record further holders of ids: (pod UID, container, resource, id). Raises what the store raises."""
+        """Record further holders of ids: (pod UID, container, resource, id). Raises the store's errors."""
         if named := tuple(holders):
             await self.store.do(operations.add_holders(named, time.time()))
 
@@ -474,7 +475,7 @@ class Register:
         self._subscribers.append(callback)
 
     def notify(self) -> None:
-        """Call the subscribers if the offers of other devices may change; most grants change only their own device."""
+        """Call the subscribers if the offers of other devices may change. Most grants change only their own device."""
         self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view
@@ -494,7 +495,7 @@ class Register:
                 callback()
 
     def _of_another_driver(self, point: DeviceKey, entries: Iterable[tuple[str, DeviceKey]]) -> bool:
-        """Return whether a claim of a former driver has a device; the present driver waits for its end."""
+        """Return whether a claim of a former driver has a device. The present driver waits for the claim's end."""
         served = self.listed.served.get(point[0])
         return served is not None and any(
             table == "claims" and key[0] != served.source.driver for table, key in entries

@@ -1,4 +1,4 @@
-"""Whether Allocate, Prepare and the end of a move are granted: pure functions of a snapshot and evidence."""
+"""Decides whether Allocate, Prepare and the end of a move are granted. Pure functions of a snapshot and evidence."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from deviceplugin.register.records import (
 )
 
 WELL_APART: Final = 3.0
-"""Seconds between the two checkpoints without it after which a grant whose container none has named is over.
+"""Minimum seconds between two checkpoints that do not name a grant's container. Then the grant has ended.
 
-The kubelet notes an allocation some microseconds after it has our answer, and writes its checkpoint right then (kubelet
-1.36, devicemanager/manager.go: allocateContainerResources). Both checkpoints were made up at our own requests, so its
-other parts ran meanwhile; the rest is for a busy node, which may not schedule one goroutine for a second.
+The kubelet records an allocation some microseconds after it has the agent's answer, and then writes its checkpoint at
+once (kubelet 1.36, devicemanager/manager.go: allocateContainerResources). Both checkpoints were composed at the agent's
+own requests, so other goroutines of the kubelet ran meanwhile. The remaining time is for a busy node, which may not
+schedule one goroutine for a second.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MoveWait:
-    """What the move of a device waits for. text: for messages.
+    """The event that the move of a device waits for. text: for messages.
 
     on_holder: whether it waits for a holder, which may run for long; if not, for evidence, which takes a moment. pod,
-    claim: namespace/name of the holder, "" if it is another or its name is not known.
+    claim: namespace/name of the holder, "" if the holder is of the other kind or its name is not known.
     """
 
     text: str
@@ -63,9 +64,9 @@ class MoveWait:
 class ObservedAllocation:
     """A kubelet device id that containers hold, by the checkpoint and the pod cgroups.
 
-    pod: one of its pods, for messages. sure: not only by an old checkpoint. If not sure, the id counts as held but
-    does not contradict the register. reason: why it counts as held, for messages. identity, amount: from the answer to
-    Allocate, if the checkpoint has it. ending, shown: see `AllocationRecord`.
+    pod: one of its pods, for messages. sure: whether other evidence than an old checkpoint shows it. If not sure, the
+    id counts as held but does not contradict the register. reason: why it counts as held, for messages. identity,
+    amount: from the answer to Allocate, if the checkpoint has it. ending, shown: see `AllocationRecord`.
     """
 
     device: str
@@ -83,9 +84,9 @@ class ObservedAllocation:
 class KubeletSnapshot:
     """The held ids of one resource, by the checkpoint and the pod cgroups (`deviceplugin.kubelet.holders`).
 
-    sequence: the register's before these were read. at: when reading began (monotonic seconds). current: the checkpoint
-    was written after that, and no Allocate was in flight meanwhile. held: by kubelet device id. registered: devices
-    that the kubelet counts as healthy. problem: why it is not current.
+    sequence: the register's sequence before the evidence was read. at: when the reading began (monotonic seconds).
+    current: whether the checkpoint was written after that, and no Allocate was running meanwhile. held: by kubelet
+    device id. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not current.
     """
 
     sequence: int
@@ -100,8 +101,8 @@ class KubeletSnapshot:
 class KubeletEvidence:
     """The evidence that the end of a move to DRA needs; times are monotonic seconds of one process.
 
-    sequence: the register's before all of it. shown: when ListAndWatch sent each device as Unhealthy. snapshot: the
-    holders, read after that.
+    sequence: the register's sequence before all evidence was read. shown: when ListAndWatch sent each device as
+    Unhealthy. snapshot: the holders, read after that.
     """
 
     sequence: int
@@ -113,9 +114,9 @@ class KubeletEvidence:
 class ClusterEvidence:
     """The evidence that the end of a move to the plugin side needs; times are monotonic seconds of one process.
 
-    sequence: the register's before all of it. withdrawn: by device, when the API server accepted the slice without the
-    device. listed_at: when a consistent LIST of all claims began. allocated: namespace/name of the claim whose
-    allocation names a device, by device, whether or not the claim is prepared.
+    sequence: the register's sequence before all evidence was read. withdrawn: by device, when the API server accepted
+    the slice without the device. listed_at: when a consistent LIST of all claims began. allocated: namespace/name of
+    the claim whose allocation names a device, by device, whether or not the claim is prepared.
     """
 
     sequence: int
@@ -128,9 +129,9 @@ class ClusterEvidence:
 class ClaimEvidence:
     """A claim whose allocation names devices of this node, or that has files on this node.
 
-    devices: the devices of one resource that it holds. prepared: it has files, or the kubelet counts it as prepared;
-    namespace and name may then be unknown (""). pods: the known UIDs of its pods. granted: the known grants of its
-    devices, of all resources; of a device without a grant here only the id is known.
+    devices: the devices of one resource that it holds. prepared: whether it has files, or the kubelet counts it as
+    prepared; namespace and name may then be unknown (""). pods: the known UIDs of its pods. granted: the known grants
+    of its devices, of all resources. Of a device without a grant here, only the id is known.
     """
 
     driver: str
@@ -148,8 +149,8 @@ class Evidence:
     """The evidence of one resource's holders, from outside of the register.
 
     held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
-    claims' files, the most reliable source first. current: whether the checkpoint was written at our own request; if
-    not, the absence of an id proves nothing.
+    claims' files, the most reliable source first. current: whether the checkpoint was written at the agent's own
+    request. If not, the absence of an id proves nothing.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
@@ -185,8 +186,9 @@ def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> 
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    moving: a move to the requested side is in progress, so a later try can succeed. unmoved: the resource that prevents
-    such a move, since pods have its devices by limits on both sides; "" if there is none. outlook: of a claim.
+    moving: whether a move to the requested side is in progress, so that a later try can succeed. unmoved: the resource
+    that prevents such a move, because pods have its devices by limits on both sides; "" if there is none. outlook: of a
+    claim.
     """
 
     record: DeviceRecord
@@ -200,7 +202,7 @@ class Refused:
         """The refusal as a message: device, side, since when, and the holder."""
         record = self.record
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
-        if record.since:  # 0: it was always so
+        if record.since:  # 0 means that the device has always had this state.
             text += f" since {_utc(record.since)}"
         if self.record.driver:
             text += f" (driver {self.record.driver})"
@@ -233,13 +235,16 @@ def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
 
 
 def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:
-    """Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
+    """Return the refusal of an Allocate; None in the states PLUGIN and TO_DRA, in which Allocate is granted."""
     record = now.device(resource, device)
     return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
 
 def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
-    """Claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
+    """Return the refusal of a Prepare.
+
+    It is None in the states DRA and TO_PLUGIN, for the driver that publishes the device.
+    """
     record = now.device(resource, device)
     pods = now.allocations_on(resource, (device,)) if (resource, device) in now.index else ()
     holder = pods[0].pod or "a pod" if pods else ""
@@ -249,13 +254,13 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
 
 
 def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
-    """Return which device another claim, or this one itself, has with other parameters; "" if all are alike."""
+    """Return a device that another claim, or this claim itself, has with other parameters; "" if there is none."""
     for device in claim.devices:
         name = device.resource, device.device
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
         for other in (claim, *others):
             if other is not claim and (other.driver, other.uid) == (claim.driver, claim.uid):
-                continue  # as it is recorded
+                continue  # The parameters are the recorded ones.
             for theirs in other.devices:
                 same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
                 if same and theirs.parameters != device.parameters:
@@ -325,11 +330,11 @@ def _utc(seconds: float) -> str:
 def with_outlook(
     decision: Decision[Claim | Refused | Excluded], state: RegisterSnapshot, claim: Claim, view: View
 ) -> Decision[Claim | Refused | Excluded]:
-    """Return a decision whose refusal, if it is one, says whether the claim may get its devices soon."""
+    """Return a decision. If its answer is a refusal, add whether the claim may get its devices soon."""
     if isinstance(decision.answer, Claim):
         return decision
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
-    # What is refused although it seems free stays so: pods by limits on both sides may keep it on its side.
+    # A refusal of seemingly free devices stays. Pods by limits on both sides may keep a device on its side.
     return replace(decision, answer=replace(decision.answer, outlook=seen if seen.waits else Outlook.FINAL))
 
 
@@ -368,7 +373,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
 
 
 def _of_side(state: RegisterSnapshot, driver: str, key: DeviceKey) -> Outlook:
-    """Return what the side of a device, and the pods that have it, say of a claim for it."""
+    """Return the outlook of a claim for a device, by the device's side and the pods that have it."""
     record, resource, device = state.device(*key), *key
     allocations = state.allocations_on(resource, (device,))
     if record.state is State.QUARANTINED or record.driver not in ("", driver) or not all(map(_ends, allocations)):

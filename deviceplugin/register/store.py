@@ -1,4 +1,4 @@
-"""What keeps the register's records, and the store in memory."""
+"""The interface of the store that keeps the register's records, and the store in memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Counts changes, and lets callers wait for the next one. Belongs to one event loop."""
+    """Counts changes, and lets callers wait for the next one. It belongs to one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
         self._next: asyncio.Future[None] | None = None
 
     def note(self) -> None:
-        """Count a change, and wake all who wait."""
+        """Count a change, and wake all waiters."""
         self.count += 1
         if self._next is not None:
             self._next.set_result(None)
             self._next = None
 
     async def after(self, count: int, timeout: float) -> None:
-        """Wait until there were more changes than `count`, or until so many seconds are over."""
+        """Wait until there were more changes than `count`, or until the timeout in seconds."""
         if self.count == count and timeout > 0:
             if self._next is None:
                 self._next = asyncio.get_running_loop().create_future()
@@ -37,30 +37,30 @@ class Changes:
 
 
 class Store(Protocol):
-    """Carries out operations: in memory, or in a file (`dra_bridge.ledger`).
+    """Executes operations: in memory, or in a file (`dra_bridge.ledger`).
 
-    changes: those of the snapshot, and of what the register knows besides.
+    changes: those of the snapshot, and of other inputs of the register.
     """
 
     changes: Changes
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """Everything as of the last operation."""
+        """All records after the last operation."""
 
     def do(self, operation: Operation[_T]) -> Awaitable[_T]:
-        """Decide and record."""
+        """Execute an operation: decide, then record."""
 
 
 class MemoryStore:
-    """A store for the plugin alone, whose durable record is the kubelet's checkpoint."""
+    """A store for the plugin alone. Its durable record is the kubelet's checkpoint."""
 
     def __init__(self) -> None:
         self.snapshot = RegisterSnapshot()
         self.changes = Changes()
 
     async def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record; nothing is awaited."""
+        """Execute an operation: decide, then record. It awaits nothing."""
         decision: Decision[_T] = operation(self.snapshot)
         if decision.changes:
             self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)

@@ -1,4 +1,4 @@
-"""The devices that callers wait for; meanwhile evidence about their holders is read often."""
+"""The devices that callers wait for. Meanwhile, evidence about their holders is read often."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 from deviceplugin.exclusion import DeviceKey
 
 PROMPT: Final = 0.3
-"""Seconds between two readings of evidence about devices that somebody waits for."""
+"""Seconds between two readings of evidence about awaited devices."""
 
 
 class Waits:
-    """The devices that callers wait for now. Belongs to one event loop."""
+    """The devices that callers wait for now. It belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: Counter[DeviceKey] = Counter()
@@ -23,7 +23,7 @@ class Waits:
 
     @property
     def devices(self) -> Collection[DeviceKey]:
-        """The devices that somebody waits for."""
+        """The awaited devices."""
         return self._waiting.keys()
 
     def subscribe(self, callback: Callable[[], None]) -> None:
@@ -31,18 +31,21 @@ class Waits:
         self._subscribers.append(callback)
 
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
-        """Have these devices count as awaited for some time, by callers that come back. In the event loop."""
+        """Count these devices as awaited for some seconds, for callers that try again later.
+
+        Call it in the event loop.
+        """
         ending = ExitStack()
         ending.enter_context(self.waiting(keys))
         asyncio.get_running_loop().call_later(seconds, ending.close)
 
     @contextmanager
     def waiting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
-        """Have these devices count as awaited."""
+        """Count these devices as awaited inside the context."""
         self._waiting.update(keys)
         for callback in self._subscribers:
             callback()
         try:
             yield
         finally:
-            self._waiting -= Counter(keys)  # drops those that nobody waits for any more
+            self._waiting -= Counter(keys)  # This drops devices that are no longer awaited.

@@ -403,7 +403,7 @@ def test_registers_again_when_a_stream_is_dropped(
     drop_stream(fake_kubelet)
     assert fake_kubelet.wait_registered(R, 2).endpoint != first.endpoint
     fake_kubelet.wait_allocatable(R, 2)
-    assert "the kubelet does not listen any more; registering again" in caplog.text
+    assert "the kubelet no longer listens; registering again" in caplog.text
 
 
 def test_streams_that_drop_for_ever_are_not_hurried(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -426,7 +426,7 @@ def test_kubelet_that_takes_the_registration_but_does_not_listen(
     agent.agent.services[R].endpoint.streams.begun = 0  # as if the stream that ends now had never been
     drop_stream(fake_kubelet)
     fake_kubelet.wait_registered(R, 2)
-    assert "took the registration but does not listen" in caplog.text
+    assert "accepted the registration but does not listen" in caplog.text
 
 
 def test_refused_registration_is_said_and_tried_again(

@@ -619,7 +619,7 @@ class Known:
         (grpc.StatusCode.FAILED_PRECONDITION, f"device 'b' of {R} is on the DRA side", "side"),
         (
             grpc.StatusCode.UNAVAILABLE,
-            "who holds device b is not known yet: no claim state",
+            "the holder of device b is not known yet: no claim state",
             "starting",
         ),
         (grpc.StatusCode.FAILED_PRECONDITION, "device b is still held: processes of pod default/p run", "held"),

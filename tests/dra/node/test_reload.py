@@ -139,7 +139,7 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
         agent.drivers[D].drop(A)
         register = agent.agent.register
         assert not register.offers(A, "d0")
-        with pytest.raises(DeviceConflictError, match="who holds device d0 is not known yet"):
+        with pytest.raises(DeviceConflictError, match="the holder of device d0 is not known yet"):
             await register.grant(A, {"d0": "d0"})
         await agent.reconfigure({A: Listed(A, "")}, {}, [])
         assert register.offers(A, "d0")
