@@ -1,11 +1,11 @@
-"""Files that tell programs in a container what its devices are: KEP-5304, device metadata.
+"""Writes files that describe a container's devices to the programs in it (device metadata, KEP-5304).
 
-A file is a stream of JSON objects, which say the same in each version of the format, the newest first. A reader takes
-the first version that it knows (dynamic-resource-allocation 0.37, api/metadata and kubeletplugin/metadata.go).
+A file is a stream of JSON objects with the same content in different versions of the format, the newest first. A reader
+uses the first version that it knows (dynamic-resource-allocation 0.37, api/metadata and kubeletplugin/metadata.go).
 
-The file of a claim's request names the devices of that request. By limits there is no claim: each device of a container
-has a file of its own. It is made by the first Allocate of the device, and stays until the node's next boot: a container
-that starts again has the mount in the kubelet's copy of the answer.
+The file of a claim's request names the devices of that request. For limits there is no claim, so each device of a
+container has its own file. The first Allocate of the device writes the file. It stays until the node's next boot,
+because the kubelet's copy of the answer mounts it again when the container restarts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from deviceplugin.device import AttributeValue, ContainerEdits, Device, Mount, V
 from deviceplugin.naming import EXTENDED_RESOURCE, NUMA_NODE, NamingError, canonical_resource, check_attribute
 
 Described = dict[str, Any]
-"""A part of such a file, in the form of its JSON."""
+"""A value in such a file, in the form of its JSON."""
 
 VERSIONS: Final = ("v1beta1", "v1alpha1")
-"""Of the format, the newest first; 1.36 has the second one only."""
+"""Versions of the format, the newest first. Kubernetes 1.36 has only the second one."""
 DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
-"""Where containers have the files."""
+"""The directory of the files in containers."""
 BY_LIMITS: Final = "extendedresources"
-"""The directory below it of files by limits; Kubernetes itself names none."""
+"""The subdirectory of files for limits. Kubernetes itself does not define a name for them."""
 
 
 def attribute(value: AttributeValue) -> Described:
-    """Return an attribute's value as ResourceSlices and these files have it."""
+    """Return an attribute's value in the form of ResourceSlices and of these files."""
     if isinstance(value, bool):
         return {"bool": value}
     if isinstance(value, int):
@@ -43,10 +43,10 @@ def attribute(value: AttributeValue) -> Described:
 
 
 def described(resource: str, device: Device) -> Described:
-    """Return a device's attributes, as far as the API takes them."""
+    """Return a device's attributes for its file, without those that the API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
     for name, value in device.attributes.items():
-        with contextlib.suppress(NamingError):  # the slices' problems name it
+        with contextlib.suppress(NamingError):  # The problems of the slices name the attribute.
             check_attribute(name, value)
             attributes[name] = attribute(value)
     if numa := device.numa_nodes:
@@ -55,10 +55,11 @@ def described(resource: str, device: Device) -> Described:
 
 
 def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described], pod_claim: str = "") -> bytes:
-    """Return a file's contents.
+    """Return the content of a file.
 
-    about: name, namespace and uid of the claim, as far as there is one. request: its name, with the subrequest.
-    devices: driver, pool, name and attributes of each. pod_claim: the claim's name in the pod, if it is of a template.
+    about: name, namespace and uid of the claim; empty if there is none. request: its name, with the subrequest.
+    devices: driver, pool, name and attributes of each. pod_claim: the claim's name in the pod, if the claim was made
+    from a template.
     """
     body: Described = {"metadata": {**about, "generation": 1}}
     if pod_claim:
@@ -69,7 +70,7 @@ def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described],
 
 
 def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> str:
-    """Return where a container has the file of a claim's request. request: without the subrequest."""
+    """Return the path of a claim request's file in a container. request: without the subrequest."""
     kind, name = ("resourceclaimtemplates", pod_claim) if pod_claim else ("resourceclaims", claim)
     return f"{DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
 
@@ -79,8 +80,8 @@ def by_limits(
 ) -> ContainerEdits:
     """Write the files of devices that a container gets by limits, and return their mounts. Blocks. Raises OSError.
 
-    directory: of CDI specs. driver: or the domain of a resource without one. named: the devices with the names that
-    slices give them.
+    directory: of CDI specs. driver: the driver, or the domain of a resource without a driver. named: the devices with
+    their published names.
     """
     own, mounts = cdi.own_directory(directory), []
     for name, device in named:
@@ -92,7 +93,10 @@ def by_limits(
 
 
 def write(path: str, data: bytes) -> bool:
-    """Put a file into place unless it is there with these bytes; return whether it was not. Blocks. Raises OSError."""
+    """Write a file atomically, unless it already has these bytes; return whether it was written. Blocks.
+
+    Raises OSError.
+    """
     looks.at(path)
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         if file.read() == data:

@@ -1,4 +1,4 @@
-"""The evidence of holders that the register asks for: of pods, and of claims through drivers that are not served."""
+"""The evidence of holders that the register needs: of pods, and of claims of drivers that are not served."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DriverEvidence:
 
 
 class NodeEvidence(RegisterHost):
-    """Makes the register and the readers of evidence of one process, and answers what the register asks.
+    """Makes the register and the readers of evidence of one process, and gives the register this evidence.
 
     services: the resources of the process by name; the mapping changes with them. drivers: the DRA drivers of the
     process by name. lists: the device lists that this process sends to the kubelet. scan_wanted: set when a scan should
@@ -70,7 +70,7 @@ class NodeEvidence(RegisterHost):
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return holdings of other drivers and plugins; the same object until these change."""
+        """Return holdings of other drivers and plugins. The object stays the same until they change."""
         pods, claims = self.tracker.foreign(), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)

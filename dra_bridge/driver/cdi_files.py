@@ -1,4 +1,4 @@
-"""The files of prepared claims: CDI specs, which the container runtime applies to containers, and the own claim files.
+"""The files of prepared claims: CDI specs, which the container runtime reads, and the agent's own claim files.
 
 A file is renamed into place but not synced. The agent writes it again from the ledger at each start, so an empty or
 missing file is replaced after a power failure. On most nodes, /var/run is in memory.

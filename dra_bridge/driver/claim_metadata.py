@@ -1,7 +1,8 @@
-"""The device metadata (KEP-5304) of one driver's claims: what each request's file says, and the files on the host.
+"""The device metadata (KEP-5304) of one driver's claims: the content of each request's file, and the files on the host.
 
-They lie beside the claims' own files (`deviceplugin.claim_files`). They are written before the CDI file that mounts
-them, and removed after it. The contents are a part of the answer in the ledger, so that lost files are written again.
+The files are in the directory of the agent's claim files (`deviceplugin.register.claim_files`). They are written before
+the CDI file that mounts them, and removed after it. The ledger has their content as part of the answer, so lost files
+can be written again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ClaimMetadata:
         return f"{self._directory}/{self._driver}_{uid}_{request}.metadata"
 
     def text(self, ref: ClaimRef, groups: Sequence[RequestDevices], pod_claim: str) -> str:
-        """Return what the file of a request says: of those devices whose resource wants it; "" if none does."""
+        """Return the content of a request's file, for devices whose resource has metadata; "" if no resource has."""
         devices, name = dict[str, device_metadata.Described](), ""
         for group in groups:
             for device, result in group.members if group.served.source.metadata else ():
@@ -51,7 +52,7 @@ class ClaimMetadata:
         return ContainerEdits(mounts=[Mount(self.path(ref.uid, request), inside, readonly=True)])
 
     def write(self, uid: str, texts: Mapping[str, str]) -> bool:
-        """Write a claim's files; return whether one was not there. Blocks. Raises CdiError. texts: by request."""
+        """Write a claim's files; return whether one was missing. Blocks. Raises CdiError. texts: by request."""
         written = False
         for request, text in texts.items():
             try:
@@ -61,7 +62,7 @@ class ClaimMetadata:
         return written
 
     def remove(self, uid: str) -> None:
-        """Remove a claim's files, as far as they are there. Blocks. Raises CdiError."""
+        """Remove a claim's files, if they exist. Blocks. Raises CdiError."""
         for name, of in self._names().items():
             if of[0] == uid:
                 try:
@@ -78,7 +79,7 @@ class ClaimMetadata:
         return found
 
     def _names(self) -> dict[str, tuple[str, str]]:
-        """Return the names of the files, and of drafts that a crash left, each with the claim's UID and request."""
+        """Return the names of the files and of drafts that a crash has left, each with the claim's UID and request."""
         try:
             names = os.listdir(self._directory)
         except OSError:
