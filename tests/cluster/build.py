@@ -3,7 +3,7 @@
 ``ensure(version)`` returns the paths of kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and kubectl of
 that Kubernetes version and of the one etcd and containerd that serve all of them, and builds first what is missing::
 
-    python -m tests.cluster.build              # the default version
+    python -m tests.cluster.build              # the default version, and the one that a node is upgraded from
     python -m tests.cluster.build 1.32.2 1.35.4
     python -m tests.cluster.build helm         # what tests of the chart run; actionlint
 
@@ -42,7 +42,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DEFAULT_VERSION = "1.36.3"
+DEFAULT_VERSION = "1.37.2"
+FORMER_VERSION = "1.36.3"
+"""What a node is upgraded from, and back to, in the tests."""
 ETCD_VERSION = "3.6.8"
 # 2.3.0 comes up without its CRI plugin unless mkfs.erofs is installed; the 1.6 of Debian 12 knows no CDI.
 CONTAINERD_VERSION = "2.1.5"
@@ -77,7 +79,7 @@ class Binaries:
 
     @property
     def minor(self) -> int:
-        """The 36 of 1.36.3."""
+        """The 37 of 1.37.2."""
         return int(self.version.split(".")[1])
 
     def path(self, program: str) -> str:
@@ -496,7 +498,8 @@ def ensure(version: str | None = None) -> Binaries:
 def main(arguments: Sequence[str]) -> int:
     """Build the given versions and tools, one after another."""
     try:
-        for version in arguments or (default_version(),):
+        both = (DEFAULT_VERSION, FORMER_VERSION)
+        for version in arguments or (both if default_version() == DEFAULT_VERSION else (default_version(),)):
             if version in TOOLS:
                 print(f"{version}: {ensure_tool(version)}")
                 continue

@@ -55,7 +55,8 @@ class Kueue:
         kueue = cls(cluster)
         process = kueue._start(configuration)
         try:
-            cluster.wait_for(kueue._ready, 120, "Kueue is ready")
+            cluster.wait_for(lambda: not process.running or kueue._ready(), 120, "Kueue is ready")
+            assert process.running, process.tail()
             kueue._hook()
             flavor = {"name": "any", "resources": [{"name": key, "nominalQuota": n} for key, n in quotas.items()]}
             groups = [{"coveredResources": list(quotas), "flavors": [flavor]}]
@@ -100,6 +101,7 @@ class Kueue:
             "webhook": {"port": WEBHOOKS, "certDir": "/etc/kueue/metrics/certs"},
             "leaderElection": {"leaderElect": False},
             "integrations": {"frameworks": ["batch/job"]},
+            "featureGates": {"VisibilityOnDemand": False},  # it is an aggregated API, with a certificate of its own
         }
         file.write_text(yaml.safe_dump({**configuration, **own}))
         run = [str(self._program), f"--config={file}", f"--kubeconfig={self.cluster.kubeconfig}"]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from deviceplugin.device import counted
 from tests.cluster import build
 
-VERSIONS = ("1.32.2", "1.33.13", "1.34.4", "1.35.4", "1.36.3", "1.37.1")
+VERSIONS = ("1.32.2", "1.33.13", "1.34.4", "1.35.4", "1.36.3", "1.37.2")
 NODES = 2
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -672,16 +672,18 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
             (taint,) = bridge.offered()[device]["taints"]
             assert (taint["key"], taint["effect"]) == (f"{DRIVER}/unhealthy", "NoSchedule")
 
-        def health() -> str:
+        def health() -> tuple[str, str]:
             for status in pod.status["containerStatuses"]:
                 for entry in status.get("allocatedResourcesStatus") or ():
                     for one in entry.get("resources") or ():
                         if claim["metadata"]["uid"] in one["resourceID"]:  # the CDI device of its request
-                            return str(one["health"])
-            return ""
+                            return str(one["health"]), str(one.get("message", ""))
+            return "", ""
 
         if cluster.minor >= 34:
-            cluster.wait_for(lambda: health() == "Unhealthy", 60, "the pod's status says Unhealthy")
+            cluster.wait_for(lambda: health()[0] == "Unhealthy", 60, "the pod's status says Unhealthy")
+        if cluster.minor >= 36:  # ResourceHealthStatusMessage
+            assert "smells of smoke" in health()[1]
         if cluster.minor >= 33:
             bridge.stop()
             bridge.start()
@@ -691,7 +693,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
         sick.write_text("")
         bridge.wait_offered(2)
         if cluster.minor >= 34:
-            cluster.wait_for(lambda: health() == "Healthy", 60, "the pod's status says Healthy")
+            cluster.wait_for(lambda: health()[0] == "Healthy", 60, "the pod's status says Healthy")
 
 
 def test_no_execute(cluster: Cluster) -> None:

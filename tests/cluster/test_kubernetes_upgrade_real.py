@@ -15,7 +15,7 @@ from tests.cluster.conftest import Shared
 from tests.cluster.node import Cluster, Pod
 from tests.cluster.test_handover import RESOURCE, annotate, serving_cards, states
 
-OLD, NEW = "1.36.3", "1.37.2"
+OLD, NEW = build.FORMER_VERSION, build.DEFAULT_VERSION
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 UPGRADE = (*((name, NEW) for name in CONTROL_PLANE), ("kubelet", NEW))
 ROLLBACK = (("kubelet", OLD), *((name, OLD) for name in reversed(CONTROL_PLANE)))
