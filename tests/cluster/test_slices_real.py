@@ -550,3 +550,48 @@ def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable
         cluster.api.delete("node", "node2")
         gone = status_patch(dict.fromkeys(numbers), capacity=dict.fromkeys(numbers))
         cluster.api.request("PATCH", f"/api/v1/nodes/{node}/status", gone, content_type=MERGE)
+
+
+def test_of_leases_the_agent_writes_only_its_own_nodes(cluster: Cluster) -> None:
+    """An agent reports of its drivers in its node's Lease; it writes no other, deletes none, in no other namespace."""
+    namespace, node, report = "leases", cluster.node_name, f"{DRIVER}/handover"
+    applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, namespace)))
+
+    def lease(name: str, *annotations: str) -> dict[str, Any]:
+        metadata = {"name": name, "annotations": dict.fromkeys(annotations, "{}")}
+        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+
+    def refused(by: Api, body: Mapping[str, Any], where: str = namespace, method: str = "POST") -> str:
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{where}/leases"
+        path += "" if method == "POST" else f"/{body['metadata']['name']}"
+        kind = "application/json" if method != "PATCH" else MERGE
+        try:
+            by.request(method, path, None if method == "DELETE" else body, kind, dryRun="All")
+        except ApiError as error:
+            if error.code not in (403, 422):
+                raise
+            return error.message
+        return ""
+
+    try:
+        cluster.api.create(lease("node2", report), namespace)
+        api = cluster.api_with_token(cluster.service_account_token("agent", namespace, ("Node", node)))
+        loose = cluster.api_with_token(cluster.service_account_token("agent", namespace))
+        foreign = "may not write Lease node"
+        cluster.wait_for(lambda: foreign in refused(api, lease("node3")), 30.0, "the policy is in force")
+        assert refused(api, lease(node, report)) == ""
+        assert foreign in refused(loose, lease(node, report))
+        assert foreign in refused(api, lease("node2", report), method="PATCH")
+        others = "drivers of its configuration only"
+        assert others in refused(api, lease(node, "other.example.com/handover"))
+        cluster.api.create(lease(node, report, "other.example.com/handover"), namespace)
+        assert refused(api, {"metadata": {"name": node, "annotations": {report: "new"}}}, method="PATCH") == ""
+        for wrong in ("other.example.com/handover", "example.com/anything"):
+            body = {"metadata": {"name": node, "annotations": {wrong: "new"}}}
+            assert others in refused(api, body, method="PATCH"), wrong
+        for name in (node, "node2"):
+            assert "cannot delete resource" in refused(api, lease(name), method="DELETE")
+        for where in ("default", "kube-node-lease"):
+            assert "cannot create resource" in refused(api, lease(node, report), where)
+    finally:
+        remove(cluster, applied)
