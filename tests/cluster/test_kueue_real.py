@@ -92,10 +92,10 @@ def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> Non
         cluster.api.delete("Job", "by-claim")
         for job in waiting:
             until_it_runs(cluster, job)
-        # What Kueue does not count: claims that a job shares with others, by their names.
-        bridge.claim("named", {"name": "any", "exactly": {"deviceClassName": DRIVER}})
+        # A claim that others may share has no place in a quota.
+        bridge.claim("named")
         queue.job("by-name", pod({"resourceClaimName": "named"}))
-        cluster.wait_for(lambda: queue.admitted("by-name"), 60, "a claim that was made before is not counted")
+        assert "does not support use of resource claims" in why_it_waits(cluster, queue, "by-name")
 
 
 def test_a_claim_with_selectors_waits_until_devices_are_published(kueued: tuple[Cluster, Kueue]) -> None:
