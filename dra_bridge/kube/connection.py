@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 import urllib.parse
 from collections import Counter
@@ -83,13 +84,15 @@ class ApiRequest(NamedTuple):
 
 
 class Connection:
-    """A connection to one API server, by its configuration. The arguments are those of `Cluster`."""
+    """A connection to one API server, by its configuration. longest: seconds of the longest wait; else see `Cluster`."""
 
-    def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float) -> None:
+    def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float, longest: float) -> None:
         self.statistics = RequestStatistics()
         self._url = ""  # Empty until the configuration is read.
         self._configuration = configuration
         self._deadline = deadline
+        self._longest = longest
+        self._again_at = 0.0  # when watches that broke off begin again
         self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
@@ -243,6 +246,13 @@ class Connection:
             self.statistics.lost_since = None
             self._answers.set()
             logger.info("the API server %s is back after %.1f s", self._url, time.monotonic() - lost_since)
+
+    def apart(self) -> float:
+        """Return the seconds until watches that broke off begin again: at one moment for all of this client."""
+        now = time.monotonic()
+        if self._again_at <= now:
+            self._again_at = now + random.uniform(0.0, self._longest)  # noqa: S311 - no secret
+        return self._again_at - now
 
     async def pause(self, seconds: float) -> None:
         """Wait before another try. While the server is lost, the wait ends when another request is answered."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -480,7 +482,7 @@ async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry-After is waited for, and no longer than the longest wait."""
+    """Retry-After is waited for beside the client's own wait: all that are refused get the same number."""
     waits: list[float] = []
 
     async def note(seconds: float) -> None:
@@ -492,7 +494,36 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
         server.fail(lambda request: True, Fault(code=503, retry_after=600))
         async with aclosing(cluster.follow(NODES)) as events:
             assert isinstance(await anext(events), Listed)
-    assert waits == [7.0, 20.0]
+    asked, longest = waits
+    assert 7.0 < asked <= 7.01
+    assert 20.0 < longest <= 20.02
+
+
+async def test_watches_that_break_off_begin_again_at_one_random_moment(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watches of one client list again together, those of another one at a moment of its own."""
+    moments: dict[Cluster, list[float]] = {}
+
+    async def note(cluster: Cluster, seconds: float) -> None:
+        moments.setdefault(cluster, []).append(time.monotonic() + seconds)
+
+    monkeypatch.setattr(Cluster, "pause", note)
+    far = Backoff(0.01, 1e6)
+    async with connected(server, backoff=far) as one, connected(server, backoff=far) as other:
+        watched = [(of, kind) for of in (one, other) for kind in (NODES, RESOURCE_SLICES)]
+        async with contextlib.AsyncExitStack() as stack:
+            follows = [await stack.enter_async_context(aclosing(of.follow(kind))) for of, kind in watched]
+            for events in follows:
+                assert isinstance(await anext(events), Listed)
+            again = [asyncio.create_task(anext(events)) for events in follows]
+            await asyncio.to_thread(server.wait_for, lambda it: sum(entry.watch for entry in it.log) == 4)
+            server.break_watches()
+            for task in again:
+                assert isinstance(await task, Listed)
+    (first, second), (third, fourth) = moments[one], moments[other]
+    assert abs(first - second) < 10.0 > abs(third - fourth)
+    assert abs(first - third) > 10.0
 
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:
