@@ -221,6 +221,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--pod-log-dir", "pod_log_directory", "the kubelet's podLogsDir", pod_logs, type=directory, metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs", "/var/run/cdi", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
+    own_level = "give the agents a priority level of their own at the API server (FlowSchema); for large clusters"
+    add("--flow-schema", "flow_schema", own_level, action="store_true")
     add("--metrics-port", "metrics_port", "port of metrics and probes, 0 for none", "9410", type=_port, metavar="PORT")
     add("--runtime-class", "runtime_class", runtime, "none", type=class_name, metavar="NAME")
     judged = "auto: if the config opens device nodes; of an own agent auto means never"

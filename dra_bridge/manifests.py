@@ -45,7 +45,8 @@ class Deployment:
     version; before 36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's
     configuration for the DeviceClasses. parameters: by driver, the expression that finds a problem in parameters
     (`parameters.expression`), for a policy that refuses claims and classes; empty for no policy. A driver without an
-    expression accepts any parameters. plugin_only: whether to run `deviceplugin run` instead of `dra-bridge run`,
+    expression accepts any parameters. flow_schema: whether the agents' requests have a priority level of their own at
+    the API server. plugin_only: whether to run `deviceplugin run` instead of `dra-bridge run`,
     without any use of the API server. This is also the case if no resource names a driver.
     """
 
@@ -75,6 +76,7 @@ class Deployment:
     kubernetes: int = 36
     kueue: bool = False
     parameters: Mapping[str, str] | None = None
+    flow_schema: bool = False
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
@@ -123,6 +125,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "arguments": [*arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
         "bridge": bridge,
         "claim_status": how.claim_status and bridge,
+        "flow_schema": how.flow_schema and bridge,
         "command": list(how.own_command) or ["dra-bridge" if bridge else "deviceplugin"],
         "config": text,
         "driver_list": json.dumps(drivers),

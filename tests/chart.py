@@ -33,6 +33,8 @@ FILES = {
     "ValidatingAdmissionPolicy": "policies",
     "ValidatingAdmissionPolicyBinding": "policies",
     "DeviceClass": "deviceclasses",
+    "PriorityLevelConfiguration": "flows",
+    "FlowSchema": "flows",
     "ResourceQuota": "quotas",
     "ConfigMap": "daemonset",
     "DaemonSet": "daemonset",

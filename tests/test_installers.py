@@ -162,6 +162,17 @@ def claim_status(made: Installed) -> None:
     assert "--claim-status" in made.arguments
 
 
+@case("--flow-schema", flowSchema=True)
+def flow_schema(made: Installed) -> None:
+    """The agents' requests alone have the priority level."""
+    (schema,), (level,) = made.of("FlowSchema"), made.of("PriorityLevelConfiguration")
+    assert schema["spec"]["priorityLevelConfiguration"]["name"] == level["metadata"]["name"]
+    (rule,) = schema["spec"]["rules"]
+    (account,) = made.of("ServiceAccount")
+    (subject,) = rule["subjects"]
+    assert subject["serviceAccount"] == {key: account["metadata"][key] for key in ("name", "namespace")}
+
+
 @case("--quota=2", "--tenant=team", "--tenant=other", quota={"devices": 2, "namespaces": ["team", "other"]})
 def quota(made: Installed) -> None:
     """Each tenant has one key for each resource, by which limits and claims count together."""

@@ -85,6 +85,7 @@ names. tests/test_installers.py compares the objects of both.
     "resource_list" (include "dra-bridge.list" ($resources | uniq | sortAlpha))
     "bridge" (not (empty $drivers))
     "claim_status" (and .Values.claimStatus (not (empty $drivers)))
+    "flow_schema" (and .Values.flowSchema (not (empty $drivers)))
     "asks_agents" (and $port (not (empty $drivers)))
     "metrics_port" $port
     "version" (include "dra-bridge.version" .)
