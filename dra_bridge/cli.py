@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.cli import CommandError, CommandLine
 from deviceplugin.device import counted, printable
 from deviceplugin.node import logs
@@ -32,10 +33,13 @@ if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
     from dra_bridge.rollout import display
     from dra_bridge.rollout.display import FleetStatus
+    from dra_bridge.rollout.fleet import NodeView
     from dra_bridge.rollout.reporter import Reporter
 
 _T = TypeVar("_T")
 
+PATIENCE: Final = 5.0
+"""Seconds of the longest wait of a command for an API server that does not answer."""
 WATCH_PERIOD: Final = 2.0
 """Seconds between two updates of `status --watch`."""
 _ROLLOUT: Final = """
@@ -122,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help=about)
     where = "the namespace of the agents (default: found by the ClusterRoleBinding of `manifests`)"
     adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
+    held = "a node whose devices are held for longer does not stop the rollout: it counts as waiting"
+    rollout.add_argument("--continue-when-held", action="store_true", help=held)
+    rollout.add_argument("--dry-run", action="store_true", help="show the order of the nodes; write nothing")
     ignored = "auto: mark nodes while an autoscaler could drain what pods use; ignore: the cluster has none"
     rollout.add_argument("--autoscaler", choices=("auto", "ignore"), default="auto", help=ignored)
     for command in (uninstall, status, migrate, rollout):
@@ -242,7 +249,8 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
-        async with Cluster.from_environment(options.kubeconfig) as cluster:
+        # A person waits for it; the agents' longest wait is for fleets of them.
+        async with Cluster.from_environment(options.kubeconfig, backoff=Backoff(most=PATIENCE)) as cluster:
             try:
                 return await question(cluster)
             except UnavailableError as error:
@@ -272,10 +280,21 @@ def _status(options: argparse.Namespace) -> int:
 
     def lines(fleet_status: FleetStatus) -> list[display.Line]:
         width = shutil.get_terminal_size().columns if terminal else None
-        return display.lines(fleet_status, width, time.time(), problems=options.problems)
+        rest = display.lines(fleet_status, width, time.time(), problems=options.problems, with_totals=not shown_first)
+        return [*([display.Line("")] if shown_first and rest else []), *rest]
+
+    shown_first = False
+
+    def show_totals(nodes: Sequence[NodeView]) -> None:
+        nonlocal shown_first
+        width = shutil.get_terminal_size().columns if terminal else None
+        if options.output != "json" and not options.watch and (first := display.totals(nodes, width)):
+            print_lines(first)
+            sys.stdout.flush()
+            shown_first = True
 
     async def read(cluster: Cluster) -> FleetStatus:
-        answer = await read_status(cluster, options.driver, options.node, options.namespace)
+        answer = await read_status(cluster, options.driver, options.node, options.namespace, show_totals)
         if not answer.nodes:
             of = f" of node {', '.join(options.node)}" if options.node else ""
             raise CommandError(
@@ -346,11 +365,14 @@ def _rollout(options: argparse.Namespace) -> int:
 
     goal = Goal(_requested_share(options), options.undo, take_over=options.take_over)
     ignore = options.autoscaler == "ignore"
-    limits = RolloutLimits(options.max_unavailable, options.timeout_per_node, options.pause, ignore)
+    patience, held = options.timeout_per_node, options.continue_when_held
+    limits = RolloutLimits(options.max_unavailable, patience, options.pause, ignore, continue_when_held=held)
     driver, selector, namespace = options.driver, options.selector, options.namespace
     done = _follow(
         options,
-        lambda cluster, reporter: rollout(cluster, driver, goal, selector, limits, reporter, namespace),
+        lambda cluster, reporter: rollout(
+            cluster, driver, goal, selector, limits, reporter, namespace, dry_run=options.dry_run
+        ),
         "interrupted; nodes that have begun continue, no other node begins. Run the same command to continue",
         "" if options.undo else "run the same command to continue; --undo in place of --share takes it back",
     )

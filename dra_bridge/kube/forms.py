@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 from google.protobuf.message import DecodeError
 
-from dra_bridge.kube.api import Kind, Object
+from dra_bridge.kube.api import NODES, Kind, Object
 from dra_bridge.wire import objects_pb2 as pb
 
 T = TypeVar("T")
@@ -86,6 +86,10 @@ def page_of(kind: Kind) -> Form[Page[Object]]:
         ):
             raise ValueError("it is not the requested list")
         more = str(metadata.get("continue") or "")
+        if kind is NODES:
+            for item in answer.get("items") or ():
+                item["metadata"].pop("managedFields", None)
+                (item.get("status") or {}).pop("images", None)  # most of a Node, and read by no part
         return Page(answer.get("items") or [], str(metadata["resourceVersion"]), more, len(body))
 
     return Form(JSON.accept, decode)

@@ -19,9 +19,8 @@ from deviceplugin.register.records import State
 from deviceplugin.tables import age, aligned
 from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
+from dra_bridge.rollout.rollout import MANY
 
-MANY: Final = 12
-"""Number of nodes from which on the output begins with totals of all nodes."""
 HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE")
 
 
@@ -52,11 +51,19 @@ def needs_attention(device: ReportedDevice) -> bool:
     return not at_rest or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
 
 
-def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
+def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
+    """Return the totals of many nodes, which are shown before the agents are asked; nothing of few nodes."""
+    many = len({view.node for view in nodes}) > MANY
+    return wrapped(_totals(nodes), width) if many else []
+
+
+def lines(
+    status: FleetStatus, width: int | None, now: float, *, problems: bool = False, with_totals: bool = True
+) -> list[Line]:
     """Return the lines of the output. width: of the terminal in characters, None for no limit.
 
     problems: leave out nodes that have their requested share, and devices that need no attention. On a terminal with
-    many nodes, these devices are always left out.
+    many nodes, these devices are always left out. with_totals: whether the totals are not shown yet.
     """
     nodes = {view.node for view in status.nodes}
     many = len(nodes) > MANY
@@ -64,7 +71,7 @@ def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool 
     devices = [(view, device) for view in status.nodes for device in view.devices]
     shown = [row for row in devices if needs_attention(row[1])] if brief else devices
     named = [view for view in status.nodes if fleet.obstacles(view) or fleet.withheld(view)] if brief else status.nodes
-    top = [*status.problems, *(_totals(status.nodes) if many else ())]
+    top = [*status.problems, *(_totals(status.nodes) if many and with_totals else ())]
     rest = [*status.hints, *status.unknown]
     if brief and len(shown) < len(devices):
         left = [device for _, device in devices if not needs_attention(device)]

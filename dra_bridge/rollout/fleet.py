@@ -15,7 +15,7 @@ import msgspec
 
 from deviceplugin.device import natural
 from deviceplugin.exclusion import DeviceKey
-from deviceplugin.naming import NamingError, parse_quantity, published_names
+from deviceplugin.naming import published_names
 from deviceplugin.register.records import NONE, State
 from dra_bridge.handover.share import Share, ShareError, parse_requested
 from dra_bridge.kube import Object
@@ -23,9 +23,6 @@ from dra_bridge.rollout import autoscaler
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.autoscaler import UNMARKED, MarkedNode, Marks, MarkStep, guarded_patch, marks_of, placement
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
-
-UID_LENGTH: Final = 8
-"""Number of characters of a pod's UID that distinguish it from other pods of its node."""
 
 RESTARTING: Final = "check the driver name; is the agent running?"
 GONE: Final = "there is no such node with these labels any more"
@@ -335,6 +332,13 @@ def obstacles(view: NodeView) -> list[str]:
     return sentences
 
 
+def held(view: NodeView) -> bool:
+    """Return whether a node is not done for its holders alone: pods or claims have each device that is left to move."""
+    moving = [device for device in view.devices if device.state in (State.TO_DRA, State.TO_PLUGIN)]
+    left = moving or [device for device in view.devices if holder(device)]
+    return view.taken_in and distance(view) > 0 and bool(left) and all(map(holder, left))
+
+
 def holder(device: ReportedDevice) -> str:
     """Return a device's holders as text: a pod, or claims and their pods; "" if the device has none."""
     return " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
@@ -362,52 +366,6 @@ def _share(text: str | None) -> Share | None:
         return parse_requested(text) if text is not None else None
     except ShareError:
         return None
-
-
-def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return the pods of a node that may have failed because of devices: shortened UID to text.
-
-    These are pods that request one of the resources or have claims, and that are Failed (as after
-    UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
-    """
-    unprepared = {
-        (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
-        for event in events
-        if event.get("reason") == "FailedPrepareDynamicResources"
-    }
-    failing = {}
-    for pod in pods:
-        metadata, status = pod["metadata"], pod.get("status") or {}
-        uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
-        claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
-        if not claims and requests_of(pod).keys().isdisjoint(resources):
-            continue
-        if status.get("phase") == "Failed":
-            reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
-            failing[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({reason})' if reason else ''}"
-        elif status.get("phase") == "Pending" and uid in unprepared:
-            failing[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
-    return failing
-
-
-def requests_of(pod: Object) -> dict[str, int]:
-    """Return a pod's requests of extended resources. Other containers reuse the devices of init containers."""
-    amounts: dict[str, int] = {}
-    for key, combined in (("containers", int.__add__), ("initContainers", max)):
-        for container in pod["spec"].get(key) or ():
-            resources = container.get("resources") or {}
-            for name, amount in {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.items():
-                if "/" in name:
-                    amounts[name] = combined(amounts.get(name, 0), quantity(amount))
-    return amounts
-
-
-def quantity(text: str | int | None) -> int:
-    """Parse a quantity such as 8 or 1k as an integer; return 0 for any other text."""
-    try:
-        return int(parse_quantity(text or 0))
-    except NamingError:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,18 +429,21 @@ class RolloutStep:
 
     begin: nodes whose share to set. forget: nodes that are as before the rollout, whose record to remove. stop: the
     failure because of which the rollout begins no further node. over: whether nothing is left to do or to wait for.
+    held: nodes whose devices have been held for too long. The rollout does not wait for them.
     """
 
     begin: tuple[str, ...] = ()
     forget: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     over: bool = False
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
     """The limits of a rollout. patience: seconds that a node may take; pause: stop after the first nodes.
 
+    continue_when_held: a node whose devices are held for longer does not stop the rollout, and counts as waiting.
     ignore_autoscaler: the cluster has no autoscaler, so the rollout marks no node and requests no empty pool.
     """
 
@@ -490,6 +451,7 @@ class RolloutLimits:
     patience: float = 600.0
     pause: bool = False
     ignore_autoscaler: bool = False
+    continue_when_held: bool = False
 
 
 def decide(
@@ -522,8 +484,10 @@ def decide(
         before = view.before.failed if view.before is not None else ()
         pods = failing.get(view.node, {})
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in before]
-    for view in moving:
-        if ages.get(view.node, 0.0) > limits.patience:
+    late = [view for view in moving if ages.get(view.node, 0.0) > limits.patience]
+    waiting_for_holders = tuple(view.node for view in late if limits.continue_when_held and held(view))
+    for view in late:
+        if view.node not in waiting_for_holders:
             waits = "; ".join(obstacles(view)) or "its agent has not reported why yet"
             stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
     for name in gone:
@@ -531,9 +495,9 @@ def decide(
             stop.append(f"{name}: not done after {limits.patience:g} s: {GONE}")
     if stop:
         return RolloutStep(forget=forget, stop=tuple(stop))
-    under_way = len(moving) + len(gone)
+    under_way = len(moving) - len(waiting_for_holders) + len(gone)
     if limits.pause and own:
-        return RolloutStep(forget=forget, over=not under_way and not forget)
+        return RolloutStep(forget=forget, over=not under_way and not forget, held=waiting_for_holders)
     # A node whose devices still move comes first, whether its share is already set or not, because it counts as moving.
     unfinished = [view for view in waiting if view.reported is not None and not finished(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or finished(view))]
@@ -541,7 +505,41 @@ def decide(
     chosen = [*unfinished[:count], *ready[: max(0, count - len(unfinished))]]
     if waiting and not chosen and not under_way:
         return RolloutStep(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
-    return RolloutStep(tuple(view.node for view in chosen), forget, over=not under_way and not waiting and not forget)
+    over = not under_way and not waiting and not forget
+    return RolloutStep(tuple(view.node for view in chosen), forget, over=over, held=waiting_for_holders)
+
+
+def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
+    """Return which nodes a rollout would begin together, in their order, if each node were done at once."""
+    left, groups = {view.node: view for view in nodes if phase(goal, view) is Phase.WAITING}, list[tuple[str, ...]]()
+    while left and (group := decide(goal, list(left.values()), replace(limits, pause=False)).begin):
+        groups.append(group)
+        for name in group:
+            del left[name]
+    return groups
+
+
+def counted_phases(goal: Goal, nodes: Sequence[NodeView]) -> str:
+    """Return a line with the numbers of nodes that are done, move, and are not begun yet."""
+    phases = [phase(goal, view) for view in nodes]
+    numbers = [(phases.count(one), one.value) for one in Phase if one in phases]
+    return f"{len(nodes)} nodes: {', '.join(f'{number} {word}' for number, word in numbers)}"
+
+
+def plan(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[str]:
+    """Return the order in which a rollout would begin nodes, as lines: those of one line together."""
+    by_name, groups = {view.node: view for view in nodes}, order(goal, nodes, limits)
+    lines = [f"it would stop: {line}" for line in decide(goal, nodes, limits).stop]
+    for number, group in enumerate(groups, 1):
+        words = []
+        for name in group:
+            taken = sum(bool(holder(device)) for device in by_name[name].devices)
+            words.append(f"{name} ({taken} held)" if taken else name)
+        lines.append(f"{number}. {', '.join(words)}")
+    begun = {name for group in groups for name in group}
+    if left := [view.node for view in nodes if phase(goal, view) is Phase.WAITING and view.node not in begun]:
+        lines.append(f"not begun, since they are not Ready: {shortened(left)}")
+    return lines
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:

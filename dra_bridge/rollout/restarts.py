@@ -10,7 +10,8 @@ from datetime import datetime
 
 from dra_bridge.handover.admission import AdmittedPod, denied
 from dra_bridge.kube import PODS, Cluster, Object
-from dra_bridge.rollout.fleet import NodeView, requests_of, shortened
+from dra_bridge.rollout.fleet import NodeView, shortened
+from dra_bridge.rollout.pods import requests_of
 
 
 async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], said: Sequence[str] = ()) -> list[str]:

@@ -24,14 +24,22 @@ from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.agents import LABEL, lease_namespaces
 from dra_bridge.rollout.autoscaler import MarkStep
 from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
+from dra_bridge.rollout.pods import failing_pods
 from dra_bridge.rollout.reporter import Reporter
 
+MANY: Final = 12
+"""The number of nodes from which on their totals are shown first."""
 EXPLAIN: Final = 5.0
 """Seconds without a change after which the rollout prints the obstacles of nodes."""
 POLL: Final = 2.0
 """Seconds between two lists of the pods of a node that moves."""
 AFTER: Final = 60.0
 """Seconds for which the rollout still lists the pods of a node after its move is done."""
+AFTER_OUTAGE: Final = 60.0
+"""Seconds after a request without an answer for which a refusal is not final.
+
+A kube-apiserver that starts answers 403 until its authorizer has read the roles.
+"""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
@@ -56,14 +64,21 @@ async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Objec
 
 
 async def read_nodes(
-    cluster: Cluster, driver: str = "", names: Sequence[str] = (), namespace: str = "", *, with_claims: bool = True
+    cluster: Cluster,
+    driver: str = "",
+    names: Sequence[str] = (),
+    namespace: str = "",
+    *,
+    with_claims: bool = True,
+    listed: Callable[[Sequence[NodeView]], None] = lambda nodes: None,
 ) -> list[NodeView]:
     """Return the progress of nodes. driver: "" for all drivers.
 
     names: names of nodes; empty for all nodes of the driver.
 
     namespace: of the agents, "" for the namespace that the bindings of `manifests` name. with_claims: whether to read
-    the current holders from claims. Raises RolloutError if the driver or a node does not exist, ClusterError.
+    the current holders from claims. listed: called with the progress before the claims are read. Raises RolloutError if
+    the driver or a node does not exist, ClusterError.
     """
     leases = await read_leases(cluster, await lease_namespaces(cluster, namespace))
     if names:
@@ -81,14 +96,19 @@ async def read_nodes(
         slices = (await cluster.list(RESOURCE_SLICES)).items
     if driver and driver not in _drivers(slices, leases):
         await check_driver(cluster, driver, leases)
-    claims = await cluster.allocated_claims() if with_claims else []
-    views = [
-        view
-        for name in ([driver] if driver else fleet.drivers_of(slices, leases))
-        for view in fleet.views(name, nodes, slices, claims, leases)
-        if (view.node in names if names else view.serves)
-    ]
-    return sorted(views, key=lambda view: natural(view.node))
+
+    def views(claims: Sequence[Object]) -> list[NodeView]:
+        found = [
+            view
+            for name in ([driver] if driver else fleet.drivers_of(slices, leases))
+            for view in fleet.views(name, nodes, slices, claims, leases)
+            if (view.node in names if names else view.serves)
+        ]
+        return sorted(found, key=lambda view: natural(view.node))
+
+    now = views(())
+    listed(now)
+    return views(await cluster.allocated_claims()) if with_claims else now
 
 
 def _drivers(slices: Sequence[Object], leases: Sequence[Object]) -> set[str]:
@@ -286,10 +306,13 @@ async def rollout(
     limits: RolloutLimits,
     reporter: Reporter,
     namespace: str = "",
+    *,
+    dry_run: bool = False,
 ) -> bool:
     """Move the nodes of a label selector, some at a time; return whether all have reached the goal.
 
-    namespace: of the agents, "" for the namespace that the bindings of `manifests` name.
+    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. dry_run: show the order, and
+    write nothing.
 
     Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
     does not answer.
@@ -306,6 +329,12 @@ async def rollout(
     if not goal.undo and driver not in _drivers(slices, leases):
         await check_driver(cluster, driver, leases)
     goal = replace(goal, owner=await _owner(cluster, goal))
+    if dry_run or len(views) > MANY:
+        reporter.say(fleet.counted_phases(goal, views))
+    if dry_run:
+        for line in fleet.plan(goal, views, limits):
+            reporter.say(line)
+        return True
     async with WatchedFleet(cluster, driver, reporter, namespaces, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits).run()
 
@@ -335,6 +364,8 @@ class _Rollout:
         """For each node, the time of the last list of its pods, and the pods that were failing then."""
         self._baseline: dict[str, frozenset[str]] = {}
         """For each node without a record, the pods that were failing when this run first saw the node move."""
+        self._held: Sequence[str] = ()
+        self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
         self._waits_since: float | None = None
         """Since when the rollout has waited for pools to appear or disappear; None if it does not."""
@@ -342,6 +373,7 @@ class _Rollout:
     async def run(self) -> bool:
         """Take steps until the rollout is over or has to stop."""
         while True:
+            self._after_outage()
             try:
                 if (over := await self._step()) is not None:
                     return over
@@ -349,7 +381,17 @@ class _Rollout:
                 self._reporter.say(f"the API server does not answer: {error.message}")
             except (kube.ConflictError, kube.NotFoundError):
                 pass  # The node has changed meanwhile; the next step decides again.
+            except (kube.ForbiddenError, RolloutError) as error:
+                if not self._after_outage():
+                    raise
+                self._reporter.say(f"the API server does not answer: {error}")
             await self._fleet.wait(POLL, lambda view: fleet.phase(self._goal, view) is Phase.MOVING)
+
+    def _after_outage(self) -> bool:
+        """Return whether requests were left without an answer a short time ago."""
+        if (failures := self._fleet.cluster.statistics.failures) != self._failures:
+            self._failures, self._failed_at = failures, time.monotonic()
+        return time.monotonic() - self._failed_at < AFTER_OUTAGE
 
     async def _step(self) -> bool | None:
         """Take the steps that are possible now. Return None until the rollout ends, then whether all succeeded."""
@@ -376,6 +418,9 @@ class _Rollout:
         self._gone = gone
         ages = {name: now - at for name, at in self._since.items()}
         decision = fleet.decide(self._goal, nodes, self._limits, ages=ages, failing=failing, own=self._own, gone=gone)
+        for name in sorted(set(decision.held) - set(self._held), key=natural):
+            self._reporter.say(f"{name}: its devices are held; the rollout goes on with other nodes")
+        self._held = decision.held
         for name in decision.forget:
             node = await self._fleet.cluster.get(NODES, name)
             if patch := fleet.forget_patch(self._goal, self._fleet.driver, node):
@@ -457,7 +502,7 @@ class _Rollout:
         if any((pod.get("status") or {}).get("phase") == "Pending" for pod in pods):
             selector = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
             events = (await self._fleet.cluster.list(kube.EVENTS, field_selector=selector)).items
-        return fleet.failing_pods(pods, events, tuple(resources))
+        return failing_pods(pods, events, tuple(resources))
 
     def _say_done(self, phases: Iterable[Phase]) -> None:
         counts = Counter(phases)
@@ -469,13 +514,18 @@ class _Rollout:
             by_phase[fleet.phase(self._goal, view)].append(view.node)
         waiting, unserved = by_phase[Phase.WAITING], by_phase[Phase.UNSERVED]
         if self._goal.undo:
-            self._reporter.say("previous shares restored" if not waiting else "paused")
+            self._reporter.say("paused" if waiting or self._held else "previous shares restored")
         else:
             self._say_done(fleet.phase(self._goal, view) for view in nodes)
         if unserved:
             self._reporter.say(f"no agent of {self._fleet.driver} serves {', '.join(unserved)}")
         if text := autoscaler.in_words(fleet.next_marks(self._goal, nodes, self._limits).kept):
             self._reporter.say(text)
+        if self._held:
+            self._reporter.say(
+                f"waiting for held devices: {', '.join(self._held)}; they move as their holders end. Run the same "
+                "command again to follow them"
+            )
         if waiting:
             self._reporter.say(f"not started: {', '.join(waiting)}; run the same command to continue")
         return not unserved

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from deviceplugin.naming import class_name
 from deviceplugin.register.records import State
 from dra_bridge.kube import DEVICE_CLASSES, NODES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Object
-from dra_bridge.rollout.fleet import NodeView, quantity, requests_of, shortened
+from dra_bridge.rollout.fleet import NodeView, shortened
+from dra_bridge.rollout.pods import quantity, requests_of
 
 
 @dataclass(frozen=True, slots=True)

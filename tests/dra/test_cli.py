@@ -941,6 +941,60 @@ def test_rollout_says_what_it_waits_for(
     assert "\nn1: gpu-3 (to-dra) waits for its holder, held by pod default/p" in ran.out
 
 
+def test_a_rollout_goes_on_while_devices_are_held(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
+    """With --continue-when-held a node whose devices stay held counts as waiting, and the others are moved."""
+    nodes.agent("n1", held={"gpu-3": "pod default/p"})
+    nodes.agent("n2")
+    same = ("rollout", "--driver", D, "-l", "pool=gpu", "--timeout-per-node", "1", "--continue-when-held")
+    ran = bridge(*same, "--share", "all")
+    assert ran.status == 0, ran
+    assert "n1: its devices are held; the rollout goes on with other nodes" in ran.out
+    assert "waiting for held devices: n1" in ran.out
+    assert nodes.agents["n2"].told == "all"
+    assert "1 of 2 nodes done" in ran.out
+    nodes.agents["n1"].held = {}
+    undone = bridge(*same, "--undo")
+    assert undone.status == 0, undone
+    assert not any(agent.annotations for agent in nodes.agents.values())
+
+
+def test_a_node_without_an_answer_stops_such_a_rollout(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
+    """Only holders are waited for elsewhere: an agent that does not take the share in stops the rollout."""
+    nodes.agent("n1", deaf=True)
+    more = ("--timeout-per-node", "1", "--continue-when-held")
+    assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *more).status == 1
+
+
+def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
+    """It names the nodes that would begin together, and the devices that are held there, and writes nothing."""
+    nodes.agent("n10")
+    nodes.agent("n2", held={"gpu-3": "pod default/p"})
+    nodes.agent("n1", share="all")
+    nodes.agent("n3")
+    nodes.server.forget_log()
+    more = ("--max-unavailable", "2", "--dry-run")
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *more)
+    assert ran.status == 0, ran
+    assert ran.out.splitlines() == ["4 nodes: 3 waiting, 1 done", "1. n2 (1 held), n3", "2. n10"]
+    assert not [one for one in nodes.server.writes if "selfsubjectreviews" not in one.path]
+
+
+def test_a_rollout_survives_an_outage(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
+    """An API server that is away, and then refuses until it has read its roles, costs a rollout time."""
+    for number in (1, 2, 3):
+        nodes.agent(f"n{number}")
+
+    def first_of_n2(request: LoggedRequest) -> bool:
+        return request.method == "PATCH" and request.path.endswith("/n2") and SHARE in str(request.body)
+
+    nodes.server.fail(first_of_n2, Fault())
+    nodes.server.fail(first_of_n2, Fault(code=403, message="RBAC: not read"))
+    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
+    assert ran.status == 0, ran
+    assert ran.out.count("the API server does not answer") == 2
+    assert "3 of 3 nodes done" in ran.out
+
+
 def test_migrate_of_a_dead_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """An agent that does not take the share in is asked after."""
     nodes.agent("n1", deaf=True)

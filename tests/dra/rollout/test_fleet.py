@@ -15,6 +15,7 @@ from deviceplugin.naming import device_name
 from deviceplugin.register.records import AllocationRecord, DeviceRecord, RegisterSnapshot, State
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, NodeView, Phase, RolloutLimits
+from dra_bridge.rollout.pods import failing_pods
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from tests.dra.objects import node_body
 from tests.dra.rollout import nodes as simulated
@@ -221,7 +222,7 @@ def test_failing_pods_are_those_of_devices() -> None:
         {"reason": "FailedPrepareDynamicResources", "involvedObject": {"uid": f"{name}-uid-and-more"}, "message": "no"}
         for name in ("c", "e")
     ] + [{"reason": "Pulled", "involvedObject": {"uid": "f-uid-and-more"}}]
-    assert fleet.failing_pods(pods, events, [R]) == {
+    assert failing_pods(pods, events, [R]) == {
         "a-uid-an": "pod d/a has failed (UnexpectedAdmissionError)",
         "c-uid-an": "pod d/c cannot start (no)",
         "g-uid-an": "pod d/g has failed (UnexpectedAdmissionError)",

@@ -1,0 +1,58 @@
+"""The pods of a node, as a rollout sees them: what they request, and which of them have failed because of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from deviceplugin.naming import NamingError, parse_quantity
+from dra_bridge.kube import Object
+
+UID_LENGTH: Final = 8
+"""Number of characters of a pod's UID that distinguish it from other pods of its node."""
+
+
+def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
+    """Return the pods of a node that may have failed because of devices: shortened UID to text.
+
+    These are pods that request one of the resources or have claims, and that are Failed (as after
+    UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
+    """
+    unprepared = {
+        (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
+        for event in events
+        if event.get("reason") == "FailedPrepareDynamicResources"
+    }
+    failing = {}
+    for pod in pods:
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
+        claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
+        if not claims and requests_of(pod).keys().isdisjoint(resources):
+            continue
+        if status.get("phase") == "Failed":
+            reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
+            failing[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({reason})' if reason else ''}"
+        elif status.get("phase") == "Pending" and uid in unprepared:
+            failing[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
+    return failing
+
+
+def requests_of(pod: Object) -> dict[str, int]:
+    """Return a pod's requests of extended resources. Other containers reuse the devices of init containers."""
+    amounts: dict[str, int] = {}
+    for key, combined in (("containers", int.__add__), ("initContainers", max)):
+        for container in pod["spec"].get(key) or ():
+            resources = container.get("resources") or {}
+            for name, amount in {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.items():
+                if "/" in name:
+                    amounts[name] = combined(amounts.get(name, 0), quantity(amount))
+    return amounts
+
+
+def quantity(text: str | int | None) -> int:
+    """Parse a quantity such as 8 or 1k as an integer; return 0 for any other text."""
+    try:
+        return int(parse_quantity(text or 0))
+    except NamingError:
+        return 0
