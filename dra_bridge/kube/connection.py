@@ -84,7 +84,7 @@ class ApiRequest(NamedTuple):
 
 
 class Connection:
-    """A connection to one API server, by its configuration. longest: seconds of the longest wait; else see `Cluster`."""
+    """A connection to one API server, by its configuration. longest: the longest wait; all others: see `Cluster`."""
 
     def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float, longest: float) -> None:
         self.statistics = RequestStatistics()

@@ -102,13 +102,14 @@ class FakeNode(FakeKubelet):
         root: Path | None = None,
         *,
         status_period: float | None = None,
+        socket_period: float = 0.02,
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
         self._status_period = status_period
         self.server = server
         self.name = name
-        self.dra = FakeDraKubelet(self.root, self._get_claim, wipe=self._wipe)
+        self.dra = FakeDraKubelet(self.root, self._get_claim, period=socket_period, wipe=self._wipe)
         self._wants: dict[str, _Wants] = {}
         self._wants_of_orphans: dict[str, _Wants] = {}
         self._past: list[Holding] = []
