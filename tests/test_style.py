@@ -14,10 +14,10 @@ from tests.source import ROOT
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 GENERATED = {
-    *("docs/support-matrix.md", "docs/api.md"),
+    *("docs/support-matrix.md", "docs/api.md", "docs/scale.md"),
     *(path.relative_to(ROOT).as_posix() for path in reference_pages.PAGES),
 }
-"""Pages with names that tests give, and with texts of the code."""
+"""Pages with names that tests give, with texts of the code, and with figures."""
 LONGEST = 40
 """Words of a sentence at the most."""
 BUDGET = 21_500

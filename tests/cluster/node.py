@@ -238,14 +238,9 @@ class Cluster:
 
     def start(self, timeout: float = 120.0) -> None:
         """Start everything and wait until the first pod can run."""
-        if not isolate.inside():
-            raise ClusterError("a Cluster runs inside `python -m tests.cluster.isolate` only")
         started = time.monotonic()
-        _wipe()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.directory.mkdir(parents=True)
+        self.lay_out()
         try:
-            self._lay_out()
             self.components["etcd"].start()
             self.start_apiserver(timeout)
             self.components["kube-controller-manager"].start()
@@ -257,6 +252,15 @@ class Cluster:
             self.stop()
             raise
         self.started_in = time.monotonic() - started
+
+    def lay_out(self) -> None:
+        """Make the directories, certificates and configuration files of a cluster that is to be started."""
+        if not isolate.inside():
+            raise ClusterError("a Cluster runs inside `python -m tests.cluster.isolate` only")
+        _wipe()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True)
+        self._write_files()
 
     def start_node(self, timeout: float) -> None:
         """Start what runs on a node, beside the control plane."""
@@ -278,7 +282,7 @@ class Cluster:
                     shutil.copytree("/var/log/pods", self.logs / "pods", dirs_exist_ok=True)
             _wipe()
 
-    def _lay_out(self) -> None:
+    def _write_files(self) -> None:
         """Write certificates and configuration files and make the components."""
         directory = self.directory
         pki = directory / "pki"

@@ -1,0 +1,293 @@
+"""``python -m tests.fleet`` (or `tox -e fleet`): what a fleet of agents asks of one real API server.
+
+It writes docs/scale.md, each part its sections, and fails if a limit is missed. It needs root, and Go for programs
+that are not built yet. Parts: growth (rest, moves and claims at each size, then a restart of the API server, and the Go
+example driver beside it), rest, commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from tests.bench.peers import peer
+from tests.cluster import build, isolate
+from tests.fleet import page, parts, peers
+from tests.fleet.limits import (
+    BUSIEST,
+    CLAIM_REQUESTS,
+    GROWTH,
+    IN_STEP,
+    MOVE_REQUESTS,
+    REST_REQUESTS,
+    SPREAD,
+    Limit,
+)
+from tests.fleet.parts import Counts, Rest, Restart, Size
+from tests.fleet.peers import Peers
+from tests.fleet.plane import control_plane
+from tests.fleet.workers import PERIOD, fleet
+
+SIZES: Final = (50, 100, 200)
+LARGE: Final = 15_000
+SETTLE: Final = 150.0
+"""Seconds until rest is looked at: watches that begin together are not opened anew together then."""
+REST: Final = 360.0
+"""Seconds for which it is looked at: about as long as a watch lasts."""
+
+
+def total(requests: Counts) -> float:
+    """Return the sum of requests of all kinds."""
+    return sum(requests.values())
+
+
+def in_words(requests: Counts) -> str:
+    """Return requests by verb and resource, as text."""
+    return ", ".join(f"{page.cell(number)} {what}" for what, number in requests.items()) or "none"
+
+
+def limits_of_growth(sizes: Sequence[Size]) -> list[Limit]:
+    """Return the limits of a growing fleet."""
+    first, last = sizes[0], sizes[-1]
+    return [
+        Limit("requests of an agent whose 8 devices move", max(total(one.move) for one in sizes), MOVE_REQUESTS),
+        Limit("requests of an agent for a claim", max(total(one.claim) for one in sizes), CLAIM_REQUESTS),
+        Limit("requests of a start, largest fleet against smallest", total(last.start) / total(first.start), GROWTH),
+        Limit("requests of a move, largest against smallest", total(last.move) / total(first.move), GROWTH),
+        Limit("bytes of an agent's lists, largest against smallest", last.list_bytes / first.list_bytes, GROWTH),
+        Limit("CPU of an agent at rest, largest against smallest", last.rest.agent_cpu / first.rest.agent_cpu, GROWTH),
+    ]
+
+
+def limits_of_restart(one: Restart) -> list[Limit]:
+    """Return the limits of a restart of the API server."""
+    others = sum(number for schema, number in one.rejected.items() if schema not in OURS)
+    return [
+        Limit("seconds until all agents are in step", one.in_step, IN_STEP, "s"),
+        Limit("seconds over which they list", one.seconds, SPREAD, "s", least=True),
+        Limit("part of the lists in the busiest second", one.most / max(1, one.lists), BUSIEST),
+        Limit("requests of others that are rejected", others, 0),
+    ]
+
+
+OURS: Final = ("dra-bridge",)
+"""The flow schemas of agents alone."""
+
+
+def page_of_growth(sizes: Sequence[Size]) -> str:
+    """Return the section about a growing fleet."""
+    head = (
+        "agents",
+        "open watches",
+        "requests of a start",
+        "of 8 moves",
+        "of a claim",
+        "bytes of its lists",
+        "API server: cores",
+        "MB",
+        "agent: % of a core",
+        "MB",
+    )
+    rows = [
+        (
+            one.nodes,
+            one.rest.open_watches,
+            total(one.start),
+            total(one.move),
+            total(one.claim),
+            int(one.list_bytes),
+            one.rest.server_cpu,
+            one.rest.server_mb,
+            one.rest.agent_cpu,
+            one.rest.agent_mb,
+        )
+        for one in sizes
+    ]
+    last = sizes[-1]
+    scans = [(one.nodes, one.by_driver[0], one.by_driver[1] * 1e3, one.by_driver[2]) for one in sizes]
+    return "\n".join(
+        (
+            f"Requests are of one agent. An agent has {parts.WATCHES} watches: its Node, its Lease, the slices of its "
+            "node, and the driver's slices without a node.",
+            f"CPU and memory of an agent include its embedded kubelet, in a process with others; it looks at its files "
+            f"every {PERIOD:g} s.\n",
+            page.table(head, rows),
+            f"- At a start: {in_words(last.start)}. The list of all claims is the one request that grows with the "
+            "cluster; it is made once for devices that no ledger knows.",
+            f"- For 8 devices that move to DRA together: {in_words(last.move)}.",
+            f"- For a claim that is prepared and unprepared: {in_words(last.claim)}.\n",
+            "A list of the driver's slices, as `status` and `rollout` make it, is a scan in the API server:\n",
+            page.table(("nodes", "bytes", "ms", "requests"), scans),
+            page.of_limits(limits_of_growth(sizes)),
+        )
+    )
+
+
+def page_of_restart(one: Restart) -> str:
+    """Return the section about a restart of the API server."""
+    rows = [
+        ("agents", one.nodes),
+        ("lists", one.lists),
+        ("seconds from the first to the last list", one.seconds),
+        ("lists in the busiest second", one.most),
+        ("seconds until the last agent has all its watches", one.in_step),
+        ("requests of an agent", total(one.requests)),
+        ("answers 429", one.too_many),
+        ("rejected, by flow schema", _by_schema(one.rejected)),
+        ("queued, by flow schema", _by_schema(one.waited)),
+    ]
+    return "\n".join(
+        (
+            "All agents lose their watches at once, and come back at random moments within half a minute.\n",
+            page.table(("what", "value"), rows),
+            page.of_limits(limits_of_restart(one)),
+        )
+    )
+
+
+def _by_schema(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {schema}" for schema, number in sorted(numbers.items()) if number) or "none"
+
+
+def page_of_peers(ours: Size, others: Peers | None) -> str:
+    """Return the section about the Go example driver."""
+    if others is None:
+        return "It was not measured: this machine has no program of it (`PEER_PROGRAMS`).\n"
+    rows = [
+        ("at a start", total(ours.start), total(others.start), in_words(others.start)),
+        ("a claim", total(ours.claim), total(others.claim), in_words(others.claim)),
+    ]
+    text = (
+        f"The Go example driver {build.PEERS[peers.PROGRAM].version} ran on {others.nodes} nodes beside the agents.\n"
+    )
+    return f"{text}\n{page.table(('requests', 'agent', 'Go driver', 'of the Go driver'), rows)}\n" + page.of_limits(
+        limits_of_peers(ours, others)
+    )
+
+
+def limits_of_peers(ours: Size, others: Peers) -> list[Limit]:
+    """Return the limits beside the Go driver."""
+    return [
+        Limit("requests for a claim, against the Go driver's", total(ours.claim) / max(1.0, total(others.claim)), 1.0),
+    ]
+
+
+def page_of_extrapolation(sizes: Sequence[Size], restart: Restart) -> str:
+    """Return the section about fleets that were not measured."""
+    last = sizes[-1]
+    seconds = max(restart.seconds, 1.0)
+    requests = total(restart.requests) * LARGE
+    rows = [
+        ("open watches", f"{parts.WATCHES * LARGE:,}"),
+        ("requests after a restart of the API server, a second", f"{page.cell(requests / seconds)}"),
+        ("list of the driver's slices, MB", f"{page.cell(last.by_driver[0] / last.nodes * LARGE / 1e6)}"),
+        ("requests for a list of them, 500 each", f"{-(-LARGE // 500)}"),
+    ]
+    return "\n".join(
+        (
+            f"What one agent asks does not depend on the size of the fleet, so these figures are multiples of those at "
+            f"{last.nodes} agents. No fleet of this size was run.\n",
+            page.table(("for 15,000 nodes", "value"), rows),
+        )
+    )
+
+
+def limits_of_rest(ours: Rest, others: Peers | None) -> list[Limit]:
+    """Return the limits of rest."""
+    limits = [Limit("requests of an agent, a minute, beside its watches", ours.a_minute, REST_REQUESTS)]
+    if others is not None:
+        more = ours.a_minute - total(others.rest)
+        limits.append(Limit("requests a minute more than the Go driver's", more, REST_REQUESTS))
+    return limits
+
+
+def page_of_rest(ours: Rest, others: Peers | None) -> str:
+    """Return the section about rest."""
+    rows: list[tuple[object, ...]] = [
+        ("agent", ours.nodes, ours.a_minute, in_words(ours.requests), ours.watches),
+    ]
+    if others is not None:
+        rows.append(("Go driver", others.nodes, total(others.rest), in_words(others.rest), others.watches))
+    rate = (ours.a_minute + ours.watches) * LARGE / 60
+    return "\n".join(
+        (
+            f"An agent opens each of its {parts.WATCHES} watches anew after 4 to 8 minutes, and asks for the versions that "
+            f"the API server has. These are the figures of {ours.seconds:.0f} s, a minute:\n",
+            page.table(("program", "number", "requests", "of them", "watches opened"), rows),
+            f"15,000 agents at rest would ask {page.cell(rate)} times a second.\n",
+            page.of_limits(limits_of_rest(ours, others)),
+        )
+    )
+
+
+def rest(options: argparse.Namespace) -> list[Limit]:
+    """Look at a fleet for so long that each watch was opened anew, and at Go drivers beside it."""
+    with control_plane() as plane, fleet(plane, options.processes) as nodes:
+        measured = parts.Measured(plane, nodes)
+        measured.grow(options.agents)
+        others = peers.measure(measured, nodes.workers[0], options.peers, REST, SETTLE)
+        ours = others.beside if others is not None else measured.rest(REST, SETTLE)
+        parts.show(ours)
+    page.write({"rest": page_of_rest(ours, others)})
+    return limits_of_rest(ours, others)
+
+
+def growth(options: argparse.Namespace) -> list[Limit]:
+    """Measure a growing fleet, a restart of its API server, and Go drivers beside it."""
+    with control_plane() as plane, fleet(plane, options.processes) as nodes:
+        measured = parts.Measured(plane, nodes)
+        sizes = parts.growth(measured, options.sizes, options.rest)
+        others = peers.measure(measured, nodes.workers[0], options.peers, options.rest)
+        parts.show(others)
+        restart = measured.restart(3.0, 75.0)
+        parts.show(restart)
+        found = [*limits_of_growth(sizes), *limits_of_restart(restart)]
+        if others is not None:
+            found += limits_of_peers(sizes[-1], others)
+    page.write(
+        {
+            "growth": page_of_growth(sizes),
+            "restart": page_of_restart(restart),
+            "peers": page_of_peers(sizes[-1], others),
+            "extrapolation": page_of_extrapolation(sizes, restart),
+        }
+    )
+    return found
+
+
+PARTS: Final[dict[str, Callable[[argparse.Namespace], list[Limit]]]] = {"growth": growth, "rest": rest}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure in namespaces of the run's own; return 1 when a limit is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fleet", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="agents (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="that agents share (default: %(default)s)")
+    parser.add_argument("--rest", type=float, default=60.0, help="seconds of rest at each size (default: %(default)s)")
+    parser.add_argument("--agents", type=int, default=60, help="of the part rest (default: %(default)s)")
+    parser.add_argument("--peers", type=int, default=20, help="Go drivers (default: %(default)s)")
+    options: Any = parser.parse_args(argv)
+    if not isolate.inside():
+        try:
+            build.ensure()
+        except build.BuildError as error:
+            print(error, file=sys.stderr)
+            return 1
+        peer(peers.PROGRAM)
+        return isolate.run([sys.executable, "-m", "tests.fleet", *(sys.argv[1:] if argv is None else argv)])
+    os.nice(5)
+    limits = [limit for name in options.parts or PARTS for limit in PARTS[name](options)]
+    for limit in limits:
+        print(f"{limit.what:<64} {limit.value:10.2f} {limit.unit:<3} {limit.text}{'' if limit.met else '   MISSED'}")
+    missed = sum(not limit.met for limit in limits)
+    print(json.dumps({"limits": len(limits), "missed": missed}))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""What `status` and `rollout` cost with many nodes: Node objects, Leases and slices as agents write them, no agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from deviceplugin.register.records import State
+from dra_bridge.rollout import progress
+from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
+from tests.fleet.audit import of_user
+from tests.fleet.parts import Counts, each
+from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, names_of
+from tests.programs import image_environment
+
+OPERATOR: Final = "default:operator"
+ROLE: Final = "dra-bridge-operator"
+IMAGES: Final = [
+    {"names": [f"registry.example.com/team/image-{number}@sha256:{number:064x}", f"image-{number}:v1"], "sizeBytes": 1}
+    for number in range(50)
+]
+"""As many as a kubelet reports (nodeStatusMaxImages)."""
+
+
+@dataclass
+class Command:
+    """A command's run. first: seconds until its first line. seconds: of all of it. MB: the most that was resident.
+
+    requests: by verb and resource. line: the first one.
+    """
+
+    name: str
+    first: float
+    seconds: float
+    mb: float
+    status: int
+    lines: int
+    line: str
+    requests: Counts
+
+
+def report(share: str, requested: str) -> str:
+    """Return an agent's report of devices that are all on one side."""
+    state = State.DRA if share == "all" else State.PLUGIN
+    devices = {f"sim-{number}": DeviceProgress(state, int(time.time())) for number in range(DEVICES)}
+    resources = {RESOURCE: ResourceProgress(share, {state.value: DEVICES}, devices)}
+    return progress.encoded(Progress(resources, requested, {RESOURCE: ""}))
+
+
+class Reports:
+    """Stands for the agents: has a Node's Lease say that all devices have moved soon after a share is requested."""
+
+    def __init__(self, plane: ControlPlane, names: Sequence[str]) -> None:
+        self._plane = plane
+        self._names = set(names)
+        self._reported: dict[str, str] = {}
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(4)
+
+    def make(self) -> None:
+        """Make the objects of all nodes."""
+        list(self._pool.map(self._make, sorted(self._names)))
+
+    def _make(self, name: str) -> None:
+        api = self._plane.api
+        numbers = {RESOURCE: str(DEVICES), "cpu": "8", "memory": "32Gi", "pods": "110"}
+        status: dict[str, Any] = {"capacity": numbers, "allocatable": numbers, "images": IMAGES}
+        status["conditions"] = [{"type": "Ready", "status": "True", "reason": "KubeletReady"}]
+        metadata = {"name": name, "labels": {"pool": "fpga"}}
+        api.create({"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status})
+        labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
+        annotations = {progress.annotation(DRIVER): report("none", "")}
+        lease = {"name": name, "namespace": NAMESPACE, "labels": labels, "annotations": annotations}
+        api.create({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": lease, "spec": {}})
+        pool = {"name": name, "generation": 1, "resourceSliceCount": 1}
+        spec = {"driver": DRIVER, "nodeName": name, "pool": pool, "devices": []}
+        body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec}
+        api.create(body)
+        self._reported[name] = ""
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Answer requests of shares while the context lasts."""
+        thread = threading.Thread(target=self._keep, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(30)
+
+    def _keep(self) -> None:
+        while not self._over.wait(0.5):
+            try:
+                nodes = self._plane.api.list("Node", None, "v1")
+            except OSError:
+                continue  # the API server is being restarted
+            wanted = {}
+            for body in nodes:
+                annotations = body["metadata"].get("annotations") or {}
+                wanted[body["metadata"]["name"]] = annotations.get(progress.share_annotation(DRIVER), "")
+            late = [name for name, share in self._reported.items() if wanted.get(name, "") != share]
+            list(self._pool.map(self._report, late, [wanted[name] for name in late]))
+
+    def _report(self, name: str, requested: str) -> None:
+        annotations = {progress.annotation(DRIVER): report(requested or "none", requested)}
+        patch = {"metadata": {"annotations": annotations}}
+        try:
+            self._plane.api.patch("Lease", name, patch, NAMESPACE, api_version="coordination.k8s.io/v1")
+        except OSError:
+            return
+        self._reported[name] = requested
+
+
+def operator(plane: ControlPlane) -> Path:
+    """Make an operator with the role of the manifests; return its kubeconfig."""
+    group = "rbac.authorization.k8s.io"
+    subject = {"kind": "ServiceAccount", "name": "operator", "namespace": "default"}
+    plane.api.apply(
+        [
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "operator"}},
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "ClusterRoleBinding",
+                "metadata": {"name": "operator"},
+                "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": ROLE},
+                "subjects": [subject],
+            },
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": "operator", "namespace": NAMESPACE},
+                "roleRef": {"apiGroup": group, "kind": "Role", "name": ROLE},
+                "subjects": [subject],
+            },
+        ]
+    )
+    return plane.service_account_kubeconfig("operator")
+
+
+def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
+    """Run a command to its end and measure it."""
+    log = plane.audit
+    log.more()
+    command = [sys.executable, "-m", "dra_bridge", *arguments, "--kubeconfig", str(kubeconfig)]
+    began = time.monotonic()
+    with (plane.logs / f"{arguments[0]}.log").open("ab") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **image_environment()}
+        )
+    assert process.stdout is not None
+    lines: list[str] = []
+    first = 0.0
+    for line in process.stdout:
+        first = first or time.monotonic() - began
+        lines.append(line)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Command(
+        " ".join(arguments[:1]),
+        first,
+        time.monotonic() - began,
+        usage.ru_maxrss * 1024 / 1e6,
+        process.returncode,
+        len(lines),
+        lines[0].rstrip() if lines else "",
+        each(of_user(log.more(), OPERATOR), 1),
+    )
+
+
+def measure(plane: ControlPlane, count: int) -> list[Command]:
+    """Run both commands with so many nodes."""
+    names = names_of(count)
+    reports = Reports(plane, names)
+    began = time.monotonic()
+    reports.make()
+    print(f"{count} nodes after {time.monotonic() - began:.0f} s", flush=True)
+    kubeconfig = operator(plane)
+    found = []
+    many = ("--selector", "pool=fpga", "--max-unavailable", str(max(1, count // 20)))
+    with reports.kept():
+        for arguments in (
+            ("status", "--driver", DRIVER),
+            ("rollout", "--driver", DRIVER, "--share", "all", *many),
+            ("rollout", "--driver", DRIVER, "--undo", *many),
+        ):
+            found.append(run(plane, kubeconfig, *arguments))
+            print(json.dumps(vars(found[-1])), flush=True)
+    return found
+
+
+def unrestored(plane: ControlPlane) -> list[str]:
+    """Return the nodes on which an undone rollout has left something."""
+    left: list[str] = []
+    for body in plane.api.list("Node", None, "v1"):
+        annotations: dict[str, Any] = body["metadata"].get("annotations") or {}
+        left += [f"{body['metadata']['name']}: {key}" for key in annotations]
+    return left

@@ -1,0 +1,45 @@
+"""The limits that a run fails on when one is missed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """A figure and what it may be. least: whether it is the least that it must be, not the most that it may be."""
+
+    what: str
+    value: float
+    bound: float
+    unit: str = ""
+    least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether it is kept."""
+        return self.value >= self.bound if self.least else self.value <= self.bound
+
+    @property
+    def text(self) -> str:
+        """The limit and whether it is kept, for people."""
+        return f"{'at least' if self.least else 'at most'} {self.bound:g}{self.unit and f' {self.unit}'}"
+
+
+REST_REQUESTS = 1.0
+"""Of an agent at rest in a minute, beside its watches."""
+MOVE_REQUESTS = 10.0
+"""Of an agent for all 8 devices of its node that move."""
+CLAIM_REQUESTS = 1.0
+"""Of an agent for a claim that is prepared and unprepared: the GET of it."""
+GROWTH = 1.25
+"""How many times as much an agent may ask, be sent and use in the largest fleet as in the smallest."""
+IN_STEP = 60.0
+"""Seconds after which all agents have all their watches again, from the start of the API server's process."""
+SPREAD = 20.0
+"""Seconds between the first and the last list after a restart."""
+BUSIEST = 0.15
+"""Part of these lists that may be made in one second."""
+FIRST_OUTPUT = 2.0
+"""Seconds until `status` and `rollout` show something."""
+COMMAND_MB = 150.0
+"""Resident MB of these commands at the most."""

@@ -1,0 +1,284 @@
+"""The parts of a run: each measures something of a fleet and returns figures, which `tests.fleet.limits` judges."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.parse
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from dra_bridge.rollout import fleet as rollout_fleet
+from tests.fleet.audit import Log, Request, counts, of_user, spread
+from tests.fleet.plane import AGENTS, DRIVER, NAMESPACE, ControlPlane, Flows, names_of
+from tests.fleet.workers import Fleet
+
+INTERVAL: Final = 0.15
+"""Seconds between the starts of two nodes."""
+SETTLE: Final = 10.0
+"""Seconds after which what a start or a move leaves behind is over: the next figures are of rest."""
+
+Counts = dict[str, float]
+"""Requests by verb and resource, as text."""
+
+
+def each(requests: Iterable[Request], count: int) -> Counts:
+    """Return requests by verb and resource, for each of so many nodes or claims."""
+    found = counts(requests)
+    return {f"{verb} {what}": number / count for (verb, what), number in sorted(found.items())}
+
+
+@dataclass
+class Rest:
+    """A fleet at rest. seconds: how long it was looked at. requests: an agent and minute, without watches.
+
+    watches: opened, an agent and minute. server_cpu: cores. agent_cpu: % of a core for an agent and its kubelet, which
+    looks at its files every PERIOD seconds. MB: resident.
+    """
+
+    nodes: int
+    seconds: float
+    requests: Counts
+    watches: float
+    open_watches: int
+    server_cpu: float
+    server_mb: float
+    agent_cpu: float
+    agent_mb: float
+
+    @property
+    def a_minute(self) -> float:
+        """Requests of an agent in a minute, beside its watches."""
+        return sum(self.requests.values())
+
+
+@dataclass
+class Size:
+    """What was measured at one size of the fleet. start, move, claim: requests for each agent, node, claim.
+
+    list_bytes: of the lists of an agent that starts, beside that of all claims. by_driver: bytes, seconds and requests
+    of a list of the driver's slices.
+    """
+
+    nodes: int
+    rest: Rest
+    start: Counts
+    move: Counts
+    claim: Counts
+    list_bytes: float
+    by_driver: tuple[int, float, int]
+
+
+@dataclass
+class Restart:
+    """What followed a restart of the API server. Seconds count from the start of its process.
+
+    lists, seconds, most: the agents' lists, from the first to the last one, and those of the busiest second.
+    in_step: when the last agent had all its watches. requests: for each agent. rejected: by flow schema.
+    """
+
+    nodes: int
+    lists: int
+    seconds: float
+    most: int
+    in_step: float
+    requests: Counts
+    too_many: int
+    rejected: dict[str, int] = field(default_factory=dict)
+    waited: dict[str, int] = field(default_factory=dict)
+
+
+class Measured:
+    """A control plane, its fleet, and the log of the agents' requests."""
+
+    def __init__(self, plane: ControlPlane, nodes: Fleet) -> None:
+        self.plane = plane
+        self.fleet = nodes
+        self.log: Log = plane.audit
+        self.last: list[Request] = []
+        """Those of all users that the last call of `requests` has read."""
+
+    def requests(self, user: str = AGENTS) -> list[Request]:
+        """Return the requests of the agents since the last call."""
+        self.last = self.log.more()
+        return of_user(self.last, user)
+
+    def grow(self, count: int) -> list[str]:
+        """Start nodes until there are so many; return the new ones."""
+        names = names_of(count)[len(self.fleet.names) :]
+        self.plane.add_nodes(names)
+        self.fleet.start(names, INTERVAL)
+        self.plane.wait_for(
+            lambda: len(self.views(names)) == len(names), 120.0, f"{len(names)} agents have reported their devices"
+        )
+        self.fleet.check()
+        return names
+
+    def views(self, names: Collection[str]) -> list[rollout_fleet.NodeView]:
+        """Return the progress of those of these nodes whose agents have reported."""
+        api, wanted = self.plane.api, set(names)
+        nodes = [body for body in api.list("Node", None, "v1") if body["metadata"]["name"] in wanted]
+        leases = [body for body in api.list("Lease", NAMESPACE) if body["metadata"]["name"] in wanted]
+        slices = api.list("ResourceSlice", None, "resource.k8s.io/v1")
+        views = rollout_fleet.views(DRIVER, nodes, slices, leases=leases)
+        return [view for view in views if view.reported is not None]
+
+    def rest(self, seconds: float, settle: float = SETTLE) -> Rest:
+        """Look at the fleet for so long while nothing happens, `settle` seconds after what was before."""
+        time.sleep(settle)
+        self.requests()
+        began, server = time.monotonic(), self.plane.usage()
+        agents = [worker.usage() for worker in self.fleet.workers]
+        time.sleep(seconds)
+        took, now = time.monotonic() - began, self.plane.usage()
+        after = [worker.usage() for worker in self.fleet.workers]
+        requests, count = self.requests(), len(self.fleet.names)
+        watches = [request for request in requests if request.verb == "watch"]
+        others = [request for request in requests if request.verb != "watch"]
+        gauge = "apiserver_longrunning_requests"
+        cpu = sum(b.cpu - a.cpu for a, b in zip(agents, after, strict=True)) / took / count
+        return Rest(
+            count,
+            took,
+            {what: number * 60 / took for what, number in each(others, count).items()},
+            len(watches) / count * 60 / took,
+            int(sum(value for labels, value in self.plane.series(gauge)[gauge] if labels["verb"] == "WATCH")),
+            (now.cpu - server.cpu) / took,
+            now.resident,
+            100 * cpu,
+            sum(one.resident for one in after) / count,
+        )
+
+    def move(self, names: Sequence[str], share: str) -> Counts:
+        """Ask for a share of nodes, wait until all devices have moved; return the requests for each node."""
+        self.requests()
+        with ThreadPoolExecutor(4) as pool:
+            patch = rollout_fleet.share_patch(DRIVER, share)
+            list(pool.map(lambda name: self.plane.api.patch("Node", name, patch, api_version="v1"), names))
+        wait_for(lambda: all(map(rollout_fleet.finished, self.views(names))), 180.0, f"{len(names)} nodes at {share}")
+        time.sleep(SETTLE)
+        mine = set(names)
+        return each([one for one in self.requests() if one.node in mine and one.verb != "watch"], len(names))
+
+    def claims(self, names: Sequence[str]) -> Counts:
+        """Run a pod with a claim on each of these nodes, and delete it; return the requests for each claim."""
+        self.requests()
+
+        def one(node: str) -> None:
+            worker, name = self.fleet.of(node), f"{node}-claim"
+            worker.order("pod", name=name, node=node, template={DRIVER: 1}).result(60)
+            worker.order("running", name=name, timeout=60).result(90)
+            worker.order("delete", name=name, timeout=60).result(90)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(one, names))
+        time.sleep(SETTLE)
+        mine = set(names)
+        return each([one for one in self.requests() if one.node in mine and one.verb != "watch"], len(names))
+
+    def lists_of(self, node: str) -> dict[str, int]:
+        """Return the bytes of each list that an agent watches from, as the API server sends them."""
+        slices = "/apis/resource.k8s.io/v1/resourceslices"
+        leases = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
+        lists = {
+            "node": ("/api/v1/nodes", f"metadata.name={node}"),
+            "lease": (leases, f"metadata.name={node}"),
+            "slices of the node": (slices, f"spec.nodeName={node}"),
+            "slices of the driver without a node": (slices, f"spec.driver={DRIVER},spec.nodeName="),
+        }
+        found = {}
+        for what, (path, selector) in lists.items():
+            query = urllib.parse.urlencode({"fieldSelector": selector, "limit": 500})
+            code, body = self.plane.api.raw("GET", f"{path}?{query}")
+            assert code == 200, body
+            found[what] = len(body)
+        return found
+
+    def by_driver(self) -> tuple[int, float, int]:
+        """List the driver's slices as `rollout` and `status` do: return bytes, seconds and requests."""
+        size, requests, more, took = 0, 0, "", 0.0
+        path = "/apis/resource.k8s.io/v1/resourceslices"
+        while True:
+            query = {"fieldSelector": f"spec.driver={DRIVER}", "limit": "500", **({"continue": more} if more else {})}
+            began = time.monotonic()
+            code, body = self.plane.api.raw("GET", f"{path}?{urllib.parse.urlencode(query)}")
+            took += time.monotonic() - began
+            assert code == 200, body
+            size, requests, more = size + len(body), requests + 1, json.loads(body)["metadata"].get("continue", "")
+            if not more:
+                return size, took, requests
+
+    def restart(self, downtime: float, seconds: float) -> Restart:
+        """Restart the API server; return what the agents do within so many seconds."""
+        time.sleep(SETTLE)
+        self.requests()
+        begun = self.plane.restart_apiserver(downtime)
+        time.sleep(seconds)
+        requests = self.requests()
+        count = len(self.fleet.names)
+        lists = spread([one for one in requests if one.verb == "list" and one.code == 200])
+        by_node: dict[str, list[float]] = {name: [] for name in self.fleet.names}
+        for one in requests:
+            if one.verb == "watch" and one.code == 200:
+                by_node[one.node].append(one.at - begun)
+        last = [sorted(times)[WATCHES - 1] if len(times) >= WATCHES else math.inf for times in by_node.values()]
+        flows = self.plane.flows()
+        return Restart(
+            count,
+            lists.number,
+            lists.seconds,
+            lists.most,
+            max(last),
+            each(requests, count),
+            flows.too_many,
+            dict(flows.rejected),
+            waited_of(flows),
+        )
+
+
+WATCHES: Final = 4
+"""Of an agent with one driver: its Node, its Lease, slices of its node, slices of the driver without a node."""
+
+
+def waited_of(flows: Flows) -> dict[str, int]:
+    """Return the requests that were in a queue, by flow schema."""
+    return {schema: number for schema, number in flows.waited.items() if number}
+
+
+def wait_for(what: Callable[[], object], timeout: float, text: str) -> None:
+    """Wait until something is so, asking every two seconds. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout
+    while not what():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout:g} s: {text}")
+        time.sleep(2.0)
+
+
+def rested(seconds: float) -> float:
+    """Let nothing happen for so long, which is measured; return the seconds."""
+    time.sleep(seconds)
+    return seconds
+
+
+def growth(measured: Measured, sizes: Sequence[int], seconds: float) -> list[Size]:
+    """Measure rest, moves and claims at each size."""
+    found = []
+    for size in sizes:
+        measured.requests()
+        new = measured.grow(size)
+        started = each([one for one in measured.requests() if one.verb != "watch"], len(new))
+        moved = measured.move(new, "all")
+        claimed = measured.claims(new[:40])
+        rest = measured.rest(seconds)
+        listed = sum(measured.lists_of(new[0]).values())
+        found.append(Size(size, rest, started, moved, claimed, listed, measured.by_driver()))
+        show(found[-1])
+    return found
+
+
+def show(figures: Any) -> None:
+    """Print figures."""
+    print(asdict(figures), flush=True)

@@ -1,0 +1,104 @@
+"""The same counts for the Go example driver, which uses the helper of Go drivers (kubeletplugin)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from tests.bench.peers import class_of, peer, rights
+from tests.fleet.audit import of_user
+from tests.fleet.nodes import ROOTS
+from tests.fleet.parts import SETTLE, Counts, Measured, Rest, each, rested, wait_for
+from tests.fleet.plane import DEVICES, names_of
+from tests.fleet.workers import Worker
+
+PROGRAM: Final = "dra-example-kubeletplugin"
+DRIVER: Final = "peer.example.com"
+USER: Final = "default:peer"
+FIRST: Final = 9000
+"""The number of the first node with a Go driver."""
+
+
+@dataclass
+class Peers:
+    """What Go drivers ask. start, claim: for each driver and claim. rest: for each driver in a minute.
+
+    beside: the agents meanwhile.
+    """
+
+    nodes: int
+    start: Counts
+    rest: Counts
+    watches: float
+    claim: Counts
+    beside: Rest
+
+
+def measure(measured: Measured, worker: Worker, count: int, seconds: float, settle: float = SETTLE) -> Peers | None:
+    """Run so many Go drivers beside the agents; None if there is no program. seconds, settle: of the rest of both."""
+    program = peer(PROGRAM)
+    if program is None:
+        return None
+    plane, names = measured.plane, names_of(count, FIRST)
+    plane.add_nodes(names)
+    plane.api.apply([*rights(), class_of("peer", DRIVER)])
+    worker.order("kubelets", names=names).result(120)
+    measured.requests(USER)
+    with drivers(measured, program, names):
+        wait_for(lambda: len(_slices(measured)) >= count, 120.0, f"slices of {count} Go drivers")
+        settled = rested(SETTLE)
+        start = [one for one in measured.requests(USER) if one.verb != "watch"]
+        beside = measured.rest(seconds, settle)
+        rest = of_user(measured.last, USER)
+
+        def pod(node: str) -> None:
+            name = f"{node}-claim"
+            worker.order("pod", name=name, node=node, template={"peer": 1}).result(60)
+            worker.order("running", name=name, timeout=60).result(90)
+            worker.order("delete", name=name, timeout=60).result(90)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(pod, names))
+        rested(settled)
+        claims = [one for one in measured.requests(USER) if one.verb != "watch"]
+    others = [one for one in rest if one.verb != "watch"]
+    a_minute = {what: number * 60 / seconds for what, number in each(others, count).items()}
+    watches = (len(rest) - len(others)) / count * 60 / seconds
+    return Peers(count, each(start, count), a_minute, watches, each(claims, count), beside)
+
+
+def _slices(measured: Measured) -> Sequence[object]:
+    selector = f"spec.driver={DRIVER}"
+    return measured.plane.api.list("ResourceSlice", None, "resource.k8s.io/v1", field_selector=selector)
+
+
+@contextmanager
+def drivers(measured: Measured, program: str, names: Sequence[str]) -> Iterator[None]:
+    """Run a Go driver for each of these nodes."""
+    processes = []
+    try:
+        for name in names:
+            root = ROOTS / name
+            config = measured.plane.service_account_kubeconfig("peer", bound_to=("Node", name))
+            options = {
+                "node-name": name,
+                "driver-name": DRIVER,
+                "num-devices": DEVICES,
+                "cdi-root": root / "cdi",
+                "kubeconfig": config,
+                "kubelet-plugins-directory-path": root / "plugins",
+                "kubelet-registrar-directory-path": root / "plugins_registry",
+            }
+            with (measured.plane.logs / f"{name}.log").open("wb") as log:
+                command = [program, *(f"--{option}={value}" for option, value in options.items())]
+                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)

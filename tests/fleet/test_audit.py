@@ -1,0 +1,63 @@
+"""What is read of the audit log, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.fleet import page
+from tests.fleet.audit import NODE, Log, counts, of_user, spread
+from tests.fleet.limits import Limit
+
+
+def event(number: int, verb: str, stage: str = "ResponseComplete", second: float = 0.0, **more: Any) -> str:
+    user = {"username": "system:serviceaccount:a:b", "extra": {NODE: ["n1"]}}
+    at = f"2026-01-01T00:00:{second:09.6f}Z"
+    subject = {"resource": "nodes", "name": "n1"}
+    body = {"auditID": str(number), "verb": verb, "stage": stage, "user": user, "requestReceivedTimestamp": at}
+    return json.dumps({**body, "requestURI": "/api/v1/nodes/n1?x=y", "objectRef": subject, **more}) + "\n"
+
+
+def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
+    """Each call returns the requests that came after the one before; an unfinished line comes later."""
+    path = tmp_path / "audit.log"
+    log = Log(path)
+    path.write_text(event(1, "get") + event(2, "watch", "ResponseStarted") + event(3, "list")[:20])
+    assert counts(log.more()) == {("get", "nodes"): 1, ("watch", "nodes"): 1}
+    with path.open("a") as file:
+        file.write(event(3, "list")[20:] + event(2, "watch"))
+    assert counts(log.more()) == {("list", "nodes"): 1}
+
+
+def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:
+    """It has no begin in the log. The node is that of the token, and a path stands for what is no resource."""
+    path = tmp_path / "audit.log"
+    path.write_text(event(1, "watch", responseStatus={"code": 429}) + event(2, "get", objectRef=None))
+    refused, discovery = of_user(Log(path).more(), "a:b")
+    assert (refused.code, refused.node, discovery.what) == (429, "n1", "/api/v1/nodes/n1")
+
+
+def test_the_busiest_second_counts(tmp_path: Path) -> None:
+    """Lists are spread from the first to the last one."""
+    path = tmp_path / "audit.log"
+    path.write_text("".join(event(number, "list", second=at) for number, at in enumerate((1.0, 1.5, 1.9, 4.0))))
+    assert spread(Log(path).more()) == (4, 3.0, 3)
+    assert spread([]) == (0, 0.0, 0)
+
+
+def test_a_part_writes_its_own_sections(tmp_path: Path) -> None:
+    """Sections that a run has not measured stay, and all have their order."""
+    path = tmp_path / "scale.md"
+    page.write({"restart": "second", "growth": "first"}, path)
+    page.write({"growth": "new"}, path)
+    text = path.read_text()
+    assert text.index("new") < text.index("second")
+    assert "first" not in text
+
+
+def test_a_limit_says_whether_it_is_missed() -> None:
+    """What is more than the most, or less than the least, is missed, and is so in the table."""
+    limits = [Limit("a", 2.0, 1.0), Limit("b", 2.0, 1.0, least=True), Limit("c", 2.0, 3.0, "s", least=True)]
+    assert [one.met for one in limits] == [False, True, False]
+    assert page.of_limits(limits).count("MISSED") == 2
