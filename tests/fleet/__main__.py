@@ -215,8 +215,8 @@ def page_of_rest(ours: Rest, others: Peers | None) -> str:
     rate = (ours.a_minute + ours.watches) * LARGE / 60
     return "\n".join(
         (
-            f"An agent opens each of its {parts.WATCHES} watches anew after 4 to 8 minutes, and asks for the versions that "
-            f"the API server has. These are the figures of {ours.seconds:.0f} s, a minute:\n",
+            f"An agent opens each of its {parts.WATCHES} watches anew after 4 to 8 minutes. These are the figures of "
+            f"{ours.seconds:.0f} s, a minute:\n",
             page.table(("program", "number", "requests", "of them", "watches opened"), rows),
             f"15,000 agents at rest would ask {page.cell(rate)} times a second.\n",
             page.of_limits(limits_of_rest(ours, others)),
