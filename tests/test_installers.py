@@ -410,6 +410,7 @@ def test_manifests(
     (command,) = made.container["command"]
     program, package = {"deviceplugin": (plugin_cli, "deviceplugin"), "dra-bridge": (cli, "dra_bridge")}[command]
     monkeypatch.setattr(f"{package}.node.process.run_config", lambda *_: 7)
+    monkeypatch.setattr(cli, "run_options", lambda _: None)  # It reads how to reach an API server.
     assert program.main(made.arguments) == 7
 
 
