@@ -70,6 +70,21 @@ def test_the_machine_has_a_report_of_its_own(kept: Path) -> None:
     assert matrix.TITLES["test_dra"] in page
 
 
+def test_the_part_about_the_machine_alone(kept: Path) -> None:
+    """It is made anew of the machine's reports, names the tests that were not run, and leaves the rest of the page."""
+    (kept / "page.md").write_text("# Page\n\nrest\n")
+    machine = """<testsuite><testcase classname="tests.vm.test_unit" name="test_reboot"/></testsuite>"""
+    (kept / "vm-1.36.3.xml").write_text(machine)
+    for _ in range(2):
+        assert matrix.main(["--machine", str(kept)]) == 0
+        page, said = (kept / "page.md").read_text(), matrix.features(matrix.SCENARIOS[matrix.MACHINE])
+        assert page.startswith(f"# Page\n\nrest\n\n## {matrix.TITLES[matrix.MACHINE]}\n")
+        assert page.count("## ") == 1
+        assert f"1 of {len(said)} tests passed on all of 1.36." in page
+        assert rows(page)[said["test_token"]] == ["-"]
+        assert said["test_reboot"] not in rows(page)
+
+
 def test_a_test_that_a_version_does_not_have(kept: Path) -> None:
     """It has a dash in the column of that version."""
     (kept / "1.32.2.xml").write_text(REPORT)

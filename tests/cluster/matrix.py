@@ -5,6 +5,8 @@ The versions are run one after another, each on NODES isolated nodes with the pr
 all versions are counted; the others have a row: ``yes`` is a test that passed and ``no`` one that was skipped because
 the version lacks the feature, for the reason given below the table.
 
+`--machine` makes the part about the virtual machine of tests/vm anew, of its own reports.
+
 With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version, else some of them.
 """
 
@@ -45,9 +47,12 @@ TESTS = {
     "test_parameters_real": "Parameters at admission",
     HOLDERS: "No device has two holders",
 }
-MACHINE = "test_unit"
-"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a report of its own."""
 """The modules of tests, and the heading of each on PAGE."""
+MACHINE = "test_unit"
+"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a report of its own.
+
+It is the last part of PAGE, which `--machine DIRECTORY` makes anew of such reports alone.
+"""
 TITLES = {**TESTS, MACHINE: "As a unit of systemd, with cgroup v2, in a virtual machine"}
 SCENARIOS = {
     "test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py",
@@ -178,6 +183,20 @@ def page(reports: Mapping[str, Path]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def machine_part(page_now: str, reports: Mapping[str, Path]) -> str:
+    """Return PAGE as it is now, with another part about the machine: of its reports by version. Tests that none has are
+    named as not run.
+    """
+    said = features(SCENARIOS[MACHINE])
+    by_version = {version: outcomes(report).get(MACHINE, {}) for version, report in reports.items()}
+    ran = {name.partition("[")[0] for found in by_version.values() for name in found}
+    missing = {name: Outcome("-") for name in said if name not in ran}
+    days = {dt.datetime.fromtimestamp(one.stat().st_mtime, dt.UTC).date().isoformat() for one in reports.values()}
+    head = page_now.partition(f"\n## {TITLES[MACHINE]}\n")[0]
+    shown = table({version: {**found, **missing} for version, found in by_version.items()}, said)
+    return f"{head}\n## {TITLES[MACHINE]}\n\nRun on {', '.join(sorted(days))}. {shown}\n"
+
+
 def run(version: str, tests: Sequence[str], report: Path) -> None:
     """Run the tests on nodes of one version."""
     environment = {**os.environ, "KUBERNETES_VERSION": version}
@@ -193,8 +212,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="append", help="one of these instead of all (may be given again)")
     parser.add_argument("--reports", type=Path, help="keep pytest's reports here, and use those that are there")
     parser.add_argument("--record", action="store_true", help=f"make {PAGE.name} of the reports")
+    parser.add_argument(
+        "--machine", type=Path, metavar="DIRECTORY", help="take the machine's part from its reports here"
+    )
     parser.add_argument("modules", nargs="*", help="what to run: module names (all)")
     options = parser.parse_args(argv)
+    if options.machine:
+        found = {one.stem.removeprefix("vm-"): one for one in sorted(options.machine.glob("vm-*.xml"))}
+        PAGE.write_text(machine_part(PAGE.read_text(), found))
+        return 0
     whole = True
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.reports or Path(temporary)

@@ -87,8 +87,13 @@ def both(node: MachineCluster) -> list[Pod]:
 
 def runs_again(node: MachineCluster, pods: Sequence[Pod]) -> None:
     """Wait until these very pods run since the reboot, and each alone has its device."""
+
+    def started_again(pod: Pod) -> bool:
+        assert pod.status["phase"] != "Failed", pod.explain()
+        return pod.restarts() > 0
+
     for pod in pods:
-        wait_for(lambda pod=pod: pod.restarts() > 0, f"{pod} has started again", context=pod.explain)  # type: ignore[misc]
+        node.wait_for(lambda pod=pod: started_again(pod), LIMIT, f"{pod} has started again")  # type: ignore[misc]
         pod.wait_running(timeout=LIMIT)
     # A container that was started anew while the machine went down has gone with it: that cannot be entered.
     numbers = [wait_for(lambda pod=pod: device_of(node, pod), f"{pod} can be entered")[1] for pod in pods]  # type: ignore[misc]
