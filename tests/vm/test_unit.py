@@ -216,5 +216,7 @@ def test_a_loop_that_hangs(node: MachineCluster) -> None:
     wait_for(lambda: int(node.machine.setting(AGENT, "NRestarts")) > 0, "systemd starts the agent again")
     node.wait_agent()
     assert node.machine.setting(AGENT, "MainPID") != before
-    assert "Watchdog timeout" in node.machine.journal(AGENT)
+    journal = node.machine.journal(AGENT, lines=1000)
+    assert "Watchdog timeout" in journal
+    assert "Fatal Python error: Aborted" in journal
     assert [opens(node, pod, device_of(node, pod)[1]) for pod in pods] == [DRIVERLESS, DRIVERLESS]
