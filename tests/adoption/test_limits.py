@@ -76,17 +76,6 @@ def test_the_answer_is_the_plugins(node: Node) -> None:
     assert vendor.calls("Allocate")[0]["ids"] == ["g1", "g0"]
 
 
-def test_a_pod_gets_what_the_plugin_says(node: Node) -> None:
-    """A pod has the plugin's variables, nodes, mounts and annotations, and none of the agent's."""
-    node.adopt(resource("g0", **ANSWER), count=1)
-    pod = node.kubelet.run_pod("p", {RESOURCE: 1})
-    assert pod.env == {"GADGETS": "g0", "MODE": "fast"}
-    assert sorted(one.container for one in pod.nodes) == ["/dev/ctl", "/dev/inside-g0", "/dev/same"]
-    (rpc,) = node.kubelet.rpcs("Allocate", RESOURCE)
-    (one,) = rpc.response.container_responses
-    assert dict(one.annotations) == {"cdi.k8s.io/gadget": "vendor.example/gadget=g0", "vendor.example/x": "y"}
-
-
 def test_ids_are_the_vendors(node: Node) -> None:
     """Ids of any form reach the plugin as they are: long, with spaces or slashes, or like a replica's."""
     ids = ["nvidia0/vgpu0", "a b", "x" * 100, "GPU-1::0", "GPU-1::1", "ü"]
@@ -114,16 +103,6 @@ def test_lists_are_sets(node: Node) -> None:
     node.kubelet.wait_until(lambda: [one.healthy for one in node.kubelet.updates(RESOURCE)][-1:] == [7])
     vendor.wait("listed", len(vendor.calls("listed")) + 10)
     assert [(one.total, one.healthy) for one in node.kubelet.updates(RESOURCE)] == [(8, 8), (8, 7)]
-
-
-def test_devices_that_vanish_stay_unhealthy(node: Node) -> None:
-    """What the plugin lists no more is Unhealthy at once; it comes back as it was."""
-    vendor = node.adopt()
-    vendor.show(resource("g0"))
-    node.kubelet.wait_allocatable(RESOURCE, 1)
-    assert node.kubelet.capacity(RESOURCE) == 2
-    vendor.show(resource("g0", "g1"))
-    node.kubelet.wait_allocatable(RESOURCE, 2)
 
 
 @pytest.mark.parametrize("empty_last", [False, True])

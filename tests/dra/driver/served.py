@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,3 +214,7 @@ async def served_driver(
         **options,
     )
     return ServedDriver(made, async_ledger, api, inventory, directory / "cdi", path)
+
+
+Serve = Callable[..., Awaitable[ServedDriver]]
+"""Makes drivers as `served_driver` does, in one directory."""

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +64,7 @@ from tests.dra.driver.served import (
     FakeClaims,
     Plain,
     R,
+    Serve,
     ServedDriver,
     claim,
     opaque,
@@ -86,23 +87,6 @@ class Params(msgspec.Struct):
     mode: str = "plain"
     threads: int = 1
     inner: Inner = msgspec.field(default_factory=Inner)
-
-
-Serve = Callable[..., Awaitable[ServedDriver]]
-
-
-@pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    """Returns a driver as `served_driver` does, which ends with the test."""
-    made: list[ServedDriver] = []
-
-    async def serve(*arguments: Any, **options: Any) -> ServedDriver:
-        made.append(await served_driver(tmp_path, *arguments, **options))
-        return made[-1]
-
-    yield serve
-    for one in made:
-        await one.end()
 
 
 @pytest.fixture

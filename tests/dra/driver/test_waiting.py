@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,26 +15,12 @@ from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from dra_bridge.driver import ClaimError, DriverHost, Prepared, RunningPods, preparation, waiting
 from dra_bridge.driver.waiting import MARGIN
 from tests.dra.agents import until
-from tests.dra.driver.served import T0, D, Plain, R, ServedDriver, claim, ref, result, served_driver
+from tests.dra.driver.served import T0, D, Plain, R, Serve, ServedDriver, claim, ref, result
 
 CALL = 45.0
 """Seconds that the kubelet gives a call."""
 
 Answers = dict[str, Prepared | ClaimError]
-Serve = Callable[..., Awaitable[ServedDriver]]
-
-
-@pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    made: list[ServedDriver] = []
-
-    async def serve(*arguments: Any, **options: Any) -> ServedDriver:
-        made.append(await served_driver(tmp_path, *arguments, **options))
-        return made[-1]
-
-    yield serve
-    for one in made:
-        await one.end()
 
 
 def call(here: ServedDriver, *uids: str, seconds: float = CALL) -> asyncio.Task[Answers]:
@@ -59,12 +43,18 @@ async def held(here: ServedDriver, *more: str) -> None:
     here.claims.add(claim("2", result("d0")), *(claim(uid, result(f"d{n + 1}")) for n, uid in enumerate(more)))
 
 
-async def test_a_claim_gets_a_device_when_its_holder_is_unprepared(serve: Serve) -> None:
-    """The scheduler has given the device to another claim, so its holder is over at the API server."""
-    here = await serve()
+async def second(here: ServedDriver) -> asyncio.Task[Answers]:
+    """Have claim 2 wait for d0, which claim 1 holds; return the call."""
     await held(here)
     waiting_call = call(here, "2")
     await waits(here, "d0")
+    return waiting_call
+
+
+async def test_a_claim_gets_a_device_when_its_holder_is_unprepared(serve: Serve) -> None:
+    """The scheduler has given the device to another claim, so its holder is over at the API server."""
+    here = await serve()
+    waiting_call = await second(here)
     assert failures(here) == {}
     assert await here.unprepare("1") is None
     assert isinstance((await waiting_call)["2"], Prepared)
@@ -115,9 +105,7 @@ async def test_without_a_deadline_nothing_is_waited_for(serve: Serve) -> None:
 async def test_a_wait_ends_with_its_caller_and_with_the_agent(serve: Serve, how: str) -> None:
     """Nothing of the claim is left; what was free meanwhile is not taken for a caller that has gone."""
     here = await serve()
-    await held(here)
-    waiting_call = call(here, "2")
-    await waits(here, "d0")
+    waiting_call = await second(here)
     if how == "caller":
         waiting_call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -149,9 +137,7 @@ async def test_an_unprepare_ends_the_wait_of_its_claim(serve: Serve) -> None:
 async def test_changes_of_other_devices_cost_a_waiting_claim_no_request(serve: Serve) -> None:
     """However often the register changes, the claim is read again when its own devices may be had."""
     here = await serve()
-    await held(here)
-    waiting_call = call(here, "2")
-    await waits(here, "d0")
+    waiting_call = await second(here)
     gets = here.claims.gets
     for number in range(50):
         await here.async_ledger.do(operations.set_setting("section", "key", str(number)))
@@ -166,9 +152,7 @@ async def test_a_wait_ends_when_the_claim_is_gone(serve: Serve, monkeypatch: pyt
     """Its pod was deleted by force: the kubelet ends the pod only after the answer."""
     monkeypatch.setattr(waiting, "REREAD", 0.05)
     here = await serve()
-    await held(here)
-    waiting_call = call(here, "2")
-    await waits(here, "d0")
+    waiting_call = await second(here)
     del here.claims.claims["claim-2"]
     assert "does not exist" in str((await waiting_call)["2"])
     assert failures(here) == {"gone": 1}
