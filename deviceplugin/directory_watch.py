@@ -121,7 +121,7 @@ class DirectoryWatch(Generic[_T]):
 
 @contextlib.contextmanager
 def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
-    """Provide a new reader of directories, until the block ends."""
+    """Provide a new reader of directories until the context ends."""
     reader = DirectoryReader(directories)
     for directory in directories:
         directory.add(reader)

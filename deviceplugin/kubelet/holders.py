@@ -85,8 +85,8 @@ class HolderSnapshot:
     def unnamed(self, resource: str) -> frozenset[str]:
         """Return the ids that the kubelet may allocate although they are in use: unnamed, but with running processes.
 
-        An unnamed holder without processes has probably ended. If its device were unhealthy until that is proved, pods
-        would fail. The next grant reads its processes again.
+        An unnamed holder without processes has probably ended. If its device were listed as unhealthy until the end is
+        proved, pods would fail. The next grant reads its processes again.
         """
         mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}

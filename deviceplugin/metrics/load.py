@@ -169,7 +169,7 @@ class Gauge:
         self.failures += 1
         self._reading = None
         if error != self.error:
-            _LOG.warning("%s; its devices' load is not shown", error)
+            _LOG.warning("%s; the load of the source's devices is not shown", error)
         self.error = error
 
 

@@ -23,7 +23,8 @@ from deviceplugin.kubelet.status import AgentStatus, unready, unserved
 _LOG: Final = logging.getLogger(__name__)
 
 START: Final = 60.0
-"""Seconds after which the agent counts as started even if it does not serve everything. Then the kubelet starts."""
+"""Seconds after which the agent counts as started even if it does not serve all resources. Then systemd starts the
+kubelet."""
 LOOK: Final = 0.1
 """Seconds between two checks of the agent's status before READY=1."""
 TICK: Final = 5.0

@@ -22,9 +22,9 @@ class CallStatistics:
 class ClaimStatistics:
     """Statistics of a driver. All values but `in_flight` only grow. Durations in seconds.
 
-    waits: of claims for holders that were about to end, including waits without success. prepared_again: number of
-    calls for claims that were already prepared. claim_reads: number of reads of claims from the API server. hooks:
-    hooks called for claims.
+    waits: durations of claims' waits for holders that were about to end, including waits without success.
+    prepared_again: number of calls for claims that were already prepared. claim_reads: number of reads of claims from
+    the API server. hooks: hooks called for claims.
     """
 
     prepare: CallStatistics = field(default_factory=CallStatistics)
