@@ -62,10 +62,11 @@ def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hold_serves_until_a_signal() -> None:
-    """With hold it goes on after the story, says where its kubelet is, and ends with 0 at SIGTERM."""
+    """With hold it goes on after the story, says where its kubelet is; SIGTERM ends it with 0, without lines of gRPC."""
     code = "import sys; from deviceplugin import demo; sys.exit(demo.main(hold=True))"
-    with running([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+    with running([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         for line in process.stdout:
             if found := re.search(r"--kubelet-root (\S+)", line):
                 break
@@ -75,4 +76,5 @@ def test_hold_serves_until_a_signal() -> None:
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
         assert process.wait(20) == 0
+        assert "goaway" not in process.stderr.read().lower()
     assert not os.path.exists(found[1])

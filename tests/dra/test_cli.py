@@ -249,6 +249,16 @@ def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("dra-bridge 0.")
 
 
+@pytest.mark.parametrize("command", ["manifests", "migrate", "rollout"])
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help shows command lines that can be copied, and what `--timeout` is without it."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert f"examples:\n  dra-bridge {command} --" in out or f"examples:\n  dra-bridge {command} node1 --" in out
+    assert command != "migrate" or "longest wait (default: no limit)" in out
+
+
 @pytest.mark.parametrize("command", ["validate", "devices", "schema"])
 def test_commands_of_the_other_program_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever looks for them here is told where they are."""
