@@ -62,7 +62,7 @@ def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hold_serves_until_a_signal() -> None:
-    """With hold it goes on after the story, says where its kubelet is; SIGTERM ends it with 0, without lines of gRPC."""
+    """With hold it goes on after the story, says where its kubelet is; SIGTERM ends it with 0, and no line of gRPC."""
     code = "import sys; from deviceplugin import demo; sys.exit(demo.main(hold=True))"
     with running([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -4,8 +4,8 @@ The device of a symlink has the name of the link: /dev/serial/by-id/... always s
 does not. The runtime resolves it each time that it creates a container (containerd 2.1,
 internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
 specAddContainerConfigDevices), so a container that restarts gets the link's target at that time. No runtime resolves a
-symlink in a CDI file (`dra_bridge.driver.cdi_files`). A plain file, a socket or a pipe is mounted, because runtimes accept
-only device nodes as devices. A directory is left out.
+symlink in a CDI file (`dra_bridge.driver.cdi_files`). A plain file, a socket or a pipe is mounted, because runtimes
+accept only device nodes as devices. A directory is left out.
 """
 
 from __future__ import annotations
