@@ -116,6 +116,8 @@ class HolderTracker:
         self.observed: frozenset[str] = frozenset()
         """The resources whose allocations the register has compared with evidence. Resources added since are not among
         them."""
+        self._unanswered = ""
+        """Why the last request for a checkpoint had no answer; "" if it had one."""
         self.problems: tuple[str, ...] = ()
         """Facts about this node that cannot be seen, by the last scan."""
         self.unknown: Counter[EvidenceSource] = Counter()
@@ -411,7 +413,8 @@ class HolderTracker:
         now = holders.holders(self._known, seen, at)
         if asked := self._requests.due(now, seen.pods, wanted):
             report = report or await self._list()
-            seen = await self.looks.at("evidence", self._read, *await self._checkpoint.written(), timeout=LONG)
+            written, self._unanswered = await self._checkpoint.written()
+            seen = await self.looks.at("evidence", self._read, written, self._unanswered, timeout=LONG)
             if report is not None:  # The kubelet has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
@@ -460,7 +463,7 @@ class HolderTracker:
         else:
             try:
                 read.append(self._checkpoint.read())
-                problem = problem or "the kubelet has not been asked for a newer checkpoint"
+                problem = problem or self._unanswered or "the kubelet has not been asked for a newer checkpoint"
             except CheckpointError as error:
                 problem = "; ".join(filter(None, (str(error), problem)))
         pods = self.pods.read({allocation.pod_uid for version in read for allocation in version.allocations})

@@ -250,6 +250,10 @@ async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubele
     assert not now.current
     assert "does not listen" in now.problem
     assert set(now.held) == {allocation(pod)}
+    requests = tracked.requests
+    again = await tracked.scan()
+    assert tracked.requests == requests, "it asks more and more rarely"
+    assert again.problem == now.problem, "a scan that does not ask gives the same reason"
 
 
 async def test_others_use_up_the_limit_of_pod_resources(
