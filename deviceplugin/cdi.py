@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.device import DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
@@ -70,7 +70,7 @@ def checked_text(value: str, what: str) -> str:
 
 def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
     checked_text(node.path, "a device node")
-    looks.at(node.host)
+    looked_at.at(node.host)
     try:
         host = os.path.realpath(node.host, strict=True)
         status = os.stat(host)

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin import cdi, files, looks
+from deviceplugin import cdi, files, looked_at
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, Mount, Version
 from deviceplugin.naming import EXTENDED_RESOURCE, NUMA_NODE, NamingError, canonical_resource, check_attribute
 
@@ -97,7 +97,7 @@ def write(path: str, data: bytes) -> bool:
 
     Raises OSError.
     """
-    looks.at(path)
+    looked_at.at(path)
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         if file.read() == data:
             return False

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 
 
 class FileIdentity(NamedTuple):
@@ -30,7 +30,7 @@ class FileIdentity(NamedTuple):
 def file_identity(path: str | Path) -> FileIdentity | None:
     """Return the identity of the file at a path, None if it cannot be read."""
     try:
-        status = looks.stat(path)
+        status = looked_at.stat(path)
     except OSError:
         return None
     return FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
@@ -39,7 +39,7 @@ def file_identity(path: str | Path) -> FileIdentity | None:
 def inode_of(path: str | Path) -> tuple[int, int] | None:
     """Return device and inode number of the file at a path, None if they cannot be read."""
     try:
-        status = looks.stat(path)
+        status = looked_at.stat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino
@@ -50,7 +50,7 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
 
     draft: a path in the same directory that no other writer uses. Raises OSError, and leaves no draft.
     """
-    looks.at(path)
+    looked_at.at(path)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.remove(draft)
@@ -74,7 +74,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 
     Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the disk does not allow it.
     """
-    looks.at(path)
+    looked_at.at(path)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -90,6 +90,6 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 def leads_to(path: str | Path, file: int) -> bool:
     """Return whether an open file is still the file at this path."""
     try:
-        return os.path.samestat(os.fstat(file), looks.stat(path))
+        return os.path.samestat(os.fstat(file), looked_at.stat(path))
     except OSError:
         return False

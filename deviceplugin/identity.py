@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.sysfs import ROOT, HardwareReader
 
@@ -56,7 +56,7 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
     return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
 
 
-def identity_of(paths: Iterable[str], stat: Stat = looks.stat, *, files: bool = True) -> Tokens:
+def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
     """Return the tokens of those paths that exist. files: whether to include paths that are not device nodes.
 
     Blocks.
@@ -72,7 +72,7 @@ def identity_of(paths: Iterable[str], stat: Stat = looks.stat, *, files: bool = 
     return frozenset(tokens)
 
 
-def numbers_of(paths: Iterable[str], stat: Stat = looks.stat) -> Tokens:
+def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
     """Return the tokens of those paths that are device nodes. Blocks."""
     return identity_of(paths, stat, files=False)
 
@@ -105,7 +105,7 @@ def _hardware(device: Device, paths: Mapping[str, str], reader: HardwareReader) 
     return frozenset(tokens)
 
 
-def identities(devices: Sequence[Device], stat: Stat = looks.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
+def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
     """Return the tokens of each device of a list, by id. A device without known tokens has an empty set. Blocks.
 
     A node of several devices, such as /dev/nvidiactl, identifies none of them. There is one exception: a device that
@@ -128,7 +128,7 @@ def identities(devices: Sequence[Device], stat: Stat = looks.stat, sysfs: str = 
     return {device.id: known[device.id] | _hardware(device, own_paths[device.id], reader) for device in devices}
 
 
-def tokens_now(device: Device, stat: Stat = looks.stat, sysfs: str = ROOT) -> Tokens:
+def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
     """Return all tokens that could identify a device now. Blocks."""
     now = frozenset[str]()
     if device.nodes:

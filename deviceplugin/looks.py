@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import os
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
+
+from deviceplugin import looked_at
 
 _T = TypeVar("_T")
 
@@ -60,14 +61,14 @@ class Look(Generic[_T]):
 
     def run(self, lock: threading.Lock) -> None:
         """Make the call, in a thread of the pool."""
-        _now.look = self
+        looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
         except Exception as error:  # The caller that uses the result gets the exception.
             self._error = error
         except BaseException as error:  # SystemExit and similar exceptions must not end this thread without a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
-        _now.look = None
+        looked_at.begin(None)
         self._arguments = ()
         with lock:
             waiting, self._waiting = self._waiting, None
@@ -99,26 +100,6 @@ class Look(Generic[_T]):
         finally:
             del error  # The exception's traceback refers to this frame. Only a garbage collection could end that cycle.
         return self._outcome  # type: ignore[return-value]  # it has ended
-
-
-class _Now(threading.local):
-    look: Look[Any] | None = None
-
-
-_now = _Now()
-
-
-def at(path: str | os.PathLike[str]) -> None:
-    """Record that this thread reads this path, for the message if the read hangs."""
-    if _now.look is not None:
-        _now.look.path = os.fspath(path)
-
-
-def stat(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return `os.stat` of a path. If it hangs, the message names the path."""
-    if _now.look is not None:
-        _now.look.path = os.fspath(path)
-    return os.stat(path)
 
 
 class Looks:
@@ -157,7 +138,7 @@ class Looks:
     ) -> _T:
         """Call a blocking function in a thread; return its result, or raise its exception.
 
-        kind: for the metric. place: the path for messages, if the function does not record it by `at`. brief:
+        kind: for the metric. place: the path for messages, if the function does not record it by `looked_at`. brief:
         whether the call usually takes microseconds. Raises LookTimeoutError; the call continues in its thread.
         """
         if self.hanging:

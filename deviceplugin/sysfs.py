@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 
 ROOT: Final = "/sys"
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -24,7 +24,7 @@ _PLACES: Final = ("port_number", "index", "partition")
 
 def read(path: str) -> str | None:
     """Return a file's one line, stripped; None if it cannot be read."""
-    looks.at(path)
+    looked_at.at(path)
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read(4096).strip()
@@ -74,7 +74,7 @@ def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
 def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
     """Return the directory of a device node's device; None if it has none. kind: char or block. number: major:minor."""
     path = f"{root}/dev/{kind}/{number}"
-    looks.at(path)
+    looked_at.at(path)
     try:
         return os.path.realpath(path, strict=True)
     except OSError:

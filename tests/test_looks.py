@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin import looks
+from deviceplugin import looked_at, looks
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.looks import Looks, LookTimeoutError
@@ -31,7 +31,7 @@ class Gate:
 
     def __call__(self, path: str = "/x") -> str:
         self.calls += 1
-        looks.at(path)
+        looked_at.at(path)
         assert self.opened.wait(60)
         return path
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.adoption.answers import AnswerError, edits_of
 from deviceplugin.adoption.plugins import VendorCallError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
@@ -138,7 +138,7 @@ def _missing(mounts: Sequence[Mount]) -> str:
 
 
 def _is_there(path: str) -> bool:
-    looks.at(path)
+    looked_at.at(path)
     return os.path.lexists(path)
 
 

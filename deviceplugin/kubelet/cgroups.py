@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.kubelet import pod_evidence
 from deviceplugin.kubelet.pod_evidence import PodProcesses as PodProcesses
 from deviceplugin.kubelet.pod_evidence import PodsShown
@@ -292,7 +292,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
 
 def read_directories(kubelet_root: Path) -> frozenset[str] | None:
     """Return the UIDs of pods with a directory under the kubelet's root; None if that is invisible."""
-    looks.at(kubelet_root / "pods")
+    looked_at.at(kubelet_root / "pods")
     try:
         return frozenset(os.listdir(kubelet_root / "pods"))
     except OSError:

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 
-from deviceplugin import filewatch, looks
+from deviceplugin import filewatch, looked_at
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import UNIDENTIFIED, Tokens, boot_id, identified, numbers_of
 from deviceplugin.looks import Looks, LookTimeoutError
@@ -94,7 +94,7 @@ def identity(directory: Path) -> FileIdentity | None:
 def read(directory: Path) -> CheckpointVersion:
     """Read the checkpoint in the device plugin directory. Raises CheckpointError."""
     path = directory / FILE_NAME
-    looks.at(path)
+    looked_at.at(path)
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

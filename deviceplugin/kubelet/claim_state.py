@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 
 FILE_NAME: Final = "dra_manager_state"
 
@@ -89,7 +89,7 @@ def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
 def read(kubelet_root: Path) -> tuple[PreparedClaim, ...]:
     """Read the claim state. Raises ClaimStateMissingError or ClaimStateError."""
     path = kubelet_root / FILE_NAME
-    looks.at(path)
+    looked_at.at(path)
     try:
         return parse(path.read_bytes())
     except FileNotFoundError as error:

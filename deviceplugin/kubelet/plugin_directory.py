@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.directory_watch import POLL, DirectoryWatch
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.filewatch import Gather
@@ -35,7 +35,7 @@ class DirectoryContents:
 
 def sockets_in(directory: Path) -> dict[str, FileIdentity]:
     """Return the sockets in a directory by name; empty if it cannot be read. Blocks."""
-    looks.at(directory)
+    looked_at.at(directory)
     sockets: dict[str, FileIdentity] = {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from deviceplugin import filewatch, looks
+from deviceplugin import filewatch, looked_at
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.directory_watch import DirectoryReader, reading
@@ -431,7 +431,7 @@ class PluginRegistration:
         """
         directory = self._kubelet.parent
         try:
-            mode = (await self._looks.at("socket", looks.stat, directory, brief=True)).st_mode
+            mode = (await self._looks.at("socket", looked_at.stat, directory, brief=True)).st_mode
         except LookTimeoutError:
             raise
         except (FileNotFoundError, NotADirectoryError):

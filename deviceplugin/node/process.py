@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin import blocking, files, filewatch, looks
+from deviceplugin import blocking, files, filewatch, looked_at
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.kubelet.paths import Paths
@@ -326,7 +326,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _content(path: Path) -> bytes | None:
-    looks.at(path)
+    looked_at.at(path)
     from deviceplugin.config import MAX_BYTES
 
     try:

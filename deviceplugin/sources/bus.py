@@ -9,7 +9,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from deviceplugin import looks, sysfs
+from deviceplugin import looked_at, sysfs
 from deviceplugin.device import AttributeValue
 from deviceplugin.sources.scanned import ScannedSource
 
@@ -70,7 +70,7 @@ def missing(nodes: Iterable[str], maker: str = "udev") -> str:
     Blocks.
     """
     for node in nodes:
-        looks.at(node)
+        looked_at.at(node)
         if not os.path.exists(node):
             return f"{node} is not there, and its container needs it; {maker} makes it"
     return ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Final
 
-from deviceplugin import identity, looks
+from deviceplugin import identity, looked_at
 from deviceplugin.config.types import PartConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount, natural
 from deviceplugin.sources.pairing import Part, paired
@@ -107,7 +107,7 @@ class _PathScan(Scan):
         """Return a directory's real path. Watch the directories whose changes can change that path."""
         real = self.real.get(directory)
         if real is None:
-            looks.at(directory)
+            looked_at.at(directory)
             real = self.real[directory] = os.path.realpath(directory)
             if real != directory:
                 self.directories.add(real)
@@ -222,7 +222,7 @@ class PathSource(ScannedSource):
         """Return a path's present target; `before` if it has not changed, None if there is none."""
         host = scan.follow(alias)
         try:
-            status = looks.stat(alias)
+            status = looked_at.stat(alias)
         except OSError as error:
             _LOG.debug("%s is left out: %s", alias, error.strerror)
             return None
@@ -261,7 +261,7 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     fits = re.compile(translate(step)).match
     hidden = step.startswith(".")
     listed: list[os.DirEntry[str]] = []
-    looks.at(base or "/")
+    looked_at.at(base or "/")
     try:
         with os.scandir(base or "/") as entries:
             listed = [entry for entry in entries if fits(entry.name) and (hidden or entry.name[0] != ".")]

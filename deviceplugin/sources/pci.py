@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from deviceplugin import looks, sysfs
+from deviceplugin import looked_at, sysfs
 from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Health
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
@@ -49,7 +49,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
 
     def _scan(self) -> Scan:
         directories = {self.dev, f"{self.dev}/vfio"}
-        looks.at(self.root)
+        looked_at.at(self.root)
         try:
             addresses = sorted(os.listdir(self.root))
         except OSError as error:
@@ -133,7 +133,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
         The kernel does not open a group if a function in it has a driver of the host. Bridges do not count.
         """
         members = f"{function.directory}/iommu_group/devices"
-        looks.at(members)
+        looked_at.at(members)
         try:
             addresses = sorted(os.listdir(members))
         except OSError:

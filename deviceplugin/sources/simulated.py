@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final
 
-from deviceplugin import filewatch, looks
+from deviceplugin import filewatch, looked_at
 from deviceplugin.device import Device, Health
 from deviceplugin.looks import Looks
 from deviceplugin.source import DeviceSource
@@ -108,7 +108,7 @@ class SimulatedSource(DeviceSource):
     def read(self, file: str) -> None:
         """Read the file of unhealthy devices. If it cannot be read, their health stays."""
         warning = ""
-        looks.at(file)
+        looked_at.at(file)
         try:
             with open(file, encoding="utf-8") as stream:
                 lines = [line.strip() for line in stream.read(1 << 20).splitlines()]

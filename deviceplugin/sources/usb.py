@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from deviceplugin import identity, looks, sysfs
+from deviceplugin import identity, looked_at, sysfs
 from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.naming import PCIE_ROOT
@@ -69,7 +69,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
     def _scan(self) -> Scan:
         buses = f"{self.dev}/bus/usb"
         directories = {self.dev, buses, *map(str, Path(buses).glob("*/"))}
-        looks.at(self.root)
+        looked_at.at(self.root)
         try:
             ports = sorted(os.listdir(self.root))
         except FileNotFoundError:

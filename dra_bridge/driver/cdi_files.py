@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from deviceplugin import files, looks
+from deviceplugin import files, looked_at
 from deviceplugin.cdi import CLASS, DIRECTORY, UID, CdiError, checked_text, described, own_directory, vendor_of
 from deviceplugin.device import ContainerEdits, DeviceNode
 from deviceplugin.register import claim_files
@@ -97,7 +97,7 @@ def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[s
 def is_deleted(directory: str) -> bool:
     """Return whether a directory was deleted while it is mounted here, so that nothing can be written. Blocks."""
     try:
-        return looks.stat(directory).st_nlink == 0
+        return looked_at.stat(directory).st_nlink == 0
     except OSError:
         return False
 
@@ -125,7 +125,7 @@ class CdiStore:
     def write(self, uid: str, data: bytes) -> bool:
         """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
         path = self.path(uid)
-        looks.at(path)
+        looked_at.at(path)
         if self.read(uid) == data:
             return False
         # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The draft is in the same
@@ -149,7 +149,7 @@ class CdiStore:
     def remove(self, uid: str) -> bool:
         """Remove a claim's file; return False if there was none. Raises CdiError if it cannot be removed."""
         path = self.path(uid)
-        looks.at(path)
+        looked_at.at(path)
         try:
             os.remove(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +160,7 @@ class CdiStore:
 
     def list(self) -> frozenset[str]:
         """Return the UIDs of the claims that have a file. Remove drafts that a crash has left."""
-        looks.at(self.directory)
+        looked_at.at(self.directory)
         try:
             names = os.listdir(self.directory)
         except OSError:
