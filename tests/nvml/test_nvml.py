@@ -719,7 +719,7 @@ async def test_library_that_is_not_there_yet_is_waited_for(
     made = source(gpus, places=places)
     async with closing(made) as lists:
         assert await until(lists, lambda found: True) == {}
-        assert "is not there" in made.notes[0]
+        assert "is missing" in made.notes[0]
         os.link(library, path)
         await until(lists, lambda found: set(found) == {uuid})
         assert made.notes == ()
