@@ -32,8 +32,9 @@ class ClaimStateMissingError(ClaimStateError):
 class PreparedClaim:
     """A claim that the kubelet counts as prepared.
 
-    devices: (pool, device name, share ID or "") by driver. cdi_ids: the CDI devices in the drivers' answers.
-    requests: (driver, request or "", device name) of each answered device.
+    The drivers named the devices in their answers to NodePrepareResources. devices: (pool, device name, share ID or "")
+    of each device, by driver. cdi_ids: the names of the CDI devices. requests: (driver, name of the request, device
+    name) of each device. The name of the request is "" if the driver gave none.
     """
 
     uid: str

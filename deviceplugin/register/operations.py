@@ -402,7 +402,7 @@ def begin_move(
 def commit_to_dra(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
-    """End those moves to DRA for which the evidence suffices."""
+    """Complete the move to the DRA side of each device that, by the evidence, no pod with limits holds any more."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
     waits = {record.device: rules.to_dra_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)

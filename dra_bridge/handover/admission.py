@@ -42,7 +42,7 @@ class Counts:
     def capacity(self) -> int:
         """The number that the kubelet will compare the sum of limits with at its next start.
 
-        This holds if the agent has registered by then.
+        The kubelet uses it only if the agent registers before the kubelet admits its pods.
         """
         return max(self.shown or 0, self.by_plugin)
 

@@ -143,7 +143,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
     leaving = [node for node in served if at_none and not ignore and node.sliced and not node.former]
-    if not (withdraw or leaving):  # Some slices remain that no agent removes.
+    if not (withdraw or leaving):  # No agent removes the ResourceSlices that are left: the nodes keep the mark.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]
     return MarkStep(

@@ -39,8 +39,8 @@ def neutral(body: Object) -> Object:
 def fingerprint(body: Object) -> str:
     """Return a digest of a slice's content. Equivalent spellings of the content have the same digest.
 
-    Quantities count by their value. Empty and missing fields are equal, and the order of keys does not matter. The
-    digest ignores the time at which a taint was added, and the pool's generation.
+    Quantities are compared by value: 1Gi equals 1024Mi. Empty and missing fields are equal, and the order of keys does
+    not matter. The digest ignores the time at which a taint was added, and the pool's generation.
     """
     spec = body["spec"]
     pool = spec.get("pool") or {}
