@@ -150,11 +150,9 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
     ]
 
 
-def ended(allocations: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
-    """Return the allocations of pods that ran and have no process any more. begun: pods whose admission has ended."""
-    return frozenset(
-        allocation for allocation in allocations if allocation.pod_uid in begun and not pods.may_run(allocation.pod_uid)
-    )
+def ended(allocations: Iterable[Allocation], pods: PodProcesses) -> frozenset[Allocation]:
+    """Return the allocations of pods that have no process any more. The admission of these pods has ended."""
+    return frozenset(allocation for allocation in allocations if not pods.may_run(allocation.pod_uid))
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:

@@ -46,6 +46,12 @@ _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
+ADMISSION: Final = 0.5
+"""Seconds after a grant in which the pod's next container may ask for the same id.
+
+The kubelet allocates for all containers of a pod in one go, and only writes its checkpoint in between (kubelet 1.36,
+devicemanager/manager.go: Allocate).
+"""
 GRANT_REWRITE: Final = 4.0
 """Seconds in which the kubelet should write its checkpoint while an Allocate waits. They are long because a refusal
 fails a pod."""
@@ -248,8 +254,8 @@ class HolderTracker:
 
         It precedes a new Allocate.
 
-        The others belong to pods that run, or that were admitted and have not run yet. Such a pod can be the new
-        holder, whose init container had the device before.
+        The others belong to pods that run, or that may be in admission. Such a pod can be the new holder, whose init
+        container had the device before.
         """
         wanted = frozenset(device_ids)
         if not of_ids(self._known_or(await self.looks.at("holders", self._newest, brief=True)), resource, wanted):
@@ -263,7 +269,16 @@ class HolderTracker:
         # The kubelet and the runtime create a pod's directories after its admission.
         begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
-        ended = holders.ended(allocations, pods, begun) | (allocations & self._ended_containers(read, pods))
+        # A pod that was short may have ended, with its directories, before any scan saw it.
+        records, recent = self._register.snapshot.allocations, time.time() - ADMISSION
+        admitted = {
+            allocation
+            for allocation in allocations
+            if allocation.pod_uid not in begun
+            and (record := records.get(allocation[2:])) is not None
+            and record.since > recent
+        }
+        ended = holders.ended(allocations - admitted, pods) | (allocations & self._ended_containers(read, pods))
         return ended, allocations - ended
 
     def _newest(self) -> list[CheckpointVersion]:

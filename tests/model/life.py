@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -171,7 +172,7 @@ def _within(_looks: looks.Looks, _seconds: float, _kind: str, function: Callable
 @contextmanager
 def modelled(outside: Outside) -> Iterator[None]:
     """Have no threads, no pauses, and the model's clock."""
-    clock = SimpleNamespace(monotonic=outside.clock)
+    clock = SimpleNamespace(monotonic=outside.clock, time=time.time)
     with ExitStack() as stack:
         for where, name, what in (
             (looks.Looks, "at", _at_once),

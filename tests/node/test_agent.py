@@ -25,12 +25,13 @@ from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id, identified
+from deviceplugin.kubelet import tracker
 from deviceplugin.kubelet.checkpoint import annotate
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.status import unready
-from deviceplugin.node import following
+from deviceplugin.node import following, scanning
 from deviceplugin.node import process as process_module
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import add_run_options, run_options
@@ -289,6 +290,19 @@ def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKube
         assert devices.released_ids == ["sim-0"] * count
     named(agent, pod)
     assert devices.released_ids == ["sim-0"] * 2
+
+
+def test_released_after_a_pod_that_no_scan_has_seen(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that has ended before the first scan, with its directories, has had the device all the same."""
+    monkeypatch.setattr(tracker, "ADMISSION", 0.0)  # the fake's pods end within milliseconds after their admission
+    monkeypatch.setattr(scanning, "SOON", 300.0)
+    devices = Releasing(1, fake_kubelet.notify)
+    served(devices, **SELDOM)
+    fake_kubelet.run_pod("short", {R: 1}).delete()
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == ["sim-0"]
 
 
 def test_released_between_two_pods_spares_who_shares_the_device(fake_kubelet: FakeKubelet, served: Serve) -> None:
