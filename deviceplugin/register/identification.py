@@ -17,21 +17,20 @@ from deviceplugin.register.records import Change, Claim, Decision, Operation, Re
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
     """Set the identity of holdings without one, or with one of another boot, to the present identity of their devices.
 
-    An identity with all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's. An
-    allocation also reaches the nodes that the paths of its device lead to now. The answer to Allocate names paths, and
-    the runtime resolves them at each start of the container.
+    An identity with all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's. A
+    holding also reaches the nodes that the paths of its device lead to now. The answer to Allocate names paths, and the
+    runtime resolves them at each start of the container; the CDI file of a claim is written anew with these nodes.
     """
 
     def adopted(recorded: Identity, key: RecordKey) -> Identity:
         now = identities.get(key, UNIDENTIFIED)
         known = not now.says_more_than(recorded) or not same_hardware(now.in_boot(boot), recorded.in_boot(boot))
-        return recorded if known else now
+        return (recorded if known else now).reaching(now)
 
     def decide(state: RegisterSnapshot) -> Decision[None]:
         changes = []
         for name, allocation in state.allocations.items():
-            key = allocation.resource, allocation.device
-            identity = adopted(allocation.identity, key).reaching(identities.get(key, UNIDENTIFIED))
+            identity = adopted(allocation.identity, (allocation.resource, allocation.device))
             if identity != allocation.identity:
                 changes.append(Change("allocations", name, replace(allocation, identity=identity)))
         for name, claim in state.claims.items():

@@ -435,6 +435,18 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
     assert "n1" not in store.snapshot.index
 
 
+def test_a_claim_reaches_the_nodes_that_its_device_has_now(store: DirectLedger) -> None:
+    """At once, not when its CDI file is renewed: another name of the device is excluded by the new number, too."""
+    to_dra(store, "b")
+    store.do(prepare(claim("1", "b")))
+    store.do(identification.adopt({(R, "b"): seen_as("1", "hardware:b", "char:240:1")}, "1"))
+    store.do(identification.adopt({(R, "b"): seen_as("1", "hardware:b", "char:240:2")}, "1"))
+    held = store.snapshot.claims[D, "1"].devices[0].identity
+    assert held.tokens == {"hardware:b", "char:240:1"}
+    assert held.reached == {"char:240:2"}
+    assert "char:240:2" in store.snapshot.index
+
+
 def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str) -> None:
     """What the hooks did before a reload dropped them is to be undone after a crash as before."""
     to_dra(store, "a", "b")
