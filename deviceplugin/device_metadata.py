@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin import cdi, files, looked_at
+from deviceplugin import cdi, files
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, Mount, Version
 from deviceplugin.naming import EXTENDED_RESOURCE, NUMA_NODE, NamingError, canonical_resource, check_attribute
 
@@ -42,6 +42,11 @@ def attribute(value: AttributeValue) -> Described:
     return {"version": str(value)} if isinstance(value, Version) else {"string": value}
 
 
+def numa_attribute(nodes: Sequence[int]) -> Described:
+    """Return the value of the attribute `NUMA_NODE` of a device with these NUMA nodes."""
+    return {"int": nodes[0]} if len(nodes) == 1 else {"ints": list(nodes)}
+
+
 def described(resource: str, device: Device) -> Described:
     """Return a device's attributes for its file, without those that the API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
@@ -49,8 +54,8 @@ def described(resource: str, device: Device) -> Described:
         with contextlib.suppress(NamingError):  # The problems of the slices name the attribute.
             check_attribute(name, value)
             attributes[name] = attribute(value)
-    if numa := device.numa_nodes:
-        attributes[NUMA_NODE] = {"int": numa[0]} if len(numa) == 1 else {"ints": list(numa)}
+    if device.numa_nodes:
+        attributes[NUMA_NODE] = numa_attribute(device.numa_nodes)
     return attributes
 
 
@@ -97,10 +102,4 @@ def write(path: str, data: bytes) -> bool:
 
     Raises OSError.
     """
-    looked_at.at(path)
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        if file.read() == data:
-            return False
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-    files.put(path, data, f"{path}.{os.urandom(8).hex()}", 0o644)
-    return True
+    return files.put_changed(path, data, f"{path}.{os.urandom(8).hex()}", 0o644)

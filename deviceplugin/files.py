@@ -62,6 +62,20 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
         raise
 
 
+def put_changed(path: str, data: bytes, draft: str, mode: int) -> bool:
+    """Replace a file as `put` does, unless it already has these bytes. Return whether it was replaced.
+
+    Missing directories are created. Raises OSError.
+    """
+    looked_at.at(path)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read() == data:
+            return False
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    put(path, data, draft, mode)
+    return True
+
+
 def _draft(path: str, data: bytes, mode: int) -> None:
     # O_EXCL opens no existing file and no symbolic link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -41,3 +41,14 @@ def test_put_that_fails_leaves_the_former_file_and_no_draft(tmp_path: Path, monk
         files.put(str(path), b"new", str(tmp_path / "draft"), 0o600)
     assert path.read_bytes() == b"former"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_has_its_content_already_stays(tmp_path: Path) -> None:
+    """Its directory is created; the same bytes leave the file that is there, others replace it."""
+    path, draft = tmp_path / "a" / "b" / "f", str(tmp_path / "a" / "b" / "draft")
+    assert files.put_changed(str(path), b"one", draft, 0o600)
+    before = files.file_identity(path)
+    assert not files.put_changed(str(path), b"one", draft, 0o600)
+    assert files.file_identity(path) == before
+    assert files.put_changed(str(path), b"two", draft, 0o600)
+    assert path.read_bytes() == b"two"

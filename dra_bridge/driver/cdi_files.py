@@ -125,18 +125,13 @@ class CdiStore:
     def write(self, uid: str, data: bytes) -> bool:
         """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
         path = self.path(uid)
-        looked_at.at(path)
-        if self.read(uid) == data:
-            return False
         # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The draft is in the same
         # directory, because containerd notices a rename from there, but not a file that comes from another directory.
         draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
         try:
-            os.makedirs(self.directory, mode=0o755, exist_ok=True)
-            files.put(path, data, draft, 0o644)
+            return files.put_changed(path, data, draft, 0o644)
         except OSError as error:
             raise CdiError(f"cannot write {path}: {error.strerror}") from error
-        return True
 
     def read(self, uid: str) -> bytes | None:
         """Return the bytes of a claim's file, None if there is none."""

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from deviceplugin import naming
 from deviceplugin.device import Device, natural
-from deviceplugin.device_metadata import attribute
+from deviceplugin.device_metadata import attribute, numa_attribute
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.naming import NamingError
 from dra_bridge.kube import Object
@@ -212,14 +212,10 @@ def _entry(
             capacity[key] = _capacity(value, replicas)
         else:
             attributes[key] = attribute(value)
-    numa, several = device.numa_nodes, len(device.numa_nodes) > 1
-    if (
-        numa
-        and naming.NUMA_NODE not in taken
-        and len(taken) < naming.MAX_ENTRIES
-        and not (several and "lists" in without)
-    ):
-        attributes[naming.NUMA_NODE] = {"ints": list(numa)} if several else {"int": numa[0]}
+    numa = device.numa_nodes
+    is_known = bool(numa) and not (len(numa) > 1 and "lists" in without)
+    if is_known and naming.NUMA_NODE not in taken and len(taken) < naming.MAX_ENTRIES:
+        attributes[naming.NUMA_NODE] = numa_attribute(numa)
     entry: Object = {"name": naming.device_name(device.id, offer.qualifier), "attributes": attributes}
     if capacity:
         entry["capacity"] = capacity
