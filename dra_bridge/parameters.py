@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec import inspect as types
 
-TAKES_NONE: Final = "this driver takes no parameters"
+TAKES_NONE: Final = "this driver accepts no parameters"
 DEPTH: Final = 4
 """Maximum depth of checked values. The API server limits the length and the cost of an expression."""
 _USUAL: Final = ("apiVersion", "kind")

@@ -250,9 +250,7 @@ class HolderTracker:
         return allocations, holders.running(allocations, resource, device_ids, may_run), pods.empty & uids
 
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
-        """Return the recorded allocations of these ids whose pods have ended, and the others.
-
-        It precedes a new Allocate.
+        """Return the recorded allocations of these ids whose pods have ended, and the others; before a new Allocate.
 
         The others belong to pods that run, or that may be in admission. Such a pod can be the new holder, whose init
         container had the device before.

@@ -216,18 +216,13 @@ class ClaimFiles:
         own, specs, metadata = self._own.list(), self._store.list(), self._metadata.list()
 
         def complete(claim: Claim) -> bool:
-            has_spec, files = claim.uid in specs, metadata.get(claim.uid, set())
-            prepared = None if has_spec and not self._may_have_metadata(claim) else prepared_of(claim)
+            prepared = prepared_of(claim)
             if prepared is None:
                 return claim.uid in own
-            return claim.uid in own and (has_spec or not prepared.spec) and prepared.metadata.keys() <= files
+            has_spec, files = claim.uid in specs or not prepared.spec, metadata.get(claim.uid, set())
+            return claim.uid in own and has_spec and prepared.metadata.keys() <= files
 
         return [claim.uid for claim in self._records.all() if not complete(claim)]
-
-    @staticmethod
-    def _may_have_metadata(claim: Claim) -> bool:
-        """Return whether a claim's answer may have metadata files. Decoding all answers would take long."""
-        return '"metadata":{' in (claim.result or "")
 
     async def _restore(self, uid: str) -> str:
         """Write the missing files of a claim; return why they could not be written, or ""."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -45,10 +46,14 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def prepared_of(claim: Claim) -> Prepared | None:
     """Return the recorded answer to a claim; None if there is none, or it has the format of an older agent."""
-    if claim.result is None:
-        return None
+    return None if claim.result is None else _prepared(claim.result)
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(result: str) -> Prepared | None:
+    """Decode an answer. The files of all claims are compared with their answers every second."""
     try:
-        return msgspec.json.decode(claim.result, type=Prepared)
+        return msgspec.json.decode(result, type=Prepared)
     except msgspec.DecodeError:
         return None
 
