@@ -49,7 +49,6 @@ class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _DECODER: Final = msgspec.json.Decoder(ClaimFile)
-"""It is made here, because msgspec 0.22 crashes if several threads decode a type for the first time."""
 
 
 def encode(file: ClaimFile) -> bytes:

@@ -38,6 +38,9 @@ class Copy(msgspec.Struct, frozen=True):
     allocations: tuple[AllocationRecord, ...]
 
 
+_DECODER: Final = msgspec.json.Decoder(Copy)
+
+
 def path(directory: str, agent: str) -> str:
     """Return the path of an agent's copy. directory: of the CDI specs."""
     return os.path.join(cdi.own_directory(directory), f"{agent}{SUFFIX}")
@@ -53,7 +56,7 @@ def read(path: str) -> Copy | None:
     """Read a copy; None if there is none. Raises OSError or msgspec.MsgspecError if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=Copy)
+            return _DECODER.decode(file.read())
     except FileNotFoundError:
         return None
 

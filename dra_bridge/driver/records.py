@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -44,6 +45,9 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
         return frozenset((device.request, device.pool, device.device, device.share) for device in self.devices)
 
 
+_DECODER: Final = msgspec.json.Decoder(Prepared)
+
+
 def prepared_of(claim: Claim) -> Prepared | None:
     """Return the recorded answer to a claim; None if there is none, or it has the format of an older agent."""
     return None if claim.result is None else _prepared(claim.result)
@@ -53,7 +57,7 @@ def prepared_of(claim: Claim) -> Prepared | None:
 def _prepared(result: str) -> Prepared | None:
     """Decode an answer. The files of all claims are compared with their answers every second."""
     try:
-        return msgspec.json.decode(result, type=Prepared)
+        return _DECODER.decode(result)
     except msgspec.DecodeError:
         return None
 

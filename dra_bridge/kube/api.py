@@ -175,12 +175,15 @@ class _Status(msgspec.Struct):
         )
 
 
+_DECODER: Final = msgspec.json.Decoder(_Status)
+
+
 def error_of(
     code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
 ) -> ApiError:
     """Return the error that an answer about an object stands for. `body` is a Status object, or any text."""
     try:
-        status = msgspec.json.decode(body, type=_Status) if isinstance(body, bytes) else msgspec.convert(body, _Status)
+        status = _DECODER.decode(body) if isinstance(body, bytes) else msgspec.convert(body, _Status)
     except (msgspec.MsgspecError, RecursionError):
         status = _Status("Status", message=_beginning(body) or "no further answer")
     status.code = code

@@ -44,6 +44,9 @@ RENEW: Final = 30.0
 Reading a kubeconfig starts a process, takes some 0.4 s of CPU, and runs the credential plugin.
 """
 
+_CLAIMS: Final = msgspec.json.Decoder(dict[str, object])
+_ANSWER: Final[msgspec.json.Decoder[Credentials | Failure]] = msgspec.json.Decoder(Credentials | Failure)
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -90,7 +93,7 @@ def token_life(authorization: str) -> TokenLife | None:
     """
     try:
         _, payload, _ = authorization.removeprefix("Bearer ").split(".")
-        claims = msgspec.json.decode(base64.urlsafe_b64decode(f"{payload}==="), type=dict[str, object])
+        claims = _CLAIMS.decode(base64.urlsafe_b64decode(f"{payload}==="))
         return TokenLife(float(str(claims["iat"])), float(str(claims["exp"])))
     except (ValueError, KeyError, msgspec.MsgspecError):
         return None
@@ -238,7 +241,7 @@ async def read_apart(paths: str) -> Credentials:
     try:
         async with asyncio.timeout(EXEC_TIMEOUT):
             printed, _ = await reader.communicate()
-        answer = msgspec.json.decode(printed, type=Credentials | Failure)
+        answer = _ANSWER.decode(printed)
     except TimeoutError:
         late = f"took longer than {EXEC_TIMEOUT:g} s; its credential plugin, if it has one, may wait for a login"
         raise KubeConfigError(f"no credentials: reading {paths} {late}") from None

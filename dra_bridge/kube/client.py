@@ -62,6 +62,9 @@ class Changed(msgspec.Struct, frozen=True):
     object: Object
 
 
+_CHANGED: Final = msgspec.json.Decoder(Changed)
+
+
 class _Asked(NamedTuple):
     """A request's target. Its path depends on the version of resource.k8s.io that the server serves."""
 
@@ -361,7 +364,7 @@ class Cluster:
                     state.opened()
                     silence = random.uniform(*self._silence)  # noqa: S311 - no secret
                     while line := await _next_line(lines, silence):
-                        event = msgspec.json.decode(line, type=Changed)
+                        event = _CHANGED.decode(line)
                         if event.type == "ERROR":
                             raise api.error_of_status(event.object)
                         state.heard()

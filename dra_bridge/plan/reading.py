@@ -63,6 +63,9 @@ class _ConfigZ(msgspec.Struct):
     kubeletconfig: dict[str, Any]
 
 
+_DECODER: Final = msgspec.json.Decoder(_ConfigZ)
+
+
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
     """Read the used objects of the cluster. Return them and the names of the selected nodes (None without a selector).
 
@@ -117,7 +120,7 @@ async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) ->
     async def ask(name: str) -> None:
         async with slots:
             try:
-                answer = msgspec.json.decode(await cluster.ask_node(name, "/configz", timeout=TIMEOUT), type=_ConfigZ)
+                answer = _DECODER.decode(await cluster.ask_node(name, "/configz", timeout=TIMEOUT))
                 found[name] = answer.kubeletconfig
             except ForbiddenError:
                 failed.setdefault("forbidden", []).append(name)

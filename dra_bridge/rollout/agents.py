@@ -90,6 +90,9 @@ class _AgentStatus(msgspec.Struct):
     problems: list[str] = []
 
 
+_DECODER: Final = msgspec.json.Decoder(_AgentStatus)
+
+
 class DeviceNow(msgspec.Struct, frozen=True):
     """One device in the `/status` of its agent. holder: "" if it has no holder, None if that is not known.
 
@@ -272,7 +275,7 @@ async def _answer(
     try:
         async with asyncio.timeout(TOTAL), turns:
             body = await asking
-        return msgspec.json.decode(body, type=_AgentStatus)
+        return _DECODER.decode(body)
     except TimeoutError:
         return _NoAnswer(f"not all agents answered within {TOTAL:g} s", final=True)
     except msgspec.MsgspecError as error:

@@ -48,6 +48,9 @@ class Before(msgspec.Struct, frozen=True, omit_defaults=True):
     owner: str = ""
 
 
+_BEFORE: Final = msgspec.json.Decoder(Before)
+
+
 class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as its agent reports it. pods: the pods that the device's claims are reserved for.
 
@@ -165,7 +168,7 @@ def views(
 
 def _before(text: str | None) -> Before | None:
     try:
-        return msgspec.json.decode(text, type=Before) if text is not None else None
+        return _BEFORE.decode(text) if text is not None else None
     except msgspec.MsgspecError:
         return None
 

@@ -57,6 +57,9 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     kept: str = ""
 
 
+_DECODER: Final = msgspec.json.Decoder(Progress)
+
+
 def annotation(driver: str) -> str:
     """Return the key of the report's annotation. Leases have the whole report, slices only its qualifiers.
 
@@ -132,7 +135,7 @@ def read(driver: str, objects: Iterable[Mapping[str, Any]]) -> Progress | None:
     for body in objects:
         if text := ((body.get("metadata") or {}).get("annotations") or {}).get(annotation(driver)):
             try:
-                return msgspec.json.decode(text, type=Progress)
+                return _DECODER.decode(text)
             except msgspec.MsgspecError:
                 return None
     return None

@@ -1,0 +1,30 @@
+"""What the ledger has of a driver's claims, as several threads read it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FIRST_READERS = """
+import importlib, sys, threading
+from deviceplugin.register.records import Claim
+from dra_bridge.driver import records
+
+CLAIM = Claim("fpga", "uid", "", "", (), '{"devices":[{"request":"r","pool":"p","device":"fpga0"}]}', 0.0)
+sys.setswitchinterval(1e-6)
+for _ in range(100):
+    importlib.reload(records)
+    together = threading.Barrier(4)
+    def read():
+        together.wait()
+        assert records.prepared_of(CLAIM).devices[0].device == "fpga0"
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for one in readers: one.start()
+    for one in readers: one.join()
+"""
+
+
+def test_threads_that_read_the_first_answer_together() -> None:
+    """An agent that starts beside prepared claims reads their answers in several threads at once, and does not end."""
+    done = subprocess.run([sys.executable, "-c", FIRST_READERS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
