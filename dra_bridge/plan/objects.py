@@ -138,6 +138,11 @@ def _pod(body: Body) -> dict[str, Any]:
 
 
 def _node(body: Body) -> dict[str, Any]:
+    """Cut a Node. Quantities of 0 are left out.
+
+    A kubelet reports 0 of each extended resource that it once had a plugin for, and never removes it (kubelet 1.36,
+    nodestatus/setters.go, MachineInfo; kubelet_node_status.go, reconcileExtendedResource).
+    """
     status = part(body, "status")
     return {
         "metadata": _metadata(body),
@@ -145,7 +150,7 @@ def _node(body: Body) -> dict[str, Any]:
         "status": {
             "version": part(status, "nodeInfo", "kubeletVersion") or "",
             **{
-                key: {name: value for name, value in part(status, key).items() if "/" in name}
+                key: {name: value for name, value in part(status, key).items() if "/" in name and quantity_of(value)}
                 for key in ("capacity", "allocatable")
             },
         },

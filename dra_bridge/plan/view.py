@@ -108,12 +108,12 @@ class ClusterView:
 
     @cached_property
     def device_nodes(self) -> tuple[Body, ...]:
-        """The nodes that have, or had, devices of a target."""
-        with_slices = {node for node, _ in self.slices}
+        """The nodes that offer or publish devices of a target, or have pods that request them."""
+        others = {node for node, _ in self.slices} | self.pods_by_node.keys()
         return tuple(
             node
             for node in self.nodes
-            if part(node, "status", "capacity").keys() & self.targets.keys() or name_of(node) in with_slices
+            if part(node, "status", "capacity").keys() & self.targets.keys() or name_of(node) in others
         )
 
     @cached_property

@@ -20,6 +20,7 @@ from tests.dra.plan.cases import BOARD, CALM, CASES, COUNT, DRIVER, Object
 __all__ = ["read_here"]
 
 Plan = Callable[..., dict[str, Any]]
+FORMER = "example.net/former"
 
 
 @pytest.fixture
@@ -71,9 +72,12 @@ def remove(cluster: Cluster, body: Object) -> None:
 
 
 def offer(cluster: Cluster, count: int | None) -> None:
-    """Have the node offer boards, as an administrator may without any plugin, or no more (None)."""
-    value = None if count is None else str(count)
-    body = {"status": {"capacity": {BOARD: value}, "allocatable": {BOARD: value}}}
+    """Have the node offer boards, as an administrator may without any plugin, or no more (None).
+
+    The node also has 0 of another resource, as a kubelet reports that once had a plugin for it.
+    """
+    quantities = {BOARD: None, FORMER: None} if count is None else {BOARD: str(count), FORMER: "0"}
+    body = {"status": {"capacity": quantities, "allocatable": quantities}}
     cluster.api.patch("node", cluster.node_name, body, "default", "status")
 
 

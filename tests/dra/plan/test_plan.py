@@ -181,6 +181,20 @@ def test_uses_and_drain_are_counted() -> None:
     assert (plan.drain.nodes, plan.drain.half, plan.drain.most) == (2, 2.5 * 3600, 4 * 3600)
 
 
+def test_former_resources_do_not_count() -> None:
+    """A resource of which all nodes have 0 and that no pod requests is in no finding; nodes with 0 have no devices."""
+    former = node("n2", "v1.30.0", 0)
+    whole = planned(node("n1", resource="example.net/former", count=0), former, *CALM)
+    assert [use.resource for use in whole.uses] == [BOARD]  # CALM has a pod that requests it.
+    without = planned(former, *(one for one in CALM if one["kind"] != "Pod"))
+    assert (without.uses, without.findings) == ((), ())
+    offering = planned(node("n1"), former, *CALM)
+    assert [(use.nodes, use.capacity) for use in offering.uses] == [(1, 4)]
+    assert offering.findings == ()
+    held = planned(node("n1"), former, *CALM, pod("a", 1, "n2", status={"phase": "Running"}))
+    assert {one.kind for one in held.findings} >= {FindingKind.NO_DRA}
+
+
 def test_dumps_need_no_client() -> None:
     """`plan` loads the client of the API server only to ask one; the annotation of claims for limits is its own."""
     code = "import sys, dra_bridge.cli_plan, dra_bridge.plan.checks, dra_bridge.plan.dumps; print(*sys.modules)"
