@@ -36,6 +36,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import grpc
+
+from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.cluster import build, image, isolate
 from tests.cluster.api import Api, ApiError, Object, Objects
 
@@ -656,10 +659,28 @@ class Cluster:
         """How many of an extended resource the node has, healthy or not; 0 when the node does not name it."""
         return int(self.node()["status"].get("capacity", {}).get(resource, 0))
 
+    def healthy(self, resource: str) -> int | None:
+        """How many healthy devices of an extended resource the kubelet itself lists now; None if it does not answer.
+
+        The Node's status has a former plugin's devices until the kubelet has written the next one.
+        """
+        with grpc.insecure_channel(
+            f"unix:{POD_RESOURCES_SOCKET}", (("grpc.default_authority", "localhost"),)
+        ) as channel:
+            stub = podresources_pb2_grpc.PodResourcesListerStub(channel)
+            try:
+                answer = stub.GetAllocatableResources(podresources_pb2.AllocatableResourcesRequest(), timeout=5)
+            except grpc.RpcError:
+                return None
+        return len({name for one in answer.devices if one.resource_name == resource for name in one.device_ids})
+
     def wait_allocatable(self, resource: str, count: int, timeout: float = 30.0) -> None:
-        """Wait until the node has exactly so many."""
+        """Wait until the kubelet lists exactly so many healthy devices, and the Node has as many."""
         self.wait_for(
-            lambda: self.allocatable(resource) == count, timeout, f"{resource} allocatable is {count}", log="kubelet"
+            lambda: self.healthy(resource) == count == self.allocatable(resource),
+            timeout,
+            f"{resource} allocatable is {count}",
+            log="kubelet",
         )
 
     def kubelet_get(self, path: str) -> tuple[int, str]:
@@ -813,7 +834,10 @@ class Cluster:
         return [Pod(self, found) for found in self.api.list("Pod", namespace, "v1", label_selector)]
 
     def clean(self, timeout: float = 60.0) -> None:
-        """Remove all workloads, pods, resource claims, device classes, slices and taint rules and wait until gone."""
+        """Remove all workloads, pods, resource claims, device classes, slices and taint rules and wait until gone.
+
+        The kubelet removes a pod's directory later than the pod. While it is there, agents withhold the pod's devices.
+        """
         kinds = ["DaemonSet", "Deployment", "ReplicaSet", "StatefulSet", "Job", "Pod", "ResourceClaimTemplate"]
         kinds += ["ResourceClaim", "DeviceClass", "DeviceTaintRule", "ResourceSlice"]
         for lease in self.api.list("Lease"):  # of agents: those of the cluster are in its own namespaces
@@ -835,6 +859,10 @@ class Cluster:
                     if "deletionTimestamp" not in metadata:
                         grace = 1 if kind == "Pod" else None
                         self.api.delete(kind, metadata["name"], metadata.get("namespace", "default"), grace=grace)
+            pods = {pod.uid for pod in self.pods()} if not left else set()
+            directory = KUBELET_DIRECTORY / "pods"
+            if not left and directory.exists():
+                left += [f"directory of pod {one.name}" for one in directory.iterdir() if one.name not in pods]
             return left
 
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.cluster.api import ApiError
-from tests.cluster.node import Cluster, ClusterError, ClusterTimeout, ExecError
+from tests.cluster.node import KUBELET_DIRECTORY, Cluster, ClusterError, ClusterTimeout, ExecError
 
 
 def test_pod_runs_and_takes_commands(cluster: Cluster) -> None:
@@ -57,6 +57,29 @@ def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
     cluster.api.delete("ConfigMap", "a")
     with pytest.raises(ApiError, match="404"):
         cluster.api.get("ConfigMap", "a")
+
+
+def test_devices_of_a_former_plugin_are_not_waited_for(cluster: Cluster) -> None:
+    """A number that only the Node's status has, as it has that of a plugin that has ended, is not the kubelet's."""
+    former = {name: {"example.net/former": "1"} for name in ("capacity", "allocatable")}
+    cluster.api.patch("node", cluster.node_name, {"status": former}, "default", "status")
+    try:
+        cluster.wait_for(lambda: cluster.allocatable("example.net/former") == 1, 30.0, "the status has it")
+        assert cluster.healthy("example.net/former") == 0
+        with pytest.raises(ClusterTimeout):
+            cluster.wait_allocatable("example.net/former", 1, timeout=1.0)
+    finally:
+        none = {name: {"example.net/former": None} for name in former}
+        cluster.api.patch("node", cluster.node_name, {"status": none}, "default", "status")
+
+
+def test_directories_of_pods_are_gone_when_the_node_is_clean(cluster: Cluster) -> None:
+    """Agents withhold the devices of a pod while its directory is there, which is longer than the pod is."""
+    pod = cluster.start_pod("one").wait_running()
+    directory = KUBELET_DIRECTORY / "pods" / pod.uid
+    assert directory.is_dir()
+    cluster.clean()
+    assert not directory.exists()
 
 
 def test_feature_gates_are_on(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ import pytest
 from dra_bridge import cli
 from dra_bridge.plan.findings import FindingKind, Severity
 from tests.cluster.api import ApiError
+from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster
 from tests.dra.conftest import read_here
 from tests.dra.plan.cases import BOARD, CALM, CASES, COUNT, DRIVER, Object
@@ -20,7 +21,7 @@ from tests.dra.plan.cases import BOARD, CALM, CASES, COUNT, DRIVER, Object
 __all__ = ["read_here"]
 
 Plan = Callable[..., dict[str, Any]]
-FORMER = "example.net/former"
+NAME = "example.net/former"
 
 
 @pytest.fixture
@@ -72,12 +73,9 @@ def remove(cluster: Cluster, body: Object) -> None:
 
 
 def offer(cluster: Cluster, count: int | None) -> None:
-    """Have the node offer boards, as an administrator may without any plugin, or no more (None).
-
-    The node also has 0 of another resource, as a kubelet reports that once had a plugin for it.
-    """
-    quantities = {BOARD: None, FORMER: None} if count is None else {BOARD: str(count), FORMER: "0"}
-    body = {"status": {"capacity": quantities, "allocatable": quantities}}
+    """Have the node offer boards, as an administrator may without any plugin, or no more (None)."""
+    value = None if count is None else str(count)
+    body = {"status": {"capacity": {BOARD: value}, "allocatable": {BOARD: value}}}
     cluster.api.patch("node", cluster.node_name, body, "default", "status")
 
 
@@ -92,16 +90,32 @@ def calm(cluster: Cluster) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def offering(cluster: Cluster) -> Iterator[None]:
+    cluster.restart_kubelet(reported=True)  # It has 0 of what plugins of other tests had.
     offer(cluster, COUNT)
     for body in CALM:
         make(cluster, body)
     try:
-        cluster.wait_allocatable(BOARD, COUNT)
+        cluster.wait_for(lambda: cluster.allocatable(BOARD) == COUNT, 30.0, f"{BOARD} is offered")
         yield
     finally:
         for body in CALM:
             remove(cluster, body)
         offer(cluster, None)
+
+
+def test_a_former_plugin_is_not_found(cluster: Cluster, plan: Plan) -> None:
+    """A resource whose plugin has gone counts while the kubelet has its devices, and not once it has 0 of them."""
+    if cluster.minor < 36:
+        pytest.skip("there are other findings before 1.36")
+    resource = {"name": NAME, "driver": "former.example.net", "devices": [{"simulated": {"count": 2}}]}
+    with Bridge.running(cluster, {**resource, "dra": {"share": "none"}}):
+        cluster.wait_allocatable(NAME, 2)
+    assert (cluster.capacity(NAME), cluster.allocatable(NAME)) == (2, 0)
+    uses = {use["resource"]: (use["capacity"], use["allocatable"]) for use in plan(cluster)["resources"]}
+    assert uses[NAME] == (2, 0)
+    with offering(cluster):
+        assert cluster.node()["status"]["capacity"][NAME] == "0"
+        assert [one["resource"] for one in plan(cluster)["resources"]] == [BOARD]
 
 
 def test_nothing_is_found_where_all_is_well(calm: Cluster, plan: Plan) -> None:
