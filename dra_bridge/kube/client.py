@@ -176,15 +176,20 @@ class Cluster:
         return [claim.body() for claim in claims if claim.results]
 
     async def _whole(
-        self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
+        self,
+        kind: Kind,
+        form: Form[Page[T]],
+        namespace: str = "",
+        selectors: Mapping[str, str] | None = None,
+        keep: Callable[[T], bool] | None = None,
     ) -> tuple[list[T], str]:
-        """Read all pages of a list. Return their items together, and the list's resourceVersion."""
+        """Read all pages of a list. Return the wanted items together, and the list's resourceVersion."""
         for again in (True, False):
             items: list[T] = []
             version = ""
             try:
                 async for page in self.pages(kind, form, namespace, selectors):
-                    items += page.items
+                    items += filter(keep, page.items) if keep is not None else page.items
                     version = page.resource_version
             except GoneError:
                 if not again:
@@ -194,11 +199,17 @@ class Cluster:
         raise AssertionError("not reached")
 
     async def list(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
+        self,
+        kind: Kind,
+        namespace: str = "",
+        *,
+        field_selector: str = "",
+        label_selector: str = "",
+        keep: Callable[[Object], bool] | None = None,
     ) -> Listed:
-        """Read all objects of a kind at one moment (a consistent read)."""
+        """Read all objects of a kind at one moment (a consistent read). keep: for which objects it returns them."""
         selectors = api.selectors_of(field_selector, label_selector)
-        return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors))
+        return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors, keep))
 
     async def pages(
         self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
@@ -371,6 +382,7 @@ class Cluster:
                         warned = False
                         position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
                         if event.type in ("ADDED", "MODIFIED", "DELETED"):
+                            forms.trimmed(kind, event.object)
                             yield event
                 if time.monotonic() - opened < seconds - 1.0:
                     raise UnavailableError(f"watch {kind.plural}: the server ended it before the requested time")
@@ -422,7 +434,7 @@ class Cluster:
         metadata = answer.get("metadata")
         if not isinstance(metadata, dict) or answer.get("kind") != kind.kind or (name and metadata.get("name") != name):
             raise UnavailableError(f"{method} {kind.plural} {name}: the answer is not the requested object")
-        return answer
+        return forms.trimmed(kind, answer)
 
     async def _exchange(self, asked: _Asked, form: Form[T], most: int | None = None) -> T:
         method, kind, name, namespace, parameters, body, subresource = asked

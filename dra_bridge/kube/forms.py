@@ -73,6 +73,14 @@ def smaller_limit(limit: int) -> int:
 JSON: Final[Form[Object]] = Form("application/json", msgspec.json.Decoder(dict[str, Any]).decode)
 
 
+def trimmed(kind: Kind, body: Object) -> Object:
+    """Remove what makes most of a Node and is read by no part: images and managed fields. Return the same object."""
+    if kind is NODES:
+        body["metadata"].pop("managedFields", None)
+        (body.get("status") or {}).pop("images", None)
+    return body
+
+
 def page_of(kind: Kind) -> Form[Page[Object]]:
     """Return the form of a page of whole objects."""
 
@@ -86,11 +94,8 @@ def page_of(kind: Kind) -> Form[Page[Object]]:
         ):
             raise ValueError("it is not the requested list")
         more = str(metadata.get("continue") or "")
-        if kind is NODES:
-            for item in answer.get("items") or ():
-                item["metadata"].pop("managedFields", None)
-                (item.get("status") or {}).pop("images", None)  # most of a Node, and read by no part
-        return Page(answer.get("items") or [], str(metadata["resourceVersion"]), more, len(body))
+        items = [trimmed(kind, item) for item in answer.get("items") or ()]
+        return Page(items, str(metadata["resourceVersion"]), more, len(body))
 
     return Form(JSON.accept, decode)
 

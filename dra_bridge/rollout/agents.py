@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from deviceplugin.device import natural
 from dra_bridge.kube import (
     CLUSTER_ROLE_BINDINGS,
     NAMESPACE,
@@ -37,6 +38,7 @@ NODE_PORT: Final = 9410
 TIMEOUT: Final = 3.0  # Seconds within which an agent must answer.
 TOTAL: Final = 15.0  # Maximum seconds for the answers of all agents.
 AT_ONCE: Final = 16  # Maximum number of agents that are asked at the same time.
+_SILENT: Final = f", and no agent answers at port {NODE_PORT} of the node"
 
 
 class _ReportedHolder(msgspec.Struct):
@@ -199,21 +201,23 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
         pods = await running_agents(cluster, namespaces, *(nodes if len(nodes) == 1 and not others else ()))
     except ForbiddenError as error:
         return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this needs the right to list pods"))
-    turns = asyncio.Semaphore(AT_ONCE)
+    turns = _Turns(asyncio.Semaphore(AT_ONCE), asyncio.get_running_loop().time() + TOTAL)
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
     # On these nodes the agent runs outside of pods, or there is none.
-    units = sorted(set(nodes) - {node for _, node in asked})
-    told = await asyncio.gather(
-        *(_ask(cluster, pod, turns) for pod, _ in asked), *(_ask_unit(cluster, node, turns, absent) for node in units)
+    units = sorted(set(nodes) - {node for _, node in asked}, key=natural)
+    of_pods, of_units = await asyncio.gather(
+        asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked)), _ask_units(cluster, units, turns)
     )
+    answered = [(node, answer) for (_, node), answer in zip(asked, of_pods, strict=True)]
+    answered += [(node, absent + answer if isinstance(answer, str) else answer) for node, answer in of_units.items()]
     reasons: dict[str, str] = {}
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     problems: dict[str, tuple[str, ...]] = {}
     adopted: dict[tuple[str, str], bool] = {}
     unlisted: dict[tuple[str, str, str], UnlistedClaims] = {}
-    for node, answer in zip([*(node for _, node in asked), *units], told, strict=True):
+    for node, answer in answered:
         if isinstance(answer, str):
             reasons[node] = answer
             continue
@@ -231,7 +235,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     return Answers(devices, reasons, problems, adopted, unlisted)
 
 
-async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _AgentStatus | str:
+async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | str:
     """Return an agent's answer, or the reason why it gave none."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     pages = [(port, container) for container in pod["spec"]["containers"] for port in container.get("ports") or ()]
@@ -246,19 +250,52 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Agen
     return answer.reason if isinstance(answer, _NoAnswer) else answer
 
 
-async def _ask_unit(cluster: Cluster, node: str, turns: asyncio.Semaphore, absent: str) -> _AgentStatus | str:
-    """Return the answer of an agent outside of pods, or the reason why it gave none. absent: that it has no pod."""
+async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> dict[str, _AgentStatus | str]:
+    """Ask agents outside of pods, which all serve with TLS or all without. Return each node's answer, or why none.
+
+    The first nodes, at most AT_ONCE that are spread over all, are asked in both ways, and the others in the ways in
+    which these were answered. So a fleet without such agents costs a few requests, however many nodes it has.
+    """
+    first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
+    others = sorted(set(nodes) - set(first), key=natural)
+    answers = await asyncio.gather(*(_ask_unit(cluster, node, _SCHEMES, turns) for node in first))
+    ways = [scheme for scheme in _SCHEMES if any(found == scheme for found, _ in answers)]
+    if not ways:
+        why = f"{_SILENT}, nor on {len(first)} other nodes; --node NAME asks there"
+        return {**dict.fromkeys(nodes, why), **{node: told for node, (_, told) in zip(first, answers, strict=True)}}
+    answers += await asyncio.gather(*(_ask_unit(cluster, node, ways, turns) for node in others))
+    return {node: told for node, (_, told) in zip((*first, *others), answers, strict=True)}
+
+
+_SCHEMES: Final = ("", "https:")
+"""The prefixes of a node's name by which the API server connects without TLS, and with TLS."""
+
+
+async def _ask_unit(
+    cluster: Cluster, node: str, schemes: Sequence[str], turns: _Turns
+) -> tuple[str | None, _AgentStatus | str]:
+    """Return the scheme by which a node's agent answered, None if by none, and its answer, or why there is none.
+
+    The reason continues the sentence that no pod of an agent runs there.
+    """
     right = f"an agent that is no pod is asked at port {NODE_PORT} of its node: this needs the right to get nodes/proxy"
     why = ""
-    for scheme in ("", "https:"):
+    for scheme in schemes:
         asking = cluster.ask_node(f"{scheme}{node}:{NODE_PORT}", "/status", timeout=TIMEOUT)
         answer = await _answer(asking, turns, right)
         if not isinstance(answer, _NoAnswer):
-            return answer
+            return scheme, answer
         if answer.final:
-            return f"{absent}; {answer.reason}"
+            return scheme, f"; {answer.reason}"
         why = why or answer.reason
-    return f"{absent}, and no agent answers at port {NODE_PORT} of the node ({why})"
+    return None, f"{_SILENT} ({why})"
+
+
+class _Turns(NamedTuple):
+    """Bounds the requests to agents. one: each request holds it. until: of the event loop's time, for all of them."""
+
+    one: asyncio.Semaphore
+    until: float
 
 
 class _NoAnswer(NamedTuple):
@@ -268,12 +305,10 @@ class _NoAnswer(NamedTuple):
     final: bool = False
 
 
-async def _answer(
-    asking: Coroutine[None, None, bytes], turns: asyncio.Semaphore, right: str
-) -> _AgentStatus | _NoAnswer:
+async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: str) -> _AgentStatus | _NoAnswer:
     """Wait for a turn, then for one agent's answer. right: the missing right, if the API server answers with 403."""
     try:
-        async with asyncio.timeout(TOTAL), turns:
+        async with asyncio.timeout_at(turns.until), turns.one:
             body = await asking
         return _DECODER.decode(body)
     except TimeoutError:

@@ -1,13 +1,16 @@
-"""The pods of a node, as a rollout sees them: what they request, and which of them have failed because of devices."""
+"""Pods of nodes, as `status` and `rollout` see them: what they request, and which have failed because of devices."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable
 from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
-from dra_bridge.kube import Object
+from dra_bridge.kube import NODES, PODS, Cluster, Object
 
+FEW: Final = 12
+"""The number of nodes up to which each node, and each node's pods, are read by a request of their own."""
 UID_LENGTH: Final = 8
 """Number of characters of a pod's UID that distinguish it from other pods of its node."""
 
@@ -36,6 +39,36 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
         elif status.get("phase") == "Pending" and uid in unprepared:
             failing[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
     return failing
+
+
+async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Collection[str]) -> dict[str, list[Object]]:
+    """Return the pods of these nodes that request any of these resources, by node. Raises ClusterError.
+
+    For more than FEW nodes it lists all pods of the cluster once.
+    """
+    if not nodes:
+        return {}
+
+    def wanted(pod: Object) -> bool:
+        return pod["spec"].get("nodeName") in found and not requests_of(pod).keys().isdisjoint(resources)
+
+    found: dict[str, list[Object]] = {node: [] for node in nodes}
+    selectors = [f"spec.nodeName={node}" for node in found] if len(found) <= FEW else ["spec.nodeName!="]
+    for listed in await asyncio.gather(
+        *(cluster.list(PODS, field_selector=selector, keep=wanted) for selector in selectors)
+    ):
+        for pod in listed.items:
+            found[pod["spec"]["nodeName"]].append(pod)
+    return found
+
+
+async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, Object]:
+    """Return those of these Nodes that exist, by name; more than FEW of them by one list. Raises ClusterError."""
+    if not names:
+        return {}
+    selectors = [f"metadata.name={name}" for name in names] if len(names) <= FEW else [""]
+    lists = await asyncio.gather(*(cluster.list(NODES, field_selector=selector) for selector in selectors))
+    return {node["metadata"]["name"]: node for listed in lists for node in listed.items}
 
 
 def requests_of(pod: Object) -> dict[str, int]:

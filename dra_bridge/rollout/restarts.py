@@ -1,34 +1,39 @@
-"""Finds the pods that a restart of their node's kubelet would end.
+"""Finds the pods that a restart of their node's kubelet would end. Pure.
 
-It reads the pods' ages, which agents do not know.
+It uses the pods' ages, which agents do not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from dra_bridge.handover.admission import AdmittedPod, denied
-from dra_bridge.kube import PODS, Cluster, Object
+from dra_bridge.kube import Object
 from dra_bridge.rollout.fleet import NodeView, shortened
 from dra_bridge.rollout.pods import requests_of
 
 
-async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], said: Sequence[str] = ()) -> list[str]:
-    """Return a sentence for each resource of a node whose kubelet's restart would end pods. Raises ClusterError.
+def mixed(view: NodeView) -> list[str]:
+    """Return the resources of a node that have devices with holders on both sides."""
+    return [name for name in (view.reported.resources if view.reported is not None else ()) if _both(view, name)]
 
-    It lists the pods of each node that has devices with holders on both sides. said: the agents' own sentences; pods
-    that they name are not repeated.
+
+def ended_by_restart(
+    views: Iterable[NodeView], pods: Mapping[str, Sequence[Object]], said: Sequence[str] = ()
+) -> list[str]:
+    """Return a sentence for each resource of a node whose kubelet's restart would end pods.
+
+    pods: by node, of each node with a mixed resource. said: the agents' own sentences; pods that they name are not
+    repeated.
     """
     sentences = []
     for view in views:
-        if resources := [name for name in (view.reported.resources if view.reported else ()) if _both(view, name)]:
-            pods = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
-            for resource in resources:
-                names = [name for name in denied_pods(pods, resource) if not any(name in text for text in said)]
-                if names:
-                    why = "they are younger than pods that DRA serves by limits (kubernetes#124586)"
-                    sentences.append(f"{view.node}: a kubelet restart would end {shortened(names)} ({resource}): {why}")
+        for resource in mixed(view):
+            names = [name for name in denied_pods(pods[view.node], resource) if not any(name in text for text in said)]
+            if names:
+                why = "they are younger than pods that DRA serves by limits (kubernetes#124586)"
+                sentences.append(f"{view.node}: a kubelet restart would end {shortened(names)} ({resource}): {why}")
     return sentences
 
 

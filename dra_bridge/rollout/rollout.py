@@ -40,6 +40,8 @@ AFTER_OUTAGE: Final = 60.0
 
 A kube-apiserver that starts answers 403 until its authorizer has read the roles.
 """
+_SELECTED: Final = ("metadata.name", "spec.nodeName")
+"""The fields by which a node's Node and slices are selected."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
@@ -63,6 +65,12 @@ async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Objec
     return [body for listed in lists for body in listed.items]
 
 
+async def _read_leases(cluster: Cluster, namespace: str) -> tuple[list[Object], list[str]]:
+    """Return the Leases, and the namespaces that have them. namespace: see `lease_namespaces`."""
+    namespaces = await lease_namespaces(cluster, namespace)
+    return await read_leases(cluster, namespaces), namespaces
+
+
 async def read_nodes(
     cluster: Cluster,
     driver: str = "",
@@ -80,20 +88,17 @@ async def read_nodes(
     the current holders from claims. listed: called with the progress before the claims are read. Raises RolloutError if
     the driver or a node does not exist, ClusterError.
     """
-    leases = await read_leases(cluster, await lease_namespaces(cluster, namespace))
-    if names:
-        nodes, slices, missing = list[Object](), list[Object](), list[str]()
-        for name in dict.fromkeys(names):
-            try:
-                nodes.append(await cluster.get(NODES, name))
-                slices += (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.nodeName={name}")).items
-            except kube.NotFoundError:
-                missing.append(name)
-        if missing:
-            raise RolloutError(f"there is no node {', '.join(missing)}")
-    else:
-        nodes = (await cluster.list(NODES)).items
-        slices = (await cluster.list(RESOURCE_SLICES)).items
+    (of_nodes, of_slices) = ([f"{key}={name}" for name in dict.fromkeys(names)] or [""] for key in _SELECTED)
+    (leases, _), node_lists, slice_lists = await asyncio.gather(
+        _read_leases(cluster, namespace),
+        asyncio.gather(*(cluster.list(NODES, field_selector=selector) for selector in of_nodes)),
+        asyncio.gather(*(cluster.list(RESOURCE_SLICES, field_selector=selector) for selector in of_slices)),
+    )
+    nodes = [body for listed in node_lists for body in listed.items]
+    slices = [body for listed in slice_lists for body in listed.items]
+    there = {body["metadata"]["name"] for body in nodes}
+    if missing := [name for name in dict.fromkeys(names) if name not in there]:
+        raise RolloutError(f"there is no node {', '.join(missing)}")
     if driver and driver not in _drivers(slices, leases):
         await check_driver(cluster, driver, leases)
 
@@ -317,11 +322,14 @@ async def rollout(
     Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
     does not answer.
     """
-    nodes = (await cluster.list(NODES, label_selector=selector)).items
+    (leases, namespaces), listed_nodes, listed_slices = await asyncio.gather(
+        _read_leases(cluster, namespace),
+        cluster.list(NODES, label_selector=selector),
+        cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}"),
+    )
+    nodes, slices = listed_nodes.items, listed_slices.items
     if not nodes:
         raise RolloutError(f"no node matches the selector {selector!r}")
-    slices = (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}")).items
-    leases = await read_leases(cluster, namespaces := await lease_namespaces(cluster, namespace))
     views = fleet.views(driver, nodes, slices, leases=leases)
     if goal.undo and not any(view.before or view.marks.own or view.marks.pool for view in views):
         reporter.say(f"no rollout of {driver} is known on these nodes: there is nothing to undo")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from dra_bridge.kube import Cluster, ForbiddenError, UnreadableError
-from dra_bridge.rollout import fleet
+from dra_bridge.rollout import fleet, waiting
 from dra_bridge.rollout.agents import ask_agents
 from dra_bridge.rollout.display import FleetStatus
 from dra_bridge.rollout.fleet import NodeView
-from dra_bridge.rollout.restarts import ended_by_restart
+from dra_bridge.rollout.pods import nodes_by_name, pods_by_node
+from dra_bridge.rollout.restarts import ended_by_restart, mixed
 from dra_bridge.rollout.rollout import read_nodes
-from dra_bridge.rollout.waiting import hints, other_classes
+
+_T = TypeVar("_T")
 
 
 async def read_status(
@@ -29,13 +33,27 @@ async def read_status(
     nodes = await read_nodes(cluster, driver, names, namespace, listed=listed)
     # For nodes without a Lease and slices, only their agent knows the devices.
     asked = set(names) | {view.node for view in nodes if view.devices}
-    answers = await ask_agents(cluster, asked, namespace, others=not names)
+    answers, (waits, unread), contested = await asyncio.gather(
+        ask_agents(cluster, asked, namespace, others=not names),
+        _read(waiting.waits(cluster, nodes), []),
+        waiting.other_classes(cluster, nodes),
+    )
     nodes = [fleet.with_answers(view, answers) for view in nodes]
     problems = fleet.problems(answers)
+    unknown = [*fleet.unknown(nodes, answers), *contested]
+    detailed = {view.node for view in nodes if waits or mixed(view)}
+    resources = {name for view in nodes if view.reported is not None for name in view.reported.resources}
+    pods, unread_pods = await _read(pods_by_node(cluster, detailed, resources), None)
+    hints = [f"pods that wait for devices are not known: {error}" for error in (unread or unread_pods,) if error]
+    if pods is not None:
+        problems += ended_by_restart(nodes, pods, problems)
+        hints += waiting.hints(nodes, await nodes_by_name(cluster, detailed if waits else ()), pods, waits)
+    return FleetStatus(nodes, problems, hints, unknown)
+
+
+async def _read(reading: Awaitable[_T], default: _T) -> tuple[_T, str]:
+    """Return what was read, or the default and why it could not be read."""
     try:
-        problems += await ended_by_restart(cluster, nodes, problems)
-        waiting = await hints(cluster, nodes)
+        return await reading, ""
     except (ForbiddenError, UnreadableError) as error:
-        waiting = [f"pods that wait for devices are not known: {error}"]
-    unknown = [*fleet.unknown(nodes, answers), *await other_classes(cluster, nodes)]
-    return FleetStatus(nodes, problems, waiting, unknown)
+        return default, str(error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deviceplugin.naming import class_name
 from deviceplugin.register.records import State
-from dra_bridge.kube import DEVICE_CLASSES, NODES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Object
+from dra_bridge.kube import DEVICE_CLASSES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Object
 from dra_bridge.rollout.fleet import NodeView, shortened
 from dra_bridge.rollout.pods import quantity, requests_of
 
@@ -36,24 +36,25 @@ class Room:
     dra: int
 
 
-async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return sentences that name moves after which waiting pods could start. Raises ClusterError.
+async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
+    """Return the pods without a node that may wait for devices of these nodes. Raises ClusterError.
 
-    It lists the pods without a node. If some of them request such devices, it also lists all claims, and for each node
-    reads the Node and lists its pods.
+    It lists the pods without a node, and all claims if some of these pods request devices.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}
     if not any(pod["spec"].get("resourceClaims") or resources & requests_of(pod).keys() for pod in waiting):
         return []
     claims = (await cluster.list(RESOURCE_CLAIMS)).items
-    waits = [wait_of(pod, claims) for pod in waiting]
-    sentences = []
-    for view in views:
-        node = await cluster.get(NODES, view.node)
-        bound = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
-        sentences += hints_of(view, node, bound, waits)
-    return sentences
+    return [wait_of(pod, claims) for pod in waiting]
+
+
+def hints(
+    views: Iterable[NodeView], nodes: Mapping[str, Object], pods: Mapping[str, Sequence[Object]], waits: Sequence[Wait]
+) -> list[str]:
+    """Return sentences that name moves after which waiting pods could start. nodes, pods: by the node's name."""
+    here = [view for view in views if view.node in nodes]
+    return [text for view in here for text in hints_of(view, nodes[view.node], pods[view.node], waits)]
 
 
 async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:

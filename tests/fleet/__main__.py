@@ -16,10 +16,13 @@ from typing import Any, Final
 
 from tests.bench.peers import peer
 from tests.cluster import build, isolate
-from tests.fleet import page, parts, peers
+from tests.fleet import commands, page, parts, peers
+from tests.fleet.commands import Command
 from tests.fleet.limits import (
     BUSIEST,
     CLAIM_REQUESTS,
+    COMMAND_MB,
+    FIRST_OUTPUT,
     GROWTH,
     IN_STEP,
     MOVE_REQUESTS,
@@ -259,7 +262,45 @@ def growth(options: argparse.Namespace) -> list[Limit]:
     return found
 
 
-PARTS: Final[dict[str, Callable[[argparse.Namespace], list[Limit]]]] = {"growth": growth, "rest": rest}
+def page_of_commands(count: int, found: Sequence[Command]) -> str:
+    """Return the section about commands."""
+    head = ("command", "s to its first line", "s", "MB", "lines", "requests", "of them")
+    rows = [
+        (one.name, one.first, one.seconds, one.mb, one.lines, total(one.requests), in_words(one.requests))
+        for one in found
+    ]
+    return "\n".join(
+        (
+            f"{count:,} Nodes with 50 images each, Leases and slices as agents write them, and no agents.\n",
+            page.table(head, rows),
+            page.of_limits(limits_of_commands(found)),
+        )
+    )
+
+
+def limits_of_commands(found: Sequence[Command]) -> list[Limit]:
+    """Return the limits of commands."""
+    return [
+        *(Limit(f"{one.name}: seconds to its first line", one.first, FIRST_OUTPUT, "s") for one in found),
+        *(Limit(f"{one.name}: resident MB", one.mb, COMMAND_MB, "MB") for one in found),
+        *(Limit(f"{one.name}: exit status", one.status, 0) for one in found),
+    ]
+
+
+def of_commands(options: argparse.Namespace) -> list[Limit]:
+    """Measure `status` and `rollout` with many nodes."""
+    with control_plane() as plane:
+        found = commands.measure(plane, options.nodes)
+        left = commands.unrestored(plane)
+    page.write({"commands": page_of_commands(options.nodes, found)})
+    return [*limits_of_commands(found), Limit("annotations that an undone rollout leaves", len(left), 0)]
+
+
+PARTS: Final[dict[str, Callable[[argparse.Namespace], list[Limit]]]] = {
+    "growth": growth,
+    "rest": rest,
+    "commands": of_commands,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=4, help="that agents share (default: %(default)s)")
     parser.add_argument("--rest", type=float, default=60.0, help="seconds of rest at each size (default: %(default)s)")
     parser.add_argument("--agents", type=int, default=60, help="of the part rest (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=1000, help="of the part commands (default: %(default)s)")
     parser.add_argument("--peers", type=int, default=20, help="Go drivers (default: %(default)s)")
     options: Any = parser.parse_args(argv)
     if not isolate.inside():

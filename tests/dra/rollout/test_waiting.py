@@ -12,6 +12,7 @@ from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout import waiting
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
+from dra_bridge.rollout.pods import nodes_by_name, pods_by_node
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from dra_bridge.rollout.waiting import Room, contested_names, moves_for
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -73,6 +74,13 @@ def node(number: int) -> dict[str, Any]:
     return node_body(NODE, capacity={R: "8"}, allocatable={R: str(number)})
 
 
+async def hints(cluster: Cluster, here: NodeView) -> list[str]:
+    """Read what hints are made of, and return them."""
+    waits = await waiting.waits(cluster, [here])
+    found = await nodes_by_name(cluster, [NODE]), await pods_by_node(cluster, [NODE], [R])
+    return waiting.hints([here], *found, waits)
+
+
 async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
     """One device of four is in use on each side: one move lets a pod start that wants four."""
     with FakeApiServer() as server:
@@ -82,7 +90,7 @@ async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
         server.create(pod("waits", 4))
         here = view(**FOUR_EACH, held=State.DRA)
         async with Cluster.from_server(server.url) as cluster:
-            (hint,) = await waiting.hints(cluster, [here])
+            (hint,) = await hints(cluster, here)
     assert hint == (
         f"n1: pod default/waits waits for 4 {R}; 3 are free on the plugin side and 3 on the DRA side. "
         f"1 more device on the plugin side would be enough: dra-bridge migrate n1 --driver {D} --share 3"
@@ -108,11 +116,11 @@ async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
         server.create(claim_body("c", D, count=5))
         here = view(**FOUR_EACH, held=State.DRA)
         async with Cluster.from_server(server.url) as cluster:
-            (hint,) = await waiting.hints(cluster, [here])
+            (hint,) = await hints(cluster, here)
             assert "2 more devices on the DRA side would be enough" in hint
             assert hint.endswith("--share 6")
             server.replace({**server.get("resourceclaims", "c", "default"), "status": {"allocation": {"devices": {}}}})
-            assert await waiting.hints(cluster, [here]) == []
+            assert await hints(cluster, here) == []
 
 
 async def test_where_no_pod_waits_one_list_is_read() -> None:
@@ -120,7 +128,7 @@ async def test_where_no_pod_waits_one_list_is_read() -> None:
     with FakeApiServer() as server:
         server.create(node(4))
         async with Cluster.from_server(server.url) as cluster:
-            assert await waiting.hints(cluster, [view(**FOUR_EACH)]) == []
+            assert await waiting.waits(cluster, [view(**FOUR_EACH)]) == []
         assert [one.path for one in server.requests("GET") if "pods" in one.path or "nodes" in one.path] == [
             "/api/v1/pods"
         ]
