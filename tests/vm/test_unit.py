@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -69,12 +70,23 @@ def opens(node: MachineCluster, pod: Pod, number: str) -> str:
     return node.exec(pod, f"({script}) 2>&1", check=False).rpartition(": ")[2]
 
 
+def ask(node: MachineCluster, path: str) -> str:
+    """Return a page of the agent, as its own node sees it."""
+    script = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:9410{path}').read().decode())"
+    return node.machine.run(f'python3 -c "{script}"')
+
+
 def page(node: MachineCluster) -> dict[str, Any]:
-    """Return the agent's /status, as its own node sees it."""
-    script = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9410/status').read().decode())"
-    found = json.loads(node.machine.run(f'python3 -c "{script}"'))
+    """Return the agent's /status."""
+    found = json.loads(ask(node, "/status"))
     assert isinstance(found, dict)
     return found
+
+
+def metric(node: MachineCluster, name: str) -> float | None:
+    """Return a metric of the agent that has no labels."""
+    found = re.search(rf"^{name} (\S+)$", ask(node, "/metrics"), re.MULTILINE)
+    return float(found[1]) if found else None
 
 
 def both(node: MachineCluster) -> list[Pod]:
@@ -129,6 +141,9 @@ def test_status_of_an_agent_that_is_no_pod(node: MachineCluster) -> None:
     assert "pod default/limits" in shown
     assert "claim default/claim" in shown
     assert "?" not in shown
+    problems = node.dra_bridge("status", f"--driver={DRIVER}", "--problems")
+    print(problems)
+    assert "?" not in problems
 
 
 def test_token(node: MachineCluster) -> None:
@@ -145,6 +160,8 @@ def test_token(node: MachineCluster) -> None:
     create = f"cd /etc/dra-bridge; . ./server; {kubectl} create token dra-bridge -n dra-bridge 2>&1"
     refused = node.machine.run(create, check=False)
     assert "may have tokens that are bound to that node only" in refused
+    ends = json.loads(base64.urlsafe_b64decode(after.split(".")[1] + "==="))["exp"]
+    wait_for(lambda: metric(node, "deviceplugin_api_token_expiry_timestamp_seconds") == ends, "the agent has read it")
     assert node.machine.setting("dra-bridge-token.timer", "ActiveState") == "active"
 
 
@@ -212,6 +229,7 @@ def test_a_loop_that_hangs(node: MachineCluster) -> None:
     node.machine.put({DROP_IN: "[Service]\nWatchdogSec=20\n"})
     node.machine.run(f"systemctl daemon-reload; systemctl restart {AGENT}")
     before = node.machine.setting(AGENT, "MainPID")
+    assert node.machine.setting(AGENT, "NRestarts") == "0"
     node.machine.run(f"kill -STOP {before}")
     wait_for(lambda: int(node.machine.setting(AGENT, "NRestarts")) > 0, "systemd starts the agent again")
     node.wait_agent()
