@@ -173,10 +173,10 @@ class Bridge:
         shutil.copy(self.cluster.directory / "pki" / "ca.crt", SERVICE_ACCOUNT / "ca.crt")
         self.renew_token()
 
-    def renew_token(self) -> None:
+    def renew_token(self, seconds: int = 3600) -> None:
         """Give the agent a token that is bound to this node as it is now; one of a Node that is gone is refused."""
         how = Deployment()
-        token = self.cluster.service_account_token(how.name, how.namespace, ("Node", self.cluster.node_name))
+        token = self.cluster.service_account_token(how.name, how.namespace, ("Node", self.cluster.node_name), seconds)
         (SERVICE_ACCOUNT / "token").write_text(token)
 
     @property

@@ -27,10 +27,11 @@ from tests.metrics.test_monitoring import EXAMPLES
 AGENT = "127.0.0.1:9410"
 KUBE_STATE = "127.0.0.1:8081"
 SHORTER = {
-    r"for: \d+m": "for: 1s",
+    r"for: \d+[mh]": "for: 1s",
     r"> 900": "> 3",
     r"15m\b": "15s",
-    r"\[(5m|10m|1h)\]": "[20s]",
+    r"\[(5m|10m|1h|12h)\]": "[20s]",
+    r"3 \* 86400": "900",
     r"\[2m\]": "[5s]",
 }
 """The times of the rules, with patience for a test instead of for an operator."""

@@ -313,6 +313,15 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
     wait_ended(prometheus, cluster)
 
 
+def test_a_token_that_is_not_renewed(bridge: Bridge, prometheus: Prometheus) -> None:
+    """The alert fires before the token expires, and ends with a newer one; an agent that starts reads it at once."""
+    for seconds, wait in ((600, wait_fires), (3600, wait_ended)):
+        bridge.renew_token(seconds)
+        bridge.stop()
+        bridge.start()
+        wait(prometheus, bridge.cluster, "APITokenNotRenewed")
+
+
 # --- agents with device nodes ----------------------------------------------------------------------------------------
 
 BOARDS = isolate.DEVICES / "boards"
