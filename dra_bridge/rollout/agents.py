@@ -38,6 +38,9 @@ NODE_PORT: Final = 9410
 TIMEOUT: Final = 3.0  # Seconds within which an agent must answer.
 TOTAL: Final = 15.0  # Maximum seconds for the answers of all agents.
 AT_ONCE: Final = 16  # Maximum number of agents that are asked at the same time.
+_RIGHT: Final = (
+    f"an agent that is no pod is asked at port {NODE_PORT} of its node: this needs the right to get nodes/proxy"
+)
 _SILENT: Final = f", and no agent answers at port {NODE_PORT} of the node"
 
 
@@ -259,36 +262,41 @@ async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> d
     first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
     others = sorted(set(nodes) - set(first), key=natural)
     answers = await asyncio.gather(*(_ask_unit(cluster, node, _SCHEMES, turns) for node in first))
-    ways = [scheme for scheme in _SCHEMES if any(found == scheme for found, _ in answers)]
-    if not ways:
-        why = f"{_SILENT}, nor on {len(first)} other nodes; --node NAME asks there"
-        return {**dict.fromkeys(nodes, why), **{node: told for node, (_, told) in zip(first, answers, strict=True)}}
-    answers += await asyncio.gather(*(_ask_unit(cluster, node, ways, turns) for node in others))
-    return {node: told for node, (_, told) in zip((*first, *others), answers, strict=True)}
+    if schemes := [scheme for scheme in _SCHEMES if any(answer.scheme == scheme for answer in answers)]:
+        answers += await asyncio.gather(*(_ask_unit(cluster, node, schemes, turns) for node in others))
+    else:
+        refused = all(answer.refused for answer in answers)
+        why = f"; {_RIGHT}" if refused else f"{_SILENT}, nor of {len(first)} others; --node NAME asks there"
+        answers += [_UnitAnswer(why)] * len(others)
+    return {node: answer.told for node, answer in zip((*first, *others), answers, strict=True)}
 
 
 _SCHEMES: Final = ("", "https:")
 """The prefixes of a node's name by which the API server connects without TLS, and with TLS."""
 
 
-async def _ask_unit(
-    cluster: Cluster, node: str, schemes: Sequence[str], turns: _Turns
-) -> tuple[str | None, _AgentStatus | str]:
-    """Return the scheme by which a node's agent answered, None if by none, and its answer, or why there is none.
+class _UnitAnswer(NamedTuple):
+    """The answer of a node's agent. told: its status, or the end of the sentence that no pod of an agent runs there.
 
-    The reason continues the sentence that no pod of an agent runs there.
+    scheme: by which there was an answer, None if by none. refused: whether the right to ask is missing.
     """
-    right = f"an agent that is no pod is asked at port {NODE_PORT} of its node: this needs the right to get nodes/proxy"
+
+    told: _AgentStatus | str
+    scheme: str | None = None
+    refused: bool = False
+
+
+async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: _Turns) -> _UnitAnswer:
     why = ""
     for scheme in schemes:
         asking = cluster.ask_node(f"{scheme}{node}:{NODE_PORT}", "/status", timeout=TIMEOUT)
-        answer = await _answer(asking, turns, right)
+        answer = await _answer(asking, turns, _RIGHT)
         if not isinstance(answer, _NoAnswer):
-            return scheme, answer
+            return _UnitAnswer(answer, scheme)
         if answer.final:
-            return scheme, f"; {answer.reason}"
+            return _UnitAnswer(f"; {answer.reason}", None if answer.refused else scheme, answer.refused)
         why = why or answer.reason
-    return None, f"{_SILENT} ({why})"
+    return _UnitAnswer(f"{_SILENT} ({why})")
 
 
 class _Turns(NamedTuple):
@@ -299,10 +307,14 @@ class _Turns(NamedTuple):
 
 
 class _NoAnswer(NamedTuple):
-    """The reason why an agent's page gave no status. final: whether TLS or plain HTTP makes no difference to that."""
+    """The reason why an agent's page gave no status. final: whether TLS or plain HTTP makes no difference to that.
+
+    refused: whether the API server refuses the request.
+    """
 
     reason: str
     final: bool = False
+    refused: bool = False
 
 
 async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: str) -> _AgentStatus | _NoAnswer:
@@ -318,7 +330,7 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
     except ForbiddenError as error:
         if error.reason != "Forbidden":  # The agent itself refuses the client certificate.
             return _NoAnswer(f"its agent refuses: {error.message}", final=True)
-        return _NoAnswer(right, final=True)
+        return _NoAnswer(right, final=True, refused=True)
     except ApiError as error:
         if error.code == 401:
             return _NoAnswer("its page asks for a token, which the proxy cannot pass on", final=True)

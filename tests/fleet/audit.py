@@ -46,7 +46,7 @@ class Log:
         self._seen: set[str] = set()
 
     def more(self) -> list[Request]:
-        """Return the requests that were logged since the last call. A watch counts when it begins."""
+        """Return the requests that were logged since the last call. A long one counts when it begins."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
@@ -57,8 +57,8 @@ class Log:
         for event in events:
             if event["auditID"] not in self._seen:
                 fresh.append(request_of(event))
-            if event["verb"] == "watch" and event["stage"] == "ResponseStarted":
-                self._seen.add(event["auditID"])  # it is logged once more at its end
+            if event["stage"] == "ResponseStarted":
+                self._seen.add(event["auditID"])  # A long request, a watch or proxy, is logged once more at its end.
             else:
                 self._seen.discard(event["auditID"])
         return fresh

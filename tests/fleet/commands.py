@@ -21,7 +21,6 @@ from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgre
 from tests.fleet.audit import of_user
 from tests.fleet.parts import Counts, each
 from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, names_of
-from tests.programs import image_environment
 
 OPERATOR: Final = "default:operator"
 ROLE: Final = "dra-bridge-operator"
@@ -155,9 +154,7 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
     command = [sys.executable, "-m", "dra_bridge", *arguments, "--kubeconfig", str(kubeconfig)]
     began = time.monotonic()
     with (plane.logs / f"{arguments[0]}.log").open("ab") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **image_environment()}
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
     lines: list[str] = []
     first = 0.0

@@ -28,6 +28,9 @@ def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(event(3, "list")[20:] + event(2, "watch"))
     assert counts(log.more()) == {("list", "nodes"): 1}
+    with path.open("a") as file:  # A request to a proxy is logged twice, too.
+        file.write(event(4, "get", "ResponseStarted") + event(4, "get"))
+    assert counts(log.more()) == {("get", "nodes"): 1}
 
 
 def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:

@@ -137,3 +137,15 @@ async def test_agents_outside_of_pods_are_asked_in_the_way_in_which_one_answered
     assert made["/proxy/"] == 40 + 14  # Every third node is among the first.
     why = "its agent does not serve these devices now"
     assert found.unknown == [f"unknown holders or health (?) on n0, n1, n2, n3, n4 and 35 more: {why}"]
+
+
+async def test_who_may_not_ask_nodes_asks_few(server: FakeApiServer) -> None:
+    """Where the right to ask nodes is missing, this is said of all nodes after some requests."""
+    populate(server, 40)
+    forbidden = {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "nodes/proxy is forbidden"}
+    server.proxied = lambda path: (403, forbidden)
+    found, made = await asked(server)
+    assert made["/proxy/"] == 14
+    (text,) = found.unknown
+    assert "on n0, n1, n2, n3, n4 and 35 more: no pod" in text
+    assert text.endswith("this needs the right to get nodes/proxy")
