@@ -26,10 +26,6 @@ TITLE: Final = """# How many nodes can run agents?
 No figure here is a guess: `tox -e fleet` measures them, writes this page, and fails if a limit is missed.
 The API server is real, with default priority and fairness, RBAC and the policies of the manifests. The agents are the
 real code, many in a process, each with an embedded kubelet and 8 devices. The machine has two cores.
-
-Where a table of growing fleets has 0 requests at rest, the run looked for 30 s, and a watch lasts 4 to 8 minutes. So
-these figures leave out what an agent asks as it opens a watch anew, and its limit is not shown to be kept.
-`tox -e fleet -- rest` looks for six minutes.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -14,15 +15,23 @@ from typing import Any, Final
 from dra_bridge.rollout import fleet as rollout_fleet
 from tests.fleet.audit import Log, Request, counts, of_user, spread
 from tests.fleet.plane import AGENTS, DRIVER, NAMESPACE, ControlPlane, Flows, names_of
-from tests.fleet.workers import Fleet
+from tests.fleet.workers import PERIOD, Fleet
 
 INTERVAL: Final = 0.15
 """Seconds between the starts of two nodes."""
-SETTLE: Final = 10.0
-"""Seconds after which what a start or a move leaves behind is over: the next figures are of rest."""
+QUIET: Final = PERIOD + 2.0
+"""Seconds without a request after which nothing is left of a start, a move or a claim.
+
+An agent looks at its node's files every PERIOD seconds, and may ask something after that.
+"""
 
 Counts = dict[str, float]
 """Requests by verb and resource, as text."""
+
+
+def at_rest(request: Request) -> bool:
+    """Return whether agents ask this at rest: they open watches anew, and look which versions the server serves."""
+    return request.verb == "watch" or request.what.startswith("/apis")
 
 
 def each(requests: Iterable[Request], count: int) -> Counts:
@@ -99,12 +108,45 @@ class Measured:
         self.fleet = nodes
         self.log: Log = plane.audit
         self.last: list[Request] = []
-        """Those of all users that the last call of `requests` has read."""
+        """Those of all users that the last call of `requests` has returned."""
+        self._read: list[Request] = []
+        """Those that were read since then."""
 
     def requests(self, user: str = AGENTS) -> list[Request]:
         """Return the requests of the agents since the last call."""
-        self.last = self.log.more()
+        self.last, self._read = self._since(), []
         return of_user(self.last, user)
+
+    def _since(self) -> list[Request]:
+        """Return the requests of all users since the last call of `requests`, which will return them once more."""
+        self._read += self.log.more()
+        return self._read
+
+    def quiet(self) -> None:
+        """Wait until nobody has asked anything for QUIET seconds but what is asked at rest. Raises TimeoutError."""
+        began = time.time()
+
+        def over() -> bool:
+            return time.time() - max([began, *(one.at for one in self._since() if not at_rest(one))]) > QUIET
+
+        wait_for(over, 180.0, f"{QUIET:g} s without a request")
+
+    def watching(self, seconds: float) -> dict[str, list[float]]:
+        """Wait until each agent has opened as many watches as it has since the last call of `requests`.
+
+        Return the times (Unix seconds) by node when that is so, or after so many seconds.
+        """
+
+        def opened() -> dict[str, list[float]]:
+            times: dict[str, list[float]] = {name: [] for name in self.fleet.names}
+            for one in of_user(self._since(), AGENTS):
+                if one.verb == "watch" and one.code == 200:
+                    times[one.node].append(one.at)
+            return times
+
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: all(len(times) >= WATCHES for times in opened().values()), seconds, "all watch")
+        return opened()
 
     def grow(self, count: int) -> list[str]:
         """Start nodes until there are so many; return the new ones."""
@@ -126,13 +168,19 @@ class Measured:
         views = rollout_fleet.views(DRIVER, nodes, slices, leases=leases)
         return [view for view in views if view.reported is not None]
 
-    def rest(self, seconds: float, settle: float = SETTLE) -> Rest:
-        """Look at the fleet for so long while nothing happens, `settle` seconds after what was before."""
-        time.sleep(settle)
+    def rest(self, seconds: float, *, reopened: bool = False) -> Rest:
+        """Look at the fleet for so long while nothing happens.
+
+        reopened: first wait until the agents have opened their watches anew, which they opened together at their start.
+        """
+        self.quiet()
         self.requests()
+        if reopened:
+            self.watching(LONGEST)
+            self.requests()
         began, server = time.monotonic(), self.plane.usage()
         agents = [worker.usage() for worker in self.fleet.workers]
-        time.sleep(seconds)
+        time.sleep(seconds)  # This is the time that is measured.
         took, now = time.monotonic() - began, self.plane.usage()
         after = [worker.usage() for worker in self.fleet.workers]
         requests, count = self.requests(), len(self.fleet.names)
@@ -159,7 +207,7 @@ class Measured:
             patch = rollout_fleet.share_patch(DRIVER, share)
             list(pool.map(lambda name: self.plane.api.patch("Node", name, patch, api_version="v1"), names))
         wait_for(lambda: all(map(rollout_fleet.finished, self.views(names))), 180.0, f"{len(names)} nodes at {share}")
-        time.sleep(SETTLE)
+        self.quiet()
         mine = set(names)
         return each([one for one in self.requests() if one.node in mine and one.verb != "watch"], len(names))
 
@@ -175,7 +223,7 @@ class Measured:
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(one, names))
-        time.sleep(SETTLE)
+        self.quiet()
         mine = set(names)
         return each([one for one in self.requests() if one.node in mine and one.verb != "watch"], len(names))
 
@@ -212,19 +260,16 @@ class Measured:
                 return size, took, requests
 
     def restart(self, downtime: float, seconds: float) -> Restart:
-        """Restart the API server; return what the agents do within so many seconds."""
-        time.sleep(SETTLE)
+        """Restart the API server; return what the agents do until all are in step, or for so many seconds."""
+        self.quiet()
         self.requests()
         begun = self.plane.restart_apiserver(downtime)
-        time.sleep(seconds)
+        opened = self.watching(seconds)
+        self.quiet()
         requests = self.requests()
         count = len(self.fleet.names)
         lists = spread([one for one in requests if one.verb == "list" and one.code == 200])
-        by_node: dict[str, list[float]] = {name: [] for name in self.fleet.names}
-        for one in requests:
-            if one.verb == "watch" and one.code == 200:
-                by_node[one.node].append(one.at - begun)
-        last = [sorted(times)[WATCHES - 1] if len(times) >= WATCHES else math.inf for times in by_node.values()]
+        last = [sorted(at)[WATCHES - 1] - begun if len(at) >= WATCHES else math.inf for at in opened.values()]
         flows = self.plane.flows()
         return Restart(
             count,
@@ -239,6 +284,8 @@ class Measured:
         )
 
 
+LONGEST: Final = 600.0
+"""Seconds after which all watches were opened anew, with time to spare: one lasts 480 s at the most."""
 WATCHES: Final = 4
 """Of an agent with one driver: its Node, its Lease, slices of its node, slices of the driver without a node."""
 
@@ -255,12 +302,6 @@ def wait_for(what: Callable[[], object], timeout: float, text: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout:g} s: {text}")
         time.sleep(2.0)
-
-
-def rested(seconds: float) -> float:
-    """Let nothing happen for so long, which is measured; return the seconds."""
-    time.sleep(seconds)
-    return seconds
 
 
 def growth(measured: Measured, sizes: Sequence[int], seconds: float) -> list[Size]:

@@ -12,7 +12,7 @@ from typing import Final
 from tests.bench.peers import class_of, peer, rights
 from tests.fleet.audit import of_user
 from tests.fleet.nodes import ROOTS
-from tests.fleet.parts import SETTLE, Counts, Measured, Rest, each, rested, wait_for
+from tests.fleet.parts import Counts, Measured, Rest, each, wait_for
 from tests.fleet.plane import DEVICES, names_of
 from tests.fleet.workers import Worker
 
@@ -38,8 +38,8 @@ class Peers:
     beside: Rest
 
 
-def measure(measured: Measured, worker: Worker, count: int, seconds: float, settle: float = SETTLE) -> Peers | None:
-    """Run so many Go drivers beside the agents; None if there is no program. seconds, settle: of the rest of both."""
+def measure(measured: Measured, worker: Worker, count: int, seconds: float, *, reopened: bool = False) -> Peers | None:
+    """Run so many Go drivers beside the agents; None if there is no program. seconds, reopened: of the rest of both."""
     program = peer(PROGRAM)
     if program is None:
         return None
@@ -50,9 +50,9 @@ def measure(measured: Measured, worker: Worker, count: int, seconds: float, sett
     measured.requests(USER)
     with drivers(measured, program, names):
         wait_for(lambda: len(_slices(measured)) >= count, 120.0, f"slices of {count} Go drivers")
-        settled = rested(SETTLE)
+        measured.quiet()
         start = [one for one in measured.requests(USER) if one.verb != "watch"]
-        beside = measured.rest(seconds, settle)
+        beside = measured.rest(seconds, reopened=reopened)
         rest = of_user(measured.last, USER)
 
         def pod(node: str) -> None:
@@ -63,7 +63,7 @@ def measure(measured: Measured, worker: Worker, count: int, seconds: float, sett
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(pod, names))
-        rested(settled)
+        measured.quiet()
         claims = [one for one in measured.requests(USER) if one.verb != "watch"]
     others = [one for one in rest if one.verb != "watch"]
     a_minute = {what: number * 60 / seconds for what, number in each(others, count).items()}
