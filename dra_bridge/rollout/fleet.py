@@ -514,12 +514,9 @@ def decide(
 
 def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
     """Return which nodes a rollout would begin together, in their order, if each node were done at once."""
-    left, groups = {view.node: view for view in nodes if phase(goal, view) is Phase.WAITING}, list[tuple[str, ...]]()
-    while left and (group := decide(goal, list(left.values()), replace(limits, pause=False)).begin):
-        groups.append(group)
-        for name in group:
-            del left[name]
-    return groups
+    waiting = [view for view in nodes if phase(goal, view) is Phase.WAITING]
+    whole = decide(goal, waiting, replace(limits, pause=False, max_unavailable=max(1, len(waiting)))).begin
+    return [whole[start : start + limits.max_unavailable] for start in range(0, len(whole), limits.max_unavailable)]
 
 
 def counted_phases(goal: Goal, nodes: Sequence[NodeView]) -> str:

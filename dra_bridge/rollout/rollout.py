@@ -24,6 +24,7 @@ from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.agents import LABEL, lease_namespaces
 from dra_bridge.rollout.autoscaler import MarkStep
 from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
+from dra_bridge.rollout.pace import Pace, read_pace, returns
 from dra_bridge.rollout.pods import failing_pods
 from dra_bridge.rollout.reporter import Reporter
 
@@ -344,7 +345,20 @@ async def rollout(
             reporter.say(line)
         return True
     async with WatchedFleet(cluster, driver, reporter, namespaces, selector=selector).watched() as watched:
-        return await _Rollout(watched, goal, limits).run()
+        return await _Rollout(watched, goal, limits, await _pace(cluster, goal, views, reporter)).run()
+
+
+async def _pace(cluster: Cluster, goal: Goal, views: Sequence[NodeView], reporter: Reporter) -> Pace:
+    """Return the pace for nodes whose devices return. It lists all claims if there are such nodes."""
+    if not any(returns(goal, view) for view in views if fleet.phase(goal, view) is Phase.WAITING):
+        return Pace(0)
+    pace = await read_pace(cluster)
+    if pace.interval >= 1.0:
+        reporter.say(
+            f"a node whose devices return to the plugin side begins every {pace.interval:.1f} s at most, because its "
+            "agent lists all claims of the cluster"
+        )
+    return pace
 
 
 async def _owner(cluster: Cluster, goal: Goal) -> str:
@@ -357,8 +371,9 @@ async def _owner(cluster: Cluster, goal: Goal) -> str:
 class _Rollout:
     """One run of a rollout. The state that another run needs is on the Nodes."""
 
-    def __init__(self, watched: WatchedFleet, goal: Goal, limits: RolloutLimits) -> None:
+    def __init__(self, watched: WatchedFleet, goal: Goal, limits: RolloutLimits, pace: Pace) -> None:
         self._fleet = watched
+        self._pace = pace
         self._reporter = watched.reporter
         self._goal = goal
         self._limits = limits
@@ -442,7 +457,8 @@ class _Rollout:
         if not decision.stop:
             await self._write_marks(marks)
         for name in decision.begin:
-            await self._begin(by_name[name])
+            if not returns(self._goal, by_name[name]) or self._pace.take(time.monotonic()):
+                await self._begin(by_name[name])
         for line in decision.stop:
             self._reporter.stopped.append(f"stopped: {line}")
         if decision.stop:

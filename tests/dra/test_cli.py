@@ -32,7 +32,7 @@ from dra_bridge.handover.share import parse_requested
 from dra_bridge.kube import NAMESPACE
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import AGENT, add_run_options, parse_run
-from dra_bridge.rollout import progress, reporter, rollout
+from dra_bridge.rollout import pace, progress, reporter, rollout
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
@@ -987,6 +987,31 @@ def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran])
     assert ran.status == 0, ran
     assert ran.out.splitlines() == ["4 nodes: 3 waiting, 1 done", "1. n2 (1 held), n3", "2. n10"]
     assert not [one for one in nodes.server.writes if "selfsubjectreviews" not in one.path]
+
+
+def test_nodes_whose_devices_return_begin_at_a_pace(
+    nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node for which it is too early begins later; the rollout lists the claims once, and not where none returns."""
+    tried: list[float] = []
+
+    def take(_: pace.Pace, now: float) -> bool:
+        tried.append(now)
+        return len(tried) % 3 == 0
+
+    monkeypatch.setattr(pace.Pace, "take", take)
+    monkeypatch.setattr(pace, "BYTES_A_SECOND", 1.0)
+    for name in ("n1", "n2"):
+        nodes.agent(name)
+    same = ("rollout", "--driver", D, "-l", "pool=gpu", "--max-unavailable", "2")
+    assert bridge(*same, "--share", "all").status == 0
+    assert (tried, nodes.server.requests("GET", "/resourceclaims")) == ([], [])
+    undone = bridge(*same, "--undo")
+    assert undone.status == 0, undone
+    assert len(tried) >= 6
+    assert len(nodes.server.requests("GET", "/resourceclaims")) == 1
+    assert undone.out.startswith("a node whose devices return to the plugin side begins every ")
+    assert not any(agent.annotations for agent in nodes.agents.values())
 
 
 def test_a_rollout_survives_an_outage(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:

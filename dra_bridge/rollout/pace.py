@@ -1,0 +1,71 @@
+"""Bounds how fast a rollout begins nodes whose devices return to the plugin side.
+
+Before a device returns, its node's agent reads a consistent list of all claims of the cluster. That list is the one
+request of an agent that grows with the cluster. So a rollout bounds how many bytes of claims all agents together list
+in a second.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import aclosing
+from typing import Final
+
+from deviceplugin.register.records import State
+from dra_bridge.handover.share import ShareError, parse_requested
+from dra_bridge.kube import CLAIMS, RESOURCE_CLAIMS, Cluster, ForbiddenError, GoneError
+from dra_bridge.rollout.fleet import Goal, NodeView
+
+BYTES_A_SECOND: Final = 50e6
+"""Bytes of claims that all agents may list in a second because of a rollout."""
+UNKNOWN: Final = 100e6
+"""Bytes of a list of all claims that a rollout assumes if it cannot read one."""
+BURST: Final = 10.0
+"""Seconds whose nodes may begin together."""
+
+
+def returns(goal: Goal, view: NodeView) -> bool:
+    """Return whether devices of a node may return to the plugin side when the rollout begins it."""
+    if view.reported is None:
+        return True
+    try:
+        share = parse_requested(goal.wanted(view.before) or "")
+    except ShareError:
+        share = None  # The share of the agent's config, which only the agent knows.
+    for resource in view.reported.resources.values():
+        on_dra = sum(resource.counts.get(state.value, 0) for state in (State.DRA, State.TO_PLUGIN))
+        if on_dra > (share.of(sum(resource.counts.values())) if share is not None else 0):
+            return True
+    return False
+
+
+async def read_pace(cluster: Cluster) -> Pace:
+    """List all claims, and return the pace that follows. Raises ClusterError."""
+    size = 0
+    try:
+        async with aclosing(cluster.pages(RESOURCE_CLAIMS, CLAIMS)) as pages:
+            async for page in pages:
+                size += page.size
+    except (ForbiddenError, GoneError):
+        return Pace(UNKNOWN)
+    return Pace(size)
+
+
+class Pace:
+    """Tells when a node may begin whose devices return. size: bytes of a list of all claims.
+
+    interval: seconds between two such nodes on average.
+    """
+
+    def __init__(self, size: float) -> None:
+        self.interval = size / BYTES_A_SECOND
+        self._until = -math.inf
+        """The moment (monotonic seconds) up to which the nodes that have begun use the bound up."""
+
+    def take(self, now: float) -> bool:
+        """Return whether such a node may begin now, and count it if so. now: monotonic seconds."""
+        until = max(self._until, now - max(BURST, self.interval)) + self.interval
+        if until > now:
+            return False
+        self._until = until
+        return True
