@@ -70,7 +70,7 @@ def result(process: subprocess.Popen[str]) -> tuple[int, str]:
         out, _ = process.communicate(timeout=180)
     finally:
         process.kill()
-    print(f"--- {process.args}: {process.returncode}\n{out}")
+    print(f"--- {process.args!r}: {process.returncode}\n{out}")
     return process.returncode, out
 
 
