@@ -131,16 +131,16 @@ class Measured:
 
         wait_for(over, 180.0, f"{QUIET:g} s without a request")
 
-    def watching(self, seconds: float) -> dict[str, list[float]]:
-        """Wait until each agent has opened as many watches as it has since the last call of `requests`.
+    def watching(self, since: float, seconds: float) -> dict[str, list[float]]:
+        """Wait until each agent has opened as many watches as it has since a time (in Unix seconds).
 
-        Return the times (Unix seconds) by node when that is so, or after so many seconds.
+        Return the times by node when that is so, or after so many seconds.
         """
 
         def opened() -> dict[str, list[float]]:
             times: dict[str, list[float]] = {name: [] for name in self.fleet.names}
             for one in of_user(self._since(), AGENTS):
-                if one.verb == "watch" and one.code == 200:
+                if one.verb == "watch" and one.code == 200 and one.at >= since:
                     times[one.node].append(one.at)
             return times
 
@@ -176,7 +176,7 @@ class Measured:
         self.quiet()
         self.requests()
         if reopened:
-            self.watching(LONGEST)
+            self.watching(time.time(), LONGEST)
             self.requests()
         began, server = time.monotonic(), self.plane.usage()
         agents = [worker.usage() for worker in self.fleet.workers]
@@ -264,7 +264,7 @@ class Measured:
         self.quiet()
         self.requests()
         begun = self.plane.restart_apiserver(downtime)
-        opened = self.watching(seconds)
+        opened = self.watching(begun, seconds)
         self.quiet()
         requests = self.requests()
         count = len(self.fleet.names)
