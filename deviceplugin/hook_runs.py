@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -93,21 +93,28 @@ class HookRuns:
         return await self._call(run, statistics, source, devices, *more, patience=source.hook_timeout)
 
     def start(
-        self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device]
+        self,
+        statistics: HookStatistics,
+        hook: str,
+        source: DeviceSource,
+        devices: Sequence[Device],
+        ended: Callable[[str], None] = lambda error: None,
     ) -> asyncio.Task[str]:
         """Call a hook in the background. The task returns why it failed, "" if it succeeded.
 
-        Later waits for the hooks of these devices include this hook.
+        Later waits for the hooks of these devices include this hook. ended: a function to call with the result before
+        these waits are over.
         """
         run = self._begin(hook, source, devices)
 
         async def work() -> str:
+            why = ""
             try:
                 await self._call(run, statistics, source, devices, patience=None)
             except HookError as error:
-                _LOG.warning("%s", error)
-                return str(error)
-            return ""
+                why = str(error)
+            ended(why)
+            return why
 
         return asyncio.create_task(work())
 

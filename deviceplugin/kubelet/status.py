@@ -20,12 +20,12 @@ class Withheld(NamedTuple):
     """Why a device is offered to no pod and claim, as text.
 
     kind: "excluded" (a holding under another id or resource excludes it), "foreign" (a pod has it, or may have it,
-    through another plugin of the same resource), "held" (processes of its former pod run) or "unknown" (evidence is
-    missing, or a claim of an unserved driver holds it). for_pods: whether the device would otherwise be offered to pods
-    by limits; False on the DRA side.
+    through another plugin of the same resource), "held" (processes of its former pod run), "unknown" (evidence is
+    missing, or a claim of an unserved driver holds it) or "unreleased" (`released` has failed). for_pods: whether the
+    device would otherwise be offered to pods by limits; False on the DRA side.
     """
 
-    kind: Literal["excluded", "foreign", "held", "unknown"]
+    kind: Literal["excluded", "foreign", "held", "unknown", "unreleased"]
     reason: str
     for_pods: bool = True
 

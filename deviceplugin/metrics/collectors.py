@@ -46,7 +46,7 @@ PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
-WITHHELD: Final = ("excluded", "foreign", "held", "unknown")
+WITHHELD: Final = ("excluded", "foreign", "held", "unknown", "unreleased")
 _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] = {
     GaugeMetricFamily: {
         "devices": (

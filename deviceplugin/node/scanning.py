@@ -79,16 +79,15 @@ class HolderScanner:
         self.tracker.unknown.update(self.claims.unknown())
         self.log.holders(now.held)
         self.log.count_double_allocations()
-        released = await self.observe(now, sequence)
-        for resource, service in tuple(self.services.items()):
-            service.observe(now, released.get(resource, ()))
+        await self.observe(now, sequence)
+        for service in tuple(self.services.values()):
+            service.observe(now)
         self.log.withheld(self.services)
         self.register.notify()
         return now
 
-    async def observe(self, now: HolderSnapshot, sequence: int) -> dict[str, tuple[str, ...]]:
-        """Compare the register's allocations with a scan. Return the ids that became free, by resource."""
-        released: dict[str, tuple[str, ...]] = {}
+    async def observe(self, now: HolderSnapshot, sequence: int) -> None:
+        """Compare the register's allocations with a scan."""
         records = self.register.snapshot.allocations
         resources = {allocation.resource for allocation in records.values()} | self.services.keys()
         self.tracker.observed &= resources
@@ -107,7 +106,6 @@ class HolderScanner:
             except LedgerError as error:
                 _LOG.warning("the ledger cannot be written: %s", error, extra={"resource": resource})
                 continue
-            released[resource] = done.released
             self.tracker.observed |= {resource}
             for name in done.found:
                 pod = seen.held[name].pod
@@ -119,7 +117,6 @@ class HolderScanner:
             await self.register.adopt()
         except LedgerError as error:
             _LOG.warning("the ledger cannot be written: %s", error)
-        return released
 
     @property
     def _pending(self) -> set[tuple[str, str]]:

@@ -15,7 +15,7 @@ from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.exclusion import DeviceKey
+from deviceplugin.exclusion import DeviceKey, titled
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
@@ -76,10 +76,8 @@ class Service(EndpointHost):
         self.registration = PluginRegistration(self.endpoint, context.plugins, context.timing)
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
-        """Ended allocations whose devices were released before a new grant, until the register forgets them."""
-        self._first_release_due = True
-        self._release_later: frozenset[str] = frozenset()
-        """Devices that became free while another id of theirs was held, or while their holders were unknown."""
+        """Ended allocations whose devices were released before a new grant, until a scan no longer finds them."""
+        context.register.releases.statistics[source.resource] = self.endpoint.statistics.hooks
         self.existing: frozenset[str] = frozenset()
         """Ids that pods got before this process began, and whose devices are not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
@@ -150,7 +148,7 @@ class Service(EndpointHost):
 
     def release_idle(self) -> None:
         """Call `released` for devices that became free while their holders were unknown, once the holders are known."""
-        if self._release_later:
+        if self._register.releases.pending(self.resource):
             self._context.scan_wanted.set()
 
     @property
@@ -191,32 +189,23 @@ class Service(EndpointHost):
     def awaited(self) -> frozenset[str]:
         """The kubelet's ids that need an action once they have no holder.
 
-        Ids of removed devices and of former numbers of replicas are dropped. After the agent's start, `released` is
-        called for all idle ids.
+        Ids of removed devices and of former numbers of replicas are dropped. For devices that are not released,
+        `released` is called.
         """
-        snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
-        devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
+        snapshot, ids_now, releases = self.inventory.snapshot, self.endpoint.ids, self._register.releases
+        failed = {device for of, device in releases.failed if of == self.resource}
+        devices = snapshot.gone | (releases.pending(self.resource) - failed)
         ids = frozenset(name for device in devices for name in ids_now.names_of(snapshot.devices[device]))
         return ids | ids_now.legacy.keys()
 
-    def observe(self, now: HolderSnapshot, released: Collection[str]) -> None:
-        """Apply the result of a scan: call `released`, and drop ids. released: ids that became free."""
+    def observe(self, now: HolderSnapshot) -> None:
+        """Apply the result of a scan: call `released`, and drop ids."""
         ids, register = self.endpoint.ids, self._register
         in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
         self.existing &= in_use
         snapshot = self.inventory.snapshot
-        freed = set(map(ids.device_id_of, released)) | self._release_later
-        if self._first_release_due and snapshot.listed and self._context.tracker.all_pods_listed:
-            # It is not known which single devices were returned while no agent ran.
-            self._first_release_due = False
-            freed = set(snapshot.devices)
-        if "released" in self.source.hooks and freed:
-            free = {name for name in freed & snapshot.devices.keys() if self._is_free(name)}
-            later = {name for name in freed - free if not register.is_held((self.resource, name))}
-            self._release_later = frozenset(later & snapshot.devices.keys())
-            if devices := [device for name, device in snapshot.devices.items() if name in free]:
-                self._release(devices)
+        register.releases.look(self.resource, all_known=self._context.tracker.all_pods_listed)
         if now.current and now.registered is not None and self.endpoint.streams.live:
             # The devices were gone at the previous scan as well. A grant between the scans would be known by now.
             registered = now.registered.get(self.resource, frozenset())
@@ -240,45 +229,37 @@ class Service(EndpointHost):
         }
         self.endpoint.refresh()
 
-    def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
-        """Return whether a device has no known holder. ids: ids whose holders have ended."""
-        units = {allocation_unit(self.resource, device_id) for device_id in ids}
-        register = self._register
-        return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
-
-    def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
-        hooks = self._register.hooks
-        return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
-
     async def release_former(self, names: Sequence[str]) -> None:
         """Call `released` for devices whose holders have ended, before these ids are granted.
 
         The kubelet may allocate an id to the next pod before a scan notices the end of its holder. Raises Refusal if
         `released` failed, or is still running for one of the devices.
         """
-        context, listed, resolver = self._context, self.inventory.devices, self.endpoint.ids
+        register, listed, resolver = self._register, self.inventory.devices, self.endpoint.ids
         ids = {device: resolver.ids_of(device) for device in map(resolver.device_id_of, names) if device in listed}
+        keys = [(self.resource, device) for device in ids]
         try:
-            await context.register.hooks.wait([(self.resource, device) for device in ids], resets=False)
+            await register.hooks.wait(keys, resets=False)
             every = [name for those in ids.values() for name in those]
-            ended, others = await context.tracker.ended(self.resource, every)
-            allocations = context.register.snapshot.allocations_of(self.resource)
-            granted = {allocation.device_id for allocation in allocations if allocation.pending} - set(names)
-            in_use = {allocation.device_id for allocation in others} | granted
+            ended, others = await self._context.tracker.ended(self.resource, every)
             former = {allocation.device_id for allocation in ended - self._released}
-            devices = [
-                listed[device]
-                for device, those in ids.items()
-                if not former.isdisjoint(those) and in_use.isdisjoint(those) and self._is_free(device, those)
-            ]
-            # The hook continues even if the kubelet cancels the call.
-            if devices and (error := await asyncio.shield(self._release(devices))):
-                details = f"{self.resource}: it is not granted before `released` of its former holder succeeds: {error}"
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
-            released = {name for device in devices for name in ids[device.id]}
-            self._released |= {allocation for allocation in ended if allocation.device_id in released}
+            allocations = register.snapshot.allocations_of(self.resource)
+            recorded = {allocation.device_id for allocation in allocations}
+            in_use = {allocation.device_id for allocation in others}
+            in_use |= {allocation.device_id for allocation in allocations if allocation.pending} - set(names)
+            in_use |= recorded - former
+            free = {device: those for device, those in ids.items() if in_use.isdisjoint(those)}
+            units = {allocation_unit(self.resource, name) for those in free.values() for name in those}
+            register.releases.begin([(self.resource, device) for device in free], units)
+            await register.hooks.wait(keys, resets=False)
         except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
+        for key in keys:
+            if (failure := register.releases.failed.get(key)) is not None:
+                details = f"{titled(key)} is not granted before `released` succeeds: {failure.error}"
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
+        released = {name for those in free.values() for name in those}
+        self._released |= {allocation for allocation in ended if allocation.device_id in released}
 
     @property
     def vendor(self) -> VendorConnection | None:
@@ -294,6 +275,11 @@ class Service(EndpointHost):
             for device, why in last.devices.items():
                 if side == "plugin" or device in last.by_others:
                     withheld[device] = Withheld("foreign" if device in last.by_others else "excluded", why)
+        withheld |= {
+            device: Withheld("unreleased", failure.reason, register.snapshot.state(name, device).healthy)
+            for (of, device), failure in tuple(register.releases.failed.items())
+            if of == name
+        }
         withheld |= {
             device: Withheld("unknown", why, register.snapshot.state(name, device).healthy)
             for device in self.inventory.devices

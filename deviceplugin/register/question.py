@@ -8,7 +8,7 @@ counter never to more than the counter has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final, NamedTuple
@@ -18,6 +18,7 @@ from deviceplugin.exclusion import DeviceKey, titled
 from deviceplugin.identity import Identity, Tokens, same_hardware, shown
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register.records import (
+    NONE,
     AllocationRecord,
     Amount,
     Claim,
@@ -30,9 +31,14 @@ from deviceplugin.register.records import (
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
 _ONE: Final = Fraction(1)
+HOOK: Final = "hook"
+"""The first element of a unit for a hook that works on a device after its timeout."""
+RELEASE: Final = "release"
+"""The first element of a unit for a device that has to be released before it is granted."""
 UNCERTAIN: Final = "uncertain"
 """The first element of a unit for a possible holder: a pod that has a device of another plugin, without it being known
 which."""
+_NO_HOLDERS: Final = frozenset({HOOK, RELEASE, UNCERTAIN})
 
 
 class Use(NamedTuple):
@@ -72,13 +78,15 @@ class View:
     """The input of the question besides the register's records.
 
     boot: the node's boot id. scopes: the scope of counters, by served resource. limits: the counters that listed
-    devices declare. others: holdings that are not in the register: of other drivers, and of hooks that still run.
+    devices declare. others: holdings that are not in the register: of other drivers, of hooks that still run, and of
+    failed releases. unreleased: devices that are not granted to a first holder before they are released, with reasons.
     """
 
     boot: str = ""
     scopes: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[Counter, Fraction] = field(default_factory=dict)
     others: tuple[Use, ...] = ()
+    unreleased: Mapping[DeviceKey, str] = field(default_factory=lambda: NONE)
 
 
 class Wanted(NamedTuple):
@@ -226,7 +234,7 @@ def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) 
     times: how many containers may share it; a holding of unknown amount counts as one of them.
     """
     points: set[Point] = {wanted.key, *wanted.identity.in_boot(view.boot)}
-    held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in ("hook", UNCERTAIN)]
+    held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in _NO_HOLDERS]
     for point in points:
         of_point = [use for use in held if point in use.own]
         units = {use.unit for use in of_point}
@@ -257,6 +265,7 @@ def refusal(
             points.add(counter[1:])
             count += 2  # Several uses may take from one counter.
     held = uses(state, points, view)
+    held += _unreleased(wanted, held, view)
     if not held and not beside and count == len(points):
         return ""  # This is the usual case: the devices are different and have no holders.
     units = {use.unit for use in wanted}
@@ -288,6 +297,17 @@ def refusal(
     return ""
 
 
+def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:
+    """Return the requested devices that have no holder and have to be released first, as uses."""
+    if not view.unreleased:
+        return []
+    return [
+        Use((RELEASE, *use.key), view.unreleased[use.key], use.key, frozenset(), None)
+        for use in wanted
+        if use.key in view.unreleased and all(use.points.isdisjoint(other.points) for other in held)
+    ]
+
+
 def _titled(use: Use) -> str:
     return titled(use.key) if use.key else f"what {use.title} has"
 
@@ -301,7 +321,7 @@ def _twice(use: Use, other: Use, point: Point) -> str:
 def _excluded(use: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
     if other.key == use.key:
-        return other.title if other.unit[0] in ("hook", UNCERTAIN) else f"{_titled(use)} is held by {other.title}"
+        return other.title if other.unit[0] in _NO_HOLDERS else f"{_titled(use)} is held by {other.title}"
     text = f"{_titled(use)} and {_titled(other)}, which counts as held, are the same hardware ({shown(tokens)})"
     parts = use.tokens - other.tokens and other.tokens - use.tokens
     if parts and use.key is not None and other.key is not None and use.key[0] != other.key[0]:

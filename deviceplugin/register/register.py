@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Final, Protocol, TypeVar
@@ -34,6 +35,8 @@ from deviceplugin.looks import Looks
 from deviceplugin.register import identification, operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
 from deviceplugin.register.question import (
+    HOOK,
+    RELEASE,
     Use,
     View,
     Wanted,
@@ -44,8 +47,10 @@ from deviceplugin.register.question import (
     refusal,
     takes_of,
     uses,
+    wanted_use,
 )
 from deviceplugin.register.records import NONE, WHOLE, Amount, Operation, Point, RegisterSnapshot, SideName
+from deviceplugin.register.releases import Releases
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
 from deviceplugin.register.store import MemoryStore, Store
 from deviceplugin.register.waits import Waits
@@ -177,12 +182,13 @@ class Register:
         self.store: Store = store or MemoryStore()
         self.listed: Final = ListedHardware(host.services)
         self.hooks: Final = HookRuns(self)
+        self.releases: Final = Releases(self)
         self.waits: Final = Waits()
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._noticed_view: View | None = None
         self._withheld: dict[tuple[str, SideName], WithheldDevices] = {}
-        self._view: tuple[tuple[HardwareIndex, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
+        self._view: tuple[tuple[object, ...], View] = ((), View())
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self._granted_now: Counter[DeviceKey] = Counter()
         self._adopted: HardwareIndex | None = None
@@ -197,28 +203,38 @@ class Register:
         """Return the input of `refusal` besides the records. The object stays the same until it changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
-        key = hardware, foreign, overdue
-        before = self._view[0]
-        if before is None or before[0] is not hardware or before[1] != foreign or before[2] != overdue:
-            parts = {
-                peer: f"{titled(device)}: {why}"
-                for device, why in overdue.items()
-                for peer in hardware.peers(device) - hardware.aliases(device)
-            }
-            busy = {**parts, **overdue}
-            held = self.hooks.held
-            working = [
-                Use(("hook", *device), why, device, held.get(device, hardware.tokens(device)), None)
-                for device, why in busy.items()
-            ]
+        unreleased = self.releases.unreleased()
+        failed = {key: failure.reason for key, failure in self.releases.failed.items()} if unreleased else NONE
+        now = hardware, unreleased, foreign, overdue, failed
+        if self._view[0] != now:
+            working = self._busy(HOOK, overdue, self.hooks.held)
+            withheld = self._busy(RELEASE, failed, NONE)
             view = View(
                 self.boot,
                 self.listed.scopes,
                 self.listed.limits,
-                (*(in_scopes(use, self.listed.scopes) for use in foreign), *working),
+                (*(in_scopes(use, self.listed.scopes) for use in foreign), *working, *withheld),
+                unreleased,
             )
-            self._view = key, view
+            self._view = now, view
         return self._view[1]
+
+    def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
+        """Return uses of whole devices, and of devices that are parts of the same hardware.
+
+        kind: the first element of their units. devices: with reasons. held: the devices' former tokens.
+        """
+        hardware = self.listed.now()
+        parts = {
+            peer: f"{titled(device)}: {why}"
+            for device, why in devices.items()
+            for peer in hardware.peers(device) - hardware.aliases(device)
+        }
+        busy = {**parts, **devices}
+        return [
+            Use((kind, *device), why, device, held.get(device, hardware.tokens(device)), None)
+            for device, why in busy.items()
+        ]
 
     def _possible_now(self) -> tuple[Use, ...]:
         """Return uses of devices that pods may have got from another plugin."""
@@ -274,7 +290,8 @@ class Register:
             )
             for name, service in self.listed.served.items()
         }
-        asked = OfferQuestion(self.snapshot, self.view(), self.listed.now(), listed, self.wanted)
+        view = replace(self.view(), unreleased=NONE)  # They are released before the grant.
+        asked = OfferQuestion(self.snapshot, view, self.listed.now(), listed, self.wanted)
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
@@ -320,6 +337,7 @@ class Register:
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
         await self._host.reread()
+        self.releases.begin(keys)
         hardware = await self.verify(keys, resets=False)
         wanted: dict[str, Wanted] = {}
         for name, device in ids.items():
@@ -347,6 +365,7 @@ class Register:
             yield
         finally:
             self._granted_now.subtract(keys)
+            self.releases.unreleased()  # Notes a new holder, even if it ends before anything else happens.
             now = self.listed.now()
             if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
@@ -362,16 +381,21 @@ class Register:
         """
         if keys:  # The devices of a prepared claim are not looked at again.
             await self._host.reread()
+            self.releases.begin(keys)
             await self.verify(keys)
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
-        """Return whether a device has no holder and no grant in progress. units: holders that do not count."""
-        if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().aliases(key))):
+        """Return whether a device has no holder and no grant in progress, nor parts of it.
+
+        units: holders that do not count.
+        """
+        if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().peers(key))):
             return False
-        whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
-        return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)
+        view, wanted = self.view(), self.wanted(*key)
+        whole = wanted_use((RELEASE, *key), wanted, view)._replace(part=Fraction(1))
+        return not refusal([whole], self.snapshot, view, own=lambda use: use.unit in units or use.unit[0] == RELEASE)
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return the present tokens of a device."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.identity import UNIDENTIFIED, Identity
-from deviceplugin.register.question import Use, View, Wanted, claim_unit, refusal, wanted_use
+from deviceplugin.register.question import HOOK, RELEASE, Use, View, Wanted, claim_unit, refusal, wanted_use
 from deviceplugin.register.records import (
     NONE,
     UNKNOWN,
@@ -347,7 +347,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
       enough of it. So the holder is deallocated or deleted at the API server, and its pod was deleted by force, say.
     - It is a pod by limits which the kubelet's checkpoint does not name any more, or whose processes have ended; or a
       grant whose pod is not known yet: the kubelet may have rejected it.
-    - It is a hook that works on after its timeout.
+    - It is a hook that works on after its timeout, or a failed release, which is tried again.
 
     Of a pod by limits that the kubelet counts as active the node does not know whether it is being deleted.
     """
@@ -367,7 +367,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
     def ends(use: Use) -> bool:
         allocation = state.allocations.get((use.unit[1], use.unit[2])) if use.unit[0] == "id" else None
         of_driver = use.unit[:2] == ("claim", claim.driver) and use.key in claim.held
-        return of_driver or use.unit[0] == "hook" or (allocation is not None and _ends(allocation))
+        return of_driver or use.unit[0] in (HOOK, RELEASE) or (allocation is not None and _ends(allocation))
 
     return Outlook.FINAL if refusal(wanted, state, view, own=ends) else Outlook.ENDING
 

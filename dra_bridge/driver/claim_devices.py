@@ -233,13 +233,9 @@ class ClaimDevices:
         return [device for device in devices if (source.resource, device.id) not in held]
 
     def released(self, claim: Claim) -> None:
-        """Start the `released` hook for the devices of an ended claim that have no holder any more."""
-        for (source, _), devices in self.served.of_claim(claim):
-            if "released" not in source.hooks:
-                continue
-            idle = [device for device in devices if self.register.is_free((source.resource, device.id))]
-            if idle:
-                self.register.hooks.start(self.statistics.hooks, "released", source, idle)
+        """Call `released` for the devices of an ended claim that have no holder any more."""
+        for resource in sorted({resource for resource, _ in claim.held}):
+            self.register.releases.look(resource, all_known=False)
 
 
 def granted_device(

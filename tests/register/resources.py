@@ -17,7 +17,9 @@ class ListedResource:
     """A resource as a service has it; what its devices are is in `tokens`, by id, the identity first."""
 
     def __init__(self, resource: str, *devices: Device, driver: str, replicas: int = 1, **tokens: str) -> None:
-        self.source = cast("Any", SimpleNamespace(resource=resource, driver=driver, replicas=replicas))
+        self.source = cast(
+            "Any", SimpleNamespace(resource=resource, driver=driver, replicas=replicas, hooks=frozenset())
+        )
         self.inventory = Inventory(resource)
         self.list(*devices, **tokens)
 

@@ -6,16 +6,18 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import claim_files
 from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.records import Side
-from deviceplugin.register.register import Register
-from deviceplugin.sharing import shares
+from deviceplugin.register.register import Register, RegisterHost
+from deviceplugin.sharing import replicas_of, shares
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
     ClaimError,
@@ -119,6 +121,7 @@ class ServedDriver:
     inventory: Inventory
     cdi: Path
     path: str
+    register: Register
     successor: ServedDriver | None = None
     """The driver after a restart of the agent."""
 
@@ -186,6 +189,19 @@ class ServedDriver:
         return self.successor
 
 
+class _Listed(RegisterHost):
+    """Shows the register the devices of a source with `released`. Tests of other sources have no identities."""
+
+    def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
+        if "released" in source.hooks:
+            its = SimpleNamespace(source=source, inventory=inventory, ids_now=partial(_ids, source), device_of=str)
+            self.services = {source.resource: cast("Any", its)}
+
+
+def _ids(source: DeviceSource, device: Device) -> tuple[str, ...]:
+    return replicas_of(device.id, source.replicas)
+
+
 async def served_driver(
     directory: Path,
     source: DeviceSource | None = None,
@@ -207,13 +223,14 @@ async def served_driver(
     async_ledger = await AsyncLedger.open(path)
     await async_ledger.do(adopt(source.resource, inventory.snapshot.devices, side, T0))
     api = claims or FakeClaims()
+    register = Register(_Listed(source, inventory), async_ledger)
     made = Driver(
         D,
-        DriverNode(NODE, Register(store=async_ledger), api, str(directory / "cdi"), boot=boot, report=report),
+        DriverNode(NODE, register, api, str(directory / "cdi"), boot=boot, report=report),
         [ServedResource(source, inventory)],
         **options,
     )
-    return ServedDriver(made, async_ledger, api, inventory, directory / "cdi", path)
+    return ServedDriver(made, async_ledger, api, inventory, directory / "cdi", path, register)
 
 
 Serve = Callable[..., Awaitable[ServedDriver]]

@@ -57,6 +57,7 @@ from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
+from tests.dra.agents import until
 from tests.dra.driver.served import (
     NODE,
     T0,
@@ -101,8 +102,12 @@ def source() -> Hooked:
 
 @pytest.fixture
 async def hooked(serve: Serve, source: Hooked) -> ServedDriver:
-    """A driver whose source has every hook."""
-    return await serve(source)
+    """A driver whose source has every hook, and whose devices are released."""
+    here = await serve(source)
+    here.register.releases.look(R, all_known=True)
+    await until(lambda: not here.register.releases.unreleased())
+    source.calls.clear()
+    return here
 
 
 # What a claim gets.
@@ -838,7 +843,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
 
-    async def until(*uids: str) -> None:
+    async def reconciled_until(*uids: str) -> None:
         async with asyncio.timeout(20):
             while here.files != [f"{D}-claim_{uid}.json" for uid in uids]:  # noqa: ASYNC110  # files tell nobody
                 await asyncio.sleep(0.01)
@@ -848,19 +853,19 @@ async def test_files_that_vanish_are_written_again_at_once(
         await here.prepared(uid)
     (here.cdi / here.files[0]).unlink()
     keeping = asyncio.create_task(here.driver.files.keep())
-    await until("0", "1", "2")
+    await reconciled_until("0", "1", "2")
     (here.cdi / here.files[1]).unlink()
-    await until("0", "1", "2")
+    await reconciled_until("0", "1", "2")
     await here.unprepare("1")
     shutil.rmtree(here.cdi)
-    await until("0", "2")
+    await reconciled_until("0", "2")
     here.cdi.rename(here.cdi.with_name("elsewhere"))
     here.cdi.write_text("in the way")
     async with asyncio.timeout(20):
         while "cannot write" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     here.cdi.unlink()
-    await until("0", "2")
+    await reconciled_until("0", "2")
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeping

@@ -221,6 +221,7 @@ async def test_a_claim_that_is_allocated_anew_waits_for_its_former_pods(
 async def test_a_claim_waits_for_a_hook_that_works_on(serve: Serve) -> None:
     """It holds the device until it ends."""
     go = asyncio.Event()
+    go.set()
 
     class Wiped(Plain):
         hook_timeout = 0.05
@@ -234,6 +235,7 @@ async def test_a_claim_waits_for_a_hook_that_works_on(serve: Serve) -> None:
 
     here = await serve(Wiped())
     await held(here)
+    go.clear()
     await here.unprepare("1")
     waiting_call = call(here, "2")
     await waits(here, "d0")

@@ -1,0 +1,208 @@
+"""Calls the hook `released` for devices without a holder, and says which devices must not be granted before it.
+
+A device counts as released once `released` of its source has succeeded for it after its last holder. It is not known
+what happened to a device before the agent's start, or before the source listed the device: it is not released then.
+
+Before a grant the hook is called if that has not happened yet. So the device stays offered meanwhile. If the hook
+fails, the device is withheld from pods and claims, and the hook is called again after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from deviceplugin.backoff import Backoff
+from deviceplugin.device import Device
+from deviceplugin.exclusion import DeviceKey, HardwareIndex, titled
+from deviceplugin.hooks import HookStatistics
+from deviceplugin.identity import Tokens, same_hardware
+from deviceplugin.register.records import NONE, Point, RegisterSnapshot
+
+if TYPE_CHECKING:
+    from deviceplugin.register.register import Register
+
+_LOG: Final = logging.getLogger(__name__)
+FIRST: Final = 2.0
+"""Seconds from the first failed `released` of a device to the next call, at most."""
+MOST: Final = 60.0
+"""Seconds from any failed `released` of a device to the next call, at most."""
+
+
+@dataclass(slots=True)
+class FailedRelease:
+    """The failed `released` of a device. error: of the last call, as text. due: of the next (monotonic seconds)."""
+
+    error: str = ""
+    due: float = 0.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST, MOST))
+
+    @property
+    def reason(self) -> str:
+        """Why the device is withheld, for messages."""
+        return f"it is withheld until `released` succeeds: {self.error}"
+
+
+class _Moment(NamedTuple):
+    """A device's tokens and holders at one moment. A holder that comes later is not among them."""
+
+    tokens: Tokens
+    holders: frozenset[object]
+
+
+class Releases:
+    """The devices of a register whose sources have `released`. It belongs to one event loop.
+
+    statistics: of the calls of the hook, by resource. failed: devices whose last release has failed.
+    """
+
+    def __init__(self, register: Register) -> None:
+        self.statistics: defaultdict[str, HookStatistics] = defaultdict(HookStatistics)
+        self.failed: dict[DeviceKey, FailedRelease] = {}
+        self._register = register
+        self._released: dict[DeviceKey, _Moment] = {}
+        """The released devices, with what was known when the hook began."""
+        self._used: set[DeviceKey] = set()
+        """The devices that had a holder since the start, and were not released since."""
+        self._running: set[DeviceKey] = set()
+        """The devices whose hook runs."""
+        self._tasks: set[asyncio.Task[str]] = set()
+        self._noted: tuple[object, object] = (None, None)
+        self._unreleased: Mapping[DeviceKey, str] = NONE
+
+    def unreleased(self) -> Mapping[DeviceKey, str]:
+        """Return the devices to release before their next grant, also under other names of the hardware, with reasons.
+
+        Devices with a holder are among them. The object stays the same until the devices change.
+        """
+        hardware, index = self._register.listed.now(), self._register.snapshot.index
+        if self._noted[0] is not hardware or self._noted[1] is not index:
+            self._note_holders(hardware)
+            self._noted = hardware, index
+            self._changed(hardware)
+        return self._unreleased
+
+    def _note_holders(self, hardware: HardwareIndex) -> None:
+        listed = dict(self._devices())
+        self._used &= listed.keys()
+        for known in (self._released, self.failed):
+            for key in known.keys() - listed.keys():
+                del known[key]
+        for key in listed:
+            now = _moment(self._register.snapshot, key, hardware.tokens(key))
+            released = self._released.get(key)
+            if now.holders - (released.holders if released is not None else frozenset()):
+                self._used.add(key)
+            elif released is None or same_hardware(released.tokens, now.tokens):
+                continue
+            self._released.pop(key, None)
+
+    def _changed(self, hardware: HardwareIndex) -> None:
+        now: dict[DeviceKey, str] = {}
+        for key, _ in self._devices():
+            if key not in self._released:
+                why = f"{titled(key)} has to be released first: `released` has not succeeded since its last holder"
+                now.update(dict.fromkeys((key, *hardware.aliases(key)), why))
+        if now != self._unreleased:
+            self._unreleased = now
+
+    def _devices(self) -> Iterator[tuple[DeviceKey, Device]]:
+        for resource, service in self._register.listed.served.items():
+            if "released" in service.source.hooks:
+                for device in service.inventory.snapshot.devices.values():
+                    yield (resource, device.id), device
+
+    def pending(self, resource: str) -> set[str]:
+        """Return the devices of a resource that have no holder, and for which `released` has to be called."""
+        unreleased, index = self.unreleased(), self._register.snapshot.index
+        return {device for of, device in unreleased if of == resource and (of, device) not in index}
+
+    def look(self, resource: str, *, all_known: bool) -> None:
+        """Call the hook for the devices of a resource that have lost their last holder, or whose release has failed.
+
+        all_known: whether the pods of all running processes are known. Only then it is called for devices that had no
+        holder since the start.
+        """
+        if not (unreleased := self.unreleased()):
+            return
+        fresh: list[Device] = []
+        for key, device in self._devices():
+            if key[0] != resource or key not in unreleased or not (all_known or key in self._used):
+                continue
+            if key not in self.failed:
+                fresh.append(device)
+            else:
+                self._start(resource, [device])  # Alone, because another device may be at fault.
+        self._start(resource, fresh)
+
+    def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
+        """Call the hook before a grant of devices, for those that are not released and have no holder.
+
+        The caller then waits for the devices' hooks. After a failure the hook is not called before its time. units:
+        holders that have ended.
+        """
+        if not (unreleased := self.unreleased()):
+            return
+        hardware, served = self._register.listed.now(), self._register.listed.served
+        named = {name for key in keys if key in unreleased for name in (key, *hardware.aliases(key))}
+        devices: dict[str, list[Device]] = {}
+        for key, device in self._devices() if named else ():
+            if key in named and key in unreleased:
+                devices.setdefault(key[0], []).append(device)
+        for resource, of in devices.items():
+            if resource in served:
+                self._start(resource, of, units)
+
+    def _start(self, resource: str, devices: Sequence[Device], units: Collection[tuple[str, ...]] = ()) -> None:
+        register, keys = self._register, dict[DeviceKey, _Moment]()
+        free, now = list[Device](), time.monotonic()
+        for device in devices:
+            key = resource, device.id
+            failure, busy = self.failed.get(key), key in self._released or key in self._running
+            if busy or (failure is not None and failure.due > now) or register.evidence_missing(*key):
+                continue
+            if register.is_free(key, units):
+                free.append(device)
+                keys[key] = _moment(register.snapshot, key, register.tokens(key))
+        if free:
+            self._running |= keys.keys()
+            source, statistics = register.listed.served[resource].source, self.statistics[resource]
+            task = register.hooks.start(statistics, "released", source, free, lambda error: self._ended(keys, error))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _ended(self, keys: Mapping[DeviceKey, _Moment], error: str) -> None:
+        self._running -= keys.keys()
+        for key, began in keys.items():
+            extra = dict(zip(("resource", "device"), key, strict=True))
+            failure = self.failed.get(key)
+            if error:
+                failure = failure or FailedRelease()
+                level = logging.WARNING if failure.error != error else logging.DEBUG
+                _LOG.log(level, "device %s is withheld until `released` succeeds: %s", key[1], error, extra=extra)
+                failure.error, failure.due = error, time.monotonic() + failure.backoff.next()
+                self.failed[key] = failure
+                continue
+            self._released[key] = began
+            self._used.discard(key)
+            if self.failed.pop(key, None) is not None:
+                _LOG.info("device %s is no longer withheld: `released` has succeeded", key[1], extra=extra)
+        self._noted = None, None
+        self._register.notify()
+
+
+def _moment(state: RegisterSnapshot, key: DeviceKey, tokens: Tokens) -> _Moment:
+    points: tuple[Point, ...] = (key, *tokens)
+    holders = set[object]()
+    for table, name in {entry for point in points for entry in state.index.get(point, ())}:
+        if table == "claims":
+            holders.add((table, name, state.claims[name].sequence))
+        else:
+            record = state.allocations[name]
+            holders |= {(table, name, record.sequence), *((table, name, holder) for holder in record.holders)}
+    return _Moment(tokens, frozenset(holders))
