@@ -128,8 +128,9 @@ class DeviceSource:
         """Clean up after the last pod or claim that had these devices is gone; called once for a shared device.
 
         The device plugin API has no Deallocate, so the agent detects the end some seconds later, from the kubelet's
-        checkpoint and the pods' cgroups. It calls this hook at least once. Soon after its start it calls it for all
-        devices without a holder, so the hook must be idempotent: `for device in devices: wipe(device.id)`
+        checkpoint and the pods' cgroups. It calls this hook at least once, also for a device that is new or had no
+        holder at the agent's start, so the hook must be idempotent. The device has no other holder before the hook has
+        succeeded; after a failure it is called again: `for device in devices: wipe(device.id)`
         """
         return None
 

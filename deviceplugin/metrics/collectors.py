@@ -62,7 +62,8 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "resource reason",
             "Devices that are offered to no pod or claim, by reason. excluded: a holder under another id or on the "
             "other side leaves too little of it. foreign: a pod has it, or may have it, from another plugin of the "
-            "resource. held: processes of its former pod run. unknown: its holder is not known. /status has details",
+            "resource. held: processes of its former pod run. unknown: its holder is not known. unreleased: `released` "
+            "failed. /status has details",
         ),
         "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
         "device_state": (

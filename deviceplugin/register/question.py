@@ -320,6 +320,8 @@ def _twice(use: Use, other: Use, point: Point) -> str:
 
 def _excluded(use: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
+    if other.unit[0] == RELEASE:
+        return f"{_titled(other)}: {other.title}"
     if other.key == use.key:
         return other.title if other.unit[0] in _NO_HOLDERS else f"{_titled(use)} is held by {other.title}"
     text = f"{_titled(use)} and {_titled(other)}, which counts as held, are the same hardware ({shown(tokens)})"

@@ -30,7 +30,7 @@ from deviceplugin.exclusion import (
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
-from deviceplugin.inventory import Inventory
+from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.looks import Looks
 from deviceplugin.register import identification, operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
@@ -250,6 +250,15 @@ class Register:
             possible = possible_uses(records.values(), self.boot, devices, hardware.listed) if devices else ()
             self._possible = hardware, records, possible
         return self._possible[2]
+
+    def hardware(self) -> HardwareIndex:
+        """Return all listed devices. The object stays the same until they change."""
+        return self.listed.now()
+
+    def sources(self) -> Iterator[tuple[DeviceSource, InventorySnapshot]]:
+        """Yield the served sources with their devices."""
+        for service in self.listed.served.values():
+            yield service.source, service.inventory.snapshot
 
     # Identity and amount of a device.
 

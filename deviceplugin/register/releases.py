@@ -15,17 +15,17 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey, HardwareIndex, titled
+from deviceplugin.hook_runs import HookRuns
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.identity import Tokens, same_hardware
+from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.register.records import NONE, Point, RegisterSnapshot
-
-if TYPE_CHECKING:
-    from deviceplugin.register.register import Register
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 2.0
@@ -45,7 +45,7 @@ class FailedRelease:
     @property
     def reason(self) -> str:
         """Why the device is withheld, for messages."""
-        return f"it is withheld until `released` succeeds: {self.error}"
+        return f"withheld until `released` succeeds: {self.error}"
 
 
 class _Moment(NamedTuple):
@@ -55,13 +55,40 @@ class _Moment(NamedTuple):
     holders: frozenset[object]
 
 
+class ReleaseHost(Protocol):
+    """The owner of the devices (`deviceplugin.register.register.Register`)."""
+
+    @property
+    def hooks(self) -> HookRuns:
+        """The running hooks."""
+
+    @property
+    def snapshot(self) -> RegisterSnapshot:
+        """All present records."""
+
+    def hardware(self) -> HardwareIndex:
+        """Return all listed devices."""
+
+    def sources(self) -> Iterable[tuple[DeviceSource, InventorySnapshot]]:
+        """Return the served sources with their devices."""
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        """Return why the holder of a device is not known yet; "" if it is known."""
+
+    def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
+        """Return whether a device has no holder. units: holders that do not count."""
+
+    def notify(self) -> None:
+        """Handle that other devices have to be released, or are withheld."""
+
+
 class Releases:
     """The devices of a register whose sources have `released`. It belongs to one event loop.
 
     statistics: of the calls of the hook, by resource. failed: devices whose last release has failed.
     """
 
-    def __init__(self, register: Register) -> None:
+    def __init__(self, register: ReleaseHost) -> None:
         self.statistics: defaultdict[str, HookStatistics] = defaultdict(HookStatistics)
         self.failed: dict[DeviceKey, FailedRelease] = {}
         self._register = register
@@ -80,7 +107,7 @@ class Releases:
 
         Devices with a holder are among them. The object stays the same until the devices change.
         """
-        hardware, index = self._register.listed.now(), self._register.snapshot.index
+        hardware, index = self._register.hardware(), self._register.snapshot.index
         if self._noted[0] is not hardware or self._noted[1] is not index:
             self._note_holders(hardware)
             self._noted = hardware, index
@@ -106,16 +133,16 @@ class Releases:
         now: dict[DeviceKey, str] = {}
         for key, _ in self._devices():
             if key not in self._released:
-                why = f"{titled(key)} has to be released first: `released` has not succeeded since its last holder"
+                why = f"`released` of {titled(key)} has not succeeded since its last holder"
                 now.update(dict.fromkeys((key, *hardware.aliases(key)), why))
         if now != self._unreleased:
             self._unreleased = now
 
     def _devices(self) -> Iterator[tuple[DeviceKey, Device]]:
-        for resource, service in self._register.listed.served.items():
-            if "released" in service.source.hooks:
-                for device in service.inventory.snapshot.devices.values():
-                    yield (resource, device.id), device
+        for source, now in self._register.sources():
+            if "released" in source.hooks:
+                for device in now.devices.values():
+                    yield (source.resource, device.id), device
 
     def pending(self, resource: str) -> set[str]:
         """Return the devices of a resource that have no holder, and for which `released` has to be called."""
@@ -148,15 +175,14 @@ class Releases:
         """
         if not (unreleased := self.unreleased()):
             return
-        hardware, served = self._register.listed.now(), self._register.listed.served
+        hardware = self._register.hardware()
         named = {name for key in keys if key in unreleased for name in (key, *hardware.aliases(key))}
         devices: dict[str, list[Device]] = {}
         for key, device in self._devices() if named else ():
             if key in named and key in unreleased:
                 devices.setdefault(key[0], []).append(device)
         for resource, of in devices.items():
-            if resource in served:
-                self._start(resource, of, units)
+            self._start(resource, of, units)
 
     def _start(self, resource: str, devices: Sequence[Device], units: Collection[tuple[str, ...]] = ()) -> None:
         register, keys = self._register, dict[DeviceKey, _Moment]()
@@ -168,11 +194,13 @@ class Releases:
                 continue
             if register.is_free(key, units):
                 free.append(device)
-                keys[key] = _moment(register.snapshot, key, register.tokens(key))
+                keys[key] = _moment(register.snapshot, key, register.hardware().tokens(key))
         if free:
             self._running |= keys.keys()
-            source, statistics = register.listed.served[resource].source, self.statistics[resource]
-            task = register.hooks.start(statistics, "released", source, free, lambda error: self._ended(keys, error))
+            source = next(source for source, _ in register.sources() if source.resource == resource)
+            task = register.hooks.start(
+                self.statistics[resource], "released", source, free, lambda error: self._ended(keys, error)
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -91,7 +91,7 @@ def key_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """A line of the log. what: got, failed or without (containers); free or held (calls of `released`)."""
+    """A line of the log. what: got, failed or without (containers); free, held or broken (calls of `released`)."""
 
     at: float
     what: str
@@ -245,8 +245,35 @@ def flooded(socket: Path, per_second: float = 250.0) -> Iterator[list[int]]:
 # --- the agents ------------------------------------------------------------------------------------------------------
 
 
+def break_released(how: str, times: int) -> None:
+    """Have the next calls of `released` fail. how: "raises", or "hangs" until `mend_released`."""
+    (LOCKS / "broken").write_text(f"{how} {times}")
+
+
+def mend_released() -> None:
+    """Let `released` succeed."""
+    (LOCKS / "broken").unlink()
+
+
+def _fail_as_asked(devices: Sequence[Device]) -> None:
+    try:
+        how, times = (LOCKS / "broken").read_text().split()
+    except FileNotFoundError:
+        return
+    if times == "0":
+        return
+    (LOCKS / "broken").write_text(f"{how} {int(times) - 1}")
+    with open(LOCKS / "log", "a") as log:
+        log.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME):.2f} broken - agent {os.getpid()} {devices[0].id}\n")
+    if how == "raises":
+        raise OSError("the device does not answer")
+    while (LOCKS / "broken").exists():
+        time.sleep(0.1)
+
+
 def record_released(devices: Sequence[Device]) -> None:
     """Try the lock of each device, as an author's wipe needs it for itself, and write down whether it was free."""
+    _fail_as_asked(devices)
     for device in devices:
         for node in device.container_edits.device_nodes:
             try:

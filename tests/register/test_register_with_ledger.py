@@ -131,8 +131,8 @@ async def test_a_resource_may_be_dropped_during_a_scan(path: str) -> None:
         del here.services[R], here.services[S]
         await scan
         assert here.allocations.keys() == {"d", "e"}
-        ended = await here.scanner.observe(scanned(at=100.0), here.register.snapshot.sequence)
-        assert ended == {R: ("d",), S: ("e",)}, "they are served no more, and their allocations end all the same"
+        await here.scanner.observe(scanned(at=100.0), here.register.snapshot.sequence)
+        assert not here.allocations, "they are served no more, and their allocations end all the same"
 
 
 async def test_a_scan_that_cannot_be_recorded_is_made_good_by_the_next(path: str) -> None:
@@ -142,8 +142,8 @@ async def test_a_scan_that_cannot_be_recorded_is_made_good_by_the_next(path: str
         await here.register.grant(R, {"a": "a"})
         named = scanned(Allocation("u1", "main", R, "a"))
         fails.add("COMMIT")
-        assert await here.scanner.observe(named, here.register.snapshot.sequence) == {}
+        await here.scanner.observe(named, here.register.snapshot.sequence)
         assert here.allocations["a"].pending
         fails.clear()
-        assert await here.scanner.observe(named, here.register.snapshot.sequence) == {R: ()}
+        await here.scanner.observe(named, here.register.snapshot.sequence)
         assert not here.allocations["a"].pending

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.register import operations
+from deviceplugin.register import operations, releases
 from deviceplugin.register.records import Change, Side, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from dra_bridge.driver import ClaimError, DriverHost, Prepared, RunningPods, preparation, waiting
@@ -241,6 +241,39 @@ async def test_a_claim_waits_for_a_hook_that_works_on(serve: Serve) -> None:
     await waits(here, "d0")
     go.set()
     assert isinstance((await waiting_call)["2"], Prepared)
+
+
+async def test_a_claim_waits_until_a_failed_release_has_succeeded(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook is called again after a while, not with each try of the claim."""
+    monkeypatch.setattr(releases, "FIRST", 0.2)
+    calls: list[str] = []
+
+    class Wiped(Plain):
+        fails = 0
+
+        async def released(self, devices: Sequence[Device]) -> None:
+            assert [device.id for device in devices] == ["d0"]
+            self.fails -= 1
+            calls.append("fails" if self.fails >= 0 else "succeeds")
+            if self.fails >= 0:
+                raise OSError("no such hardware")
+
+    source = Wiped()
+    here = await serve(source)
+    await held(here)
+    source.fails = 2
+    await here.unprepare("1")
+    waiting_call = call(here, "2")
+    await waits(here, "d0")
+    await until(lambda: (R, "d0") in here.register.releases.failed)
+    assert "no such hardware" in here.register.withheld(R, "dra").devices["d0"]
+    while not waiting_call.done():
+        here.register.releases.look(R, all_known=False)  # as each scan does
+        await asyncio.sleep(0.01)
+    assert isinstance((await waiting_call)["2"], Prepared)
+    assert calls == ["succeeds", "fails", "fails", "succeeds"]
 
 
 async def test_a_claim_does_not_wait_for_a_device_that_is_quarantined(serve: Serve) -> None:

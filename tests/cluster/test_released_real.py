@@ -1,0 +1,88 @@
+"""No pod and no claim gets a device before `released` has succeeded after the holder before.
+
+The hook is that of ``tests.cluster.locks``: it writes each of its calls into the log to which containers write theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.cluster import locks
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.test_witnesses_real import Scene
+from tests.scenarios.sides import named
+
+SIDES = pytest.mark.parametrize("side", ["limits", "claims"])
+
+
+class OneDevice(Scene):
+    """One device, for pods by limits or for claims."""
+
+    def start(self, side: str) -> Callable[[str, str], Pod]:
+        """Start the agent; return what makes a pod with a device."""
+        self.begin(a=(1, "none" if side == "limits" else "all"))
+        return self.pod if side == "limits" else self.claimer
+
+    def wait_offers(self, side: str, count: int) -> None:
+        if side == "limits":
+            self.cluster.wait_allocatable(named("a"), count)
+        else:
+            self.agents.wait_offered(count, "a.example.net")
+
+
+@pytest.fixture
+def scene(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[OneDevice]:
+    locks.prepare()
+    made = OneDevice(cluster, request.node.name.removeprefix("test_"))
+    with made.stack:
+        yield made
+    made.check()
+    assert not made.released()
+
+
+def calls() -> list[str]:
+    """Return what containers and the hook have noted, in order."""
+    return [note.what for note in locks.notes()]
+
+
+@SIDES
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: str, how: str) -> None:
+    """A hook that raises twice, or hangs after its timeout, is called again; nobody gets the device meanwhile."""
+    make = scene.start(side)
+    first = make("first", "a")
+    scene.running(first)
+    times = 2 if how == "raises" else 1
+    locks.break_released(how, times)
+    before = len(calls())
+    first.delete()
+    text = "is withheld until `released` succeeds"
+    scene.until("the device is withheld", lambda: text in scene.agents.logs())
+    scene.wait_offers(side, 0)
+    second = make("second", "a")
+    if how == "hangs":
+        scene.until("the pod waits", second.unschedulable)
+        locks.mend_released()
+    scene.running(second)
+    succeeded = ["free"] * (2 if how == "hangs" else 1)  # The call that hung ends as well.
+    assert calls()[before:] == ["broken"] * times + succeeded + ["got"]
+    assert "is no longer withheld: `released` has succeeded" in scene.agents.logs()
+
+
+@SIDES
+def test_a_holder_ends_while_no_agent_runs(scene: OneDevice, side: str) -> None:
+    """The next agent calls the hook before the next pod gets the device."""
+    make = scene.start(side)
+    first = make("first", "a")
+    scene.running(first)
+    scene.kill_agent()
+    before = len(calls())
+    first.delete()
+    second = make("second", "a")
+    scene.until("the first pod's processes have ended", lambda: not locks.pids(first.uid))
+    scene.start_agent()
+    scene.running(second)
+    noted = calls()[before:]
+    assert "free" in noted[: noted.index("got")], noted
