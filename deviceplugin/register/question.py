@@ -299,13 +299,12 @@ def refusal(
 
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:
     """Return the requested devices that have no holder and have to be released first, as uses."""
-    if not view.unreleased:
-        return []
-    return [
-        Use((RELEASE, *use.key), view.unreleased[use.key], use.key, frozenset(), None)
-        for use in wanted
-        if use.key in view.unreleased and all(use.points.isdisjoint(other.points) for other in held)
-    ]
+    due: list[Use] = []
+    for use in wanted if view.unreleased else ():
+        key = use.key
+        if key in view.unreleased and key is not None and all(use.points.isdisjoint(one.points) for one in held):
+            due.append(Use((RELEASE, *key), view.unreleased[key], key, frozenset(), None))
+    return due
 
 
 def _titled(use: Use) -> str:

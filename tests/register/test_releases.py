@@ -112,7 +112,7 @@ async def test_a_holder_during_the_hook_makes_another_call_due() -> None:
         source.calls.append([device.id for device in devices])
         await go.wait()
 
-    source.released = slow  # type: ignore[assignment,method-assign]
+    source.released = slow  # type: ignore[method-assign]
     here.register.releases.look(R, all_known=True)
     await turns()
     await here.register.add_holders([Allocation("u1", "main", R, "a")])
@@ -129,7 +129,7 @@ async def test_the_same_hardware_under_another_name_waits_too() -> None:
     here.add(S, b="n1")
     source = wiping(here)
     source.broken.add("a")
-    with pytest.raises(DeviceConflictError, match="a of .*: withheld until `released` succeeds"):
+    with pytest.raises(DeviceConflictError, match=r"a of .*: withheld until `released` succeeds"):
         await here.grant("b", resource=S)
     assert source.calls == [["a"]]
 
