@@ -80,9 +80,10 @@ def test_a_holder_ends_while_no_agent_runs(scene: OneDevice, side: str) -> None:
     scene.kill_agent()
     before = len(calls())
     first.delete()
-    second = make("second", "a")
     scene.until("the first pod's processes have ended", lambda: not locks.pids(first.uid))
     scene.start_agent()
+    scene.wait_offers(side, 1)
+    second = make("second", "a")
     scene.running(second)
     noted = calls()[before:]
     assert "free" in noted[: noted.index("got")], noted

@@ -9,6 +9,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from deviceplugin.device import Device
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import HookRuns
 from deviceplugin.identity import Identity
 from deviceplugin.kubelet import checkpoint, holders, orphaned_claims
@@ -18,6 +19,7 @@ from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import claim_files, offers, operations, question, register, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import Allocation, DeviceRecord, RegisterSnapshot
+from deviceplugin.register.releases import Releases
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import Prepared
@@ -151,6 +153,11 @@ def _no_tokens(*_: object) -> frozenset[str]:
     return frozenset()
 
 
+def _all_released(*_: object) -> dict[DeviceKey, str]:
+    """Release no device, because another name of held hardware would wait for that."""
+    return {}
+
+
 def _prepare_of_any_driver(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     records = {key: replace(record, driver="") for key, record in now.devices.items()}
     return _PREPARE(replace(now, devices=records), driver, resource, device)
@@ -194,7 +201,7 @@ BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
-    "identity": ("every name", ((Identity, "in_boot", _no_tokens),), _TOO_MANY),
+    "identity": ("every name", ((Identity, "in_boot", _no_tokens), (Releases, "unreleased", _all_released)), _TOO_MANY),
     "Prepare: the driver": (
         "former driver",
         (*BY_DRIVER, (rules, "prepare_refusal", _prepare_of_any_driver)),
