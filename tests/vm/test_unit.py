@@ -174,6 +174,7 @@ def test_daemon_reload(node: MachineCluster, linked: bool) -> None:
     assert [opens(node, pod, number) for pod, number in zip(pods, numbers, strict=True)] == [DRIVERLESS, DRIVERLESS]
     told = [str(problem) for problem in page(node)["problems"] if "without a link in /dev/char" in problem]
     printed = node.machine.run("/opt/deviceplugin/bin/deviceplugin devices /etc/dra-bridge/config.yaml")
+    print(printed, *told, sep="\n")
     assert ("without a link in /dev/char" in printed) is not linked
     assert bool(told) is not linked
     node.machine.run("systemctl daemon-reload")
