@@ -372,6 +372,11 @@ class Device:
         return (self.numa,) if isinstance(self.numa, int) else tuple(self.numa)
 
     @property
+    def links(self) -> tuple[DeviceNode, ...]:
+        """Its own nodes that are symlinks. The runtime resolves them at each start of a container."""
+        return tuple(node for node in self.nodes if isinstance(node, DeviceNode) and node.target)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The host paths of its own nodes."""
         return tuple([node.host for node in self.nodes])  # type: ignore[union-attr]  # __post_init__ made them nodes

@@ -5,8 +5,9 @@ USB stick can get the device number that another stick had before. A device numb
 to a control node that they share. If several devices have only the same numbers, the list contains the same hardware
 several times.
 
-udev's links in a directory `by-path` stand for a port, with any device in it. So their token is the name of the link
-instead of the hardware. The identity from `port` also stands for a port.
+udev's links in a directory `by-path` stand for a port, with any device in it. The identity from `port` does, too. A
+holder of such a device has the port, and the holder of another device has the hardware (`lasting`). Present tokens name
+both: a stick that is listed by its serial number and by its port is one device, whichever of the two has a holder.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
 """An identity from `token`. It is read again at each check; other identities are those that the source states."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
 """A token from `_hardware`: the name of a USB device or PCI function, and the part of it that a node stands for."""
+_PLACE: Final = "place:"
+"""The beginning of a token from `_hardware` for the USB port or PCI slot, and the part, that a node stands for."""
+_PORT: Final = "port:"
 _PORTS: Final = "by-path"
 """The directory of udev's links with the names of ports (systemd, rules.d/60-serial.rules and others)."""
 MEMORY: Final = 1
@@ -88,21 +92,36 @@ def _numbers(device: Device, stat: Stat) -> dict[str, str]:
 
 def port(name: str) -> str:
     """Return the identity of a device that stands for a port, with any hardware in it."""
-    return f"port:{name}"
+    return f"{_PORT}{name}"
 
 
-def _hardware(device: Device, paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
-    """Return the tokens of the hardware behind device nodes, or of the ports. paths: one path for each token."""
+def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
+    """Return the tokens of the hardware behind device nodes, and of its places. paths: one path for each token."""
     tokens: set[str] = set()
-    if device.identity.startswith(port("")):
-        return frozenset()
     for number, path in paths.items():
         kind, _, numbers = number.partition(":")
         if os.path.basename(os.path.dirname(path)) == _PORTS:
             tokens.add(port(path))
-        elif (found := reader.behind(kind, numbers)) is not None:
+        if (found := reader.behind(kind, numbers)) is not None:
             tokens.update(f"hardware:{name}#{found.part}" for name in found.devices)
+            tokens.add(f"{_PLACE}{found.place}#{found.part}")
     return frozenset(tokens)
+
+
+def is_port(tokens: Collection[str]) -> bool:
+    """Return whether a device with these tokens stands for a port, with any hardware in it."""
+    return any(token.startswith(_PORT) for token in tokens)
+
+
+def lasting(tokens: Tokens) -> Tokens:
+    """Return those of a device's present tokens that its holder has for as long as it holds the device.
+
+    The holder of a port does not have the hardware that is in the port now, and the holder of hardware does not have
+    the place where it is now.
+    """
+    if is_port(tokens):
+        return frozenset(token for token in tokens if not _HARDWARE.fullmatch(token))
+    return frozenset(token for token in tokens if not token.startswith(_PLACE))
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
@@ -125,7 +144,7 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: st
     own_paths = {
         name: {number: path for number, path in paths[name].items() if number in of} for name, of in known.items()
     }
-    return {device.id: known[device.id] | _hardware(device, own_paths[device.id], reader) for device in devices}
+    return {device.id: known[device.id] | _hardware(own_paths[device.id], reader) for device in devices}
 
 
 def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
@@ -133,7 +152,7 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
     now = frozenset[str]()
     if device.nodes:
         paths = _numbers(device, stat)
-        now = frozenset(paths) | _hardware(device, paths, HardwareReader(sysfs))
+        now = frozenset(paths) | _hardware(paths, HardwareReader(sysfs))
     if not device.identity:
         return now
     if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:
@@ -144,12 +163,13 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
-    """Return whether two sets of tokens are of the same hardware.
+    """Return whether two sets of tokens are of the same device.
 
-    They must share a token, and sysfs must not show different hardware.
+    They must share a token, and sysfs must not show different hardware, unless both stand for one port.
     """
-    if frozenset(tokens).isdisjoint(other):
-        return False
+    common = frozenset(tokens).intersection(other)
+    if not common or is_port(common):
+        return bool(common)
     mine, theirs = ({found[1] for found in map(_HARDWARE.fullmatch, of) if found} for of in (tokens, other))
     return not (mine and theirs and mine.isdisjoint(theirs))
 
@@ -221,8 +241,8 @@ UNIDENTIFIED: Final = Identity()
 
 
 def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
-    """Return the identity of these tokens in a boot of the node; `UNIDENTIFIED` without tokens."""
-    return Identity(boot, tokens, sure) if tokens else UNIDENTIFIED
+    """Return the identity of a holding of a device with these present tokens; `UNIDENTIFIED` without tokens."""
+    return Identity(boot, lasting(tokens), sure) if tokens else UNIDENTIFIED
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:

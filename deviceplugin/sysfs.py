@@ -94,10 +94,11 @@ def device_above(directory: str) -> str | None:
 class HardwarePart:
     """The hardware that a device node stands for. devices: names of its USB device or PCI function; each identifies it.
 
-    part: the part of the hardware.
+    place: the bus and the name of the USB port or PCI slot that it is in. part: the part of the hardware.
     """
 
     devices: frozenset[str]
+    place: str
     part: str
 
 
@@ -118,7 +119,8 @@ class HardwareReader:
         device = device_above(directory) if directory is not None else None
         if directory is None or device is None:
             return None
-        return HardwarePart(self._names(device), _part(device, directory))
+        bus = "usb" if os.path.exists(f"{device}/idVendor") else "pci"
+        return HardwarePart(self._names(device), f"{bus}:{os.path.basename(device)}", _part(device, directory))
 
     def _names(self, device: str) -> frozenset[str]:
         port = os.path.basename(device)

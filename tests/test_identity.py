@@ -169,19 +169,22 @@ def test_hardware_counts_before_numbers(was: identity.Tokens, now: identity.Toke
     assert identity.same_hardware(was, now) is identity.same_hardware(now, was) is same
 
 
-def test_a_node_has_the_hardware_behind_it_and_a_link_by_port_the_port(tmp_path: Path) -> None:
-    """A link in `by-path` stands for whatever is in the port; both have the number."""
+def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None:
+    """The holder of a link in `by-path` has the port, that of another link the hardware; now, both have both."""
     tree = Tree(tmp_path)
     tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
     look = nodes({"/dev/x/by-id/a": ("char", 195, 0), "/dev/x/by-path/p": ("char", 195, 0)})
     stick = {f"hardware:usb:0403:6001:{name}#1.0/tty/ttyACM" for name in ("A5", "A5@1-2")}
     by_id, by_path = Device("a", nodes=["/dev/x/by-id/a"]), Device("p", nodes=["/dev/x/by-path/p"])
-    expected = {"a": {"char:195:0", *stick}, "p": {"char:195:0", "port:/dev/x/by-path/p"}}
+    place, port = "place:usb:1-2#1.0/tty/ttyACM", "port:/dev/x/by-path/p"
+    expected = {"a": {"char:195:0", *stick, place}, "p": {"char:195:0", *stick, place, port}}
     assert identity.identities([by_id, by_path], look, str(tree.sys)) == expected
     assert identity.tokens_now(by_id, look, str(tree.sys)) == expected["a"]
     assert identity.tokens_now(by_path, look, str(tree.sys)) == expected["p"]
     in_port = Device("u", nodes=["/dev/x/by-id/a"], identity=identity.port("usb:1-2"))
-    assert identity.tokens_now(in_port, look, str(tree.sys)) == {"char:195:0", "port:usb:1-2"}
+    assert identity.tokens_now(in_port, look, str(tree.sys)) == {"char:195:0", *stick, place, "port:usb:1-2"}
+    assert identity.lasting(frozenset(expected["a"])) == {"char:195:0", *stick}
+    assert identity.lasting(frozenset(expected["p"])) == {"char:195:0", place, port}
 
 
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:

@@ -20,7 +20,7 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
-from deviceplugin.inventory import Inventory
+from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
 from deviceplugin.kubelet.checkpoint import annotate
@@ -146,16 +146,24 @@ class Endpoint(DevicePluginServicer):
         self._holders = holders
         self._ending = EndingHolders()
         self._register = register or Register()
-        inventory.subscribe(lambda snapshot: self.refresh())
+        self._has_links = False
+        """Whether a device has, or had, a node that is a symlink. The runtime resolves it at each start."""
+        self._listed(inventory.snapshot)
+        inventory.subscribe(self._listed)
+
+    def _listed(self, snapshot: InventorySnapshot) -> None:
+        self._has_links = self._has_links or any(device.links for device in snapshot.devices.values())
+        self.refresh()
 
     @property
     def options(self) -> pb.DevicePluginOptions:
         """The options to announce.
 
-        PreStartContainer is among them only with `reset`, and while pods may have devices.
+        PreStartContainer is among them only with `reset` or devices behind symlinks, and while pods may have devices.
         """
-        reset = "reset" in self.source.hooks and self._register.snapshot.serves_pods(self.resource)
-        return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
+        needed = "reset" in self.source.hooks or self._has_links
+        starts = needed and self._register.snapshot.serves_pods(self.resource)
+        return pb.DevicePluginOptions(pre_start_required=starts, get_preferred_allocation_available=True)
 
     @property
     def ready(self) -> bool:
@@ -301,17 +309,22 @@ class Endpoint(DevicePluginServicer):
         request: pb.PreStartContainerRequest,
         context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
     ) -> pb.PreStartContainerResponse:
-        """Reset a container's devices before its start. Refuse if an id stands for other hardware than at the grant."""
+        """Reset a container's devices before its start.
+
+        Refuse if an id stands for other hardware than at the grant, or for hardware that another holder has.
+        """
         listed = self.inventory.snapshot.devices
-        names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
-        devices = [listed[name] for name in names if name in listed]
+        of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
+        ids = {name: device for name, device in of.items() if device in listed}
+        devices = [listed[device] for device in dict.fromkeys(ids.values())]
         try:
             if devices:
                 with self._calls.busy(0.0):
-                    await self._register.verify_granted((self.resource, device.id) for device in devices)
-                    await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
+                    await self._register.start(self.resource, ids)
+                    if "reset" in self.source.hooks:
+                        await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
             self._failed_starts.pop(frozenset(request.devices_ids), None)
-        except (DeviceConflictError, hooks.HookError, LookTimeoutError) as error:
+        except (DeviceConflictError, hooks.HookError, LedgerError, LookTimeoutError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, DeviceConflictError)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION if conflict else _INTERNAL, str(error))

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from deviceplugin.identity import UNIDENTIFIED, Identity, same_hardware
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, reachable, same_hardware
+from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
 from deviceplugin.register.records import Change, Claim, Decision, Operation, RecordKey, RegisterSnapshot
 
 
@@ -45,6 +46,45 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
             if devices != claim.devices:
                 changes.append(Change("claims", name, replace(claim, devices=devices), durable=claim.durable))
         return Decision(None, tuple(changes))
+
+    return decide
+
+
+def start(resource: str, present: Mapping[str, Tokens], whole: frozenset[str], view: View) -> Operation[str]:
+    """Record the nodes that a starting container gets. The answer is why it must not start, "" if it may.
+
+    A container must not start while another holder has, or reaches, a device that its paths lead to now. present: the
+    tokens of the symlinks of each of its ids. whole: the ids whose devices have no other nodes.
+
+    The former instance of the container has ended. So an id with one holder reaches the nodes that its symlinks lead to
+    now, and none while its container cannot start: two containers whose devices have swapped their numbers start one
+    after the other.
+    """
+
+    def decide(state: RegisterSnapshot) -> Decision[str]:
+        records = {name: state.allocations[resource, name] for name in present if (resource, name) in state.allocations}
+        at_start = replace(view, present={(resource, of.device): present[name] for name, of in records.items()})
+        uses = [
+            wanted_use(
+                allocation_unit(resource, name),
+                Wanted((resource, of.device), identified(present[name], view.boot), of.amount),
+                at_start,
+            )
+            for name, of in records.items()
+        ]
+        why = refusal(uses, state, at_start)
+        changes: list[Change] = []
+        for name, before in records.items():
+            now = identified(present[name], view.boot)
+            if name not in whole or before.pending or before.former or len(before.holders) > 1:
+                after = before.identity if why else before.identity.reaching(now)
+            elif why:
+                after = identified(before.identity.tokens - reachable(before.identity.tokens), view.boot)
+            else:
+                after = now
+            if after != before.identity:
+                changes.append(Change("allocations", (resource, name), replace(before, identity=after)))
+        return Decision(why, tuple(changes))
 
     return decide
 

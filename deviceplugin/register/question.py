@@ -80,6 +80,7 @@ class View:
     boot: the node's boot id. scopes: the scope of counters, by served resource. limits: the counters that listed
     devices declare. others: holdings that are not in the register: of other drivers, of hooks that still run, and of
     failed releases. unreleased: devices that are not granted to a first holder before they are released, with reasons.
+    present: all tokens that listed devices have now, those that do not last included (`deviceplugin.identity.lasting`).
     """
 
     boot: str = ""
@@ -87,6 +88,7 @@ class View:
     limits: Mapping[Counter, Fraction] = field(default_factory=dict)
     others: tuple[Use, ...] = ()
     unreleased: Mapping[DeviceKey, str] = field(default_factory=lambda: NONE)
+    present: Mapping[DeviceKey, Tokens] = field(default_factory=lambda: NONE)
 
 
 class Wanted(NamedTuple):
@@ -163,8 +165,10 @@ def _use(
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return a requested device as a use."""
-    return _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
+    """Return a requested device as a use. It has the hardware and the place that the device has now."""
+    use = _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
+    present = view.present.get(wanted.key)
+    return use if present is None else use._replace(tokens=use.tokens | present)
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:

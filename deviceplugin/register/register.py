@@ -20,7 +20,6 @@ from typing import Final, Protocol, TypeVar
 from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import (
-    NO_TOKENS,
     DeviceConflictError,
     DeviceKey,
     Hardware,
@@ -29,7 +28,7 @@ from deviceplugin.exclusion import (
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
-from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
+from deviceplugin.identity import UNIDENTIFIED, Tokens, identified, shown
 from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.looks import Looks
 from deviceplugin.register import identification, operations
@@ -215,6 +214,7 @@ class Register:
                 self.listed.limits,
                 (*(in_scopes(use, self.listed.scopes) for use in foreign), *working, *withheld),
                 unreleased,
+                hardware.tokens_by_device,
             )
             self._view = now, view
         return self._view[1]
@@ -271,7 +271,7 @@ class Register:
         """Return the present identity and amount that a holder gets by one id of a device."""
         key, served = (resource, device), self.listed.served.get(resource)
         tokens = self.listed.now().tokens_by_device.get(key)
-        its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
+        its = identified(tokens, self.boot) if tokens else UNIDENTIFIED
         listed = served.inventory.snapshot.devices.get(device) if served is not None else None
         if served is None or listed is None:
             return Wanted(key, its, WHOLE)
@@ -353,7 +353,7 @@ class Register:
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"the holder of device {device} is not known yet: {why}")
             wanted[name] = asked.get(name) or self.wanted(resource, device)
-            if wanted[name].identity.tokens != hardware.tokens_by_device.get((resource, device), NO_TOKENS):
+            if wanted[name].identity.tokens != identity.lasting(hardware.tokens((resource, device))):
                 raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
@@ -479,6 +479,31 @@ class Register:
                 if not identity.agree(tokens, granted[resource, name]):
                     was = f"{titled((resource, name))} is not what its holder was given"
                     raise DeviceConflictError(f"{was}: {shown(granted[resource, name])}, now {shown(tokens)}")
+
+    async def start(self, resource: str, ids: Mapping[str, str]) -> None:
+        """Check the devices (by id) of a container that starts, and record which nodes it gets.
+
+        The runtime resolves symlinks at each start, so they may lead to a device that another holder has.
+
+        Raises DeviceConflictError if a device is not the granted one, or if another holder has it; LookTimeoutError if
+        the paths of a device do not answer; the store's errors.
+        """
+        await self.verify_granted((resource, device) for device in ids.values())
+        inventory = self.listed.served[resource].inventory
+        linked: dict[str, Device] = {}
+        whole: set[str] = set()
+        for name, device_id in ids.items():
+            device = inventory.snapshot.devices[device_id]
+            if device.links:
+                linked[name] = replace(device, nodes=device.links)
+            if len(device.links) == len(device.nodes):
+                whole.add(name)
+        if not linked:
+            return
+        present = await _tokens_now(inventory.looks, "start", linked)
+        why = await self.store.do(identification.start(resource, present, frozenset(whole), self.view()))
+        if why:
+            raise DeviceConflictError(why)
 
     # Evidence.
 

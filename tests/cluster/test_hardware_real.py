@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ class Sticks:
         for links in ("by-id", "by-path"):
             (locks.NODES / links).mkdir()
 
-    def plug(self, serial: str, minor: int, port: str = "") -> str:
+    def plug(self, serial: str, minor: int, port: str = "", links: Collection[str] = ("by-id", "by-path")) -> str:
         """Plug a stick into a port (by default one of its own); return the key of its node's lock."""
         port = port or f"port-{serial}"
         usb = SYSFS / "pci0000:00/0000:00:14.0/usb1" / port
@@ -50,10 +51,15 @@ class Sticks:
         (SYSFS / f"{locks.MAJOR}:{minor}").symlink_to(interface)
         node = locks.NODES / f"ttyUSB{minor}"
         key = locks.make_node(node, minor)
-        (locks.NODES / "by-id" / serial).symlink_to(f"../{node.name}")
-        (locks.NODES / "by-path" / port).symlink_to(f"../{node.name}")
         self.at[serial] = port, minor
+        for of in links:
+            self.link(serial, of)
         return key
+
+    def link(self, serial: str, links: str) -> None:
+        """Make one of the two links to a stick."""
+        port, minor = self.at[serial]
+        (locks.NODES / links / (serial if links == "by-id" else port)).symlink_to(f"../ttyUSB{minor}")
 
     def of(self, key: str) -> str:
         """Return the stick whose node has this key."""

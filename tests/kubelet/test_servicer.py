@@ -239,17 +239,23 @@ def refused(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
 
 
 async def test_options_say_what_is_there(serve: Serve) -> None:
-    """PreStartContainer is announced only by a source that has `reset`; a preference can always be given."""
+    """PreStartContainer is announced with `reset` or a symlink to a device; a preference can always be given."""
 
     class Resetting(Source):
         resource = "example.com/s"
 
         def reset(self, devices: Sequence[Device]) -> None: ...
 
+    class Linked(Source):
+        resource = "example.com/l"
+
     plain = await (await serve(Source())).stub.GetDevicePluginOptions(pb.Empty())
     resetting = await (await serve(Resetting())).stub.GetDevicePluginOptions(pb.Empty())
+    link = Device("l", nodes=[DeviceNode("/dev/serial/by-id/l", target="/dev/ttyUSB0")])
+    linked = await serve(Linked(), link)
     assert not plain.pre_start_required
     assert resetting.pre_start_required
+    assert (await linked.stub.GetDevicePluginOptions(pb.Empty())).pre_start_required
     assert plain.get_preferred_allocation_available
 
 

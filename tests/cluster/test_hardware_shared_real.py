@@ -1,0 +1,139 @@
+"""A stick that the config names by serial number and by port, and sticks that meet at one number, are held once.
+
+Links by serial number and by port appear at different times, and a stick can move into a port that another pod has.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster import locks
+from tests.cluster.node import Pod
+from tests.cluster.test_hardware_real import FORMS, LIMIT, Sticks, await_file, holder, kill, sticks, swapped
+from tests.cluster.test_witnesses_real import Scene, claimer, plain, resource, scene
+
+__all__ = ["scene", "sticks"]
+
+ID, PORT = (f"{locks.NODES}/{links}" for links in ("by-id", "by-path"))
+
+
+def serve(scene: Scene, form: str, **paths: list[str]) -> None:
+    """Serve resources with these paths, and wait until the agent is registered."""
+    share = "all" if form == "claim" else "none"
+    scene.serve(*(resource(letter, share, devices=[{"path": of} for of in each]) for letter, each in paths.items()))
+    scene.agents.wait_registered()
+
+
+def wants(scene: Scene, form: str, letter: str) -> None:
+    """Start a pod that must not get a device."""
+    manifest = claimer("wants", letter) if form == "claim" else plain("wants", letter)
+    scene.waiting["wants"] = manifest
+    scene.make(manifest)
+
+
+def only_holder(name: str) -> None:
+    assert {one.pod for one in locks.holders()} == {name}, locks.holders()
+
+
+@pytest.mark.parametrize("first", ["both", "by-id", "by-path"])
+@pytest.mark.parametrize("entries", ["of two resources", "of one resource"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stick_with_two_names_comes_back(scene: Scene, sticks: Sticks, form: str, entries: str, first: str) -> None:
+    """It stays with its pod: no other pod gets it by its other name, whichever link udev makes first."""
+    sticks.plug("A", 1)
+    two = entries == "of two resources"
+    serve(scene, form, **({"a": [f"{ID}/*"], "b": [f"{PORT}/*"]} if two else {"a": [f"{ID}/*", f"{PORT}/*"]}))
+    holder(scene, form, "holder")
+    scene.before = scene.after = 1
+    wants(scene, form, "b" if two else "a")
+    scene.observe(2)
+    for minor in range(2, 8):
+        sticks.pull("A")
+        scene.observe(1.2 if minor % 2 else 0.2)
+        sticks.plug("A", minor, links=("by-id", "by-path") if first == "both" else (first,))
+        scene.observe(1.5)
+        only_holder("holder")
+        if first != "both":
+            sticks.link("A", "by-path" if first == "by-id" else "by-id")
+            scene.observe(1.0)
+            only_holder("holder")
+
+
+def refused(pod: Pod, text: str) -> bool:
+    """Return whether a pod's container does not start, with a message that has this text."""
+    return any(
+        text in one["state"].get("waiting", {}).get("message", "") for one in pod.status.get("containerStatuses", ())
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks, form: str) -> None:
+    """Neither pod has it there; each pod has its device again once the stick is back in a port of its own."""
+    sticks.plug("A", 1)
+    sticks.plug("T", 2)
+    serve(scene, form, a=[f"{ID}/A"], b=[f"{PORT}/port-T"])
+    one = holder(scene, form, "one")
+    two = scene.claimer("two", "b") if form == "claim" else scene.pod("two", "b")
+    scene.running(one, two)
+    scene.before = 2
+    sticks.pull("A", "T")
+    sticks.plug("A", 3, "port-T")
+    kill(one, two)
+    scene.observe(5)
+    if form == "limits":
+        for pod in (one, two):
+            scene.until(f"{pod.name} does not start", lambda pod=pod: refused(pod, "are the same hardware"), 60)  # type: ignore[misc]
+    assert f"{locks.MAJOR:x}.3" not in {each.key for each in locks.holders()}
+    sticks.pull("A")
+    sticks.plug("A", 4)
+    sticks.plug("T", 5)
+    for pod, minor in ((one, 4), (two, 5)):
+        await_file(scene, form, pod, minor)
+        if form == "claim":
+            kill(pod)
+        wanted = f"{locks.MAJOR:x}.{minor:x}", pod.uid
+        has = lambda wanted=wanted: wanted in {(each.key, each.uid) for each in locks.holders()}  # type: ignore[misc]  # noqa: E731
+        scene.until(f"{pod.name} has its device again", has, 120)
+    scene.check()
+    scene.after = 2
+
+
+def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, sticks: Sticks) -> None:
+    """It does not start while the other container, which has the number, still runs; then both have their sticks."""
+    pods, had, _ = swapped(scene, sticks, "limits")
+    kill(pods[0])
+    scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
+    scene.observe(3)
+    assert {one.uid for one in locks.holders()} == {pods[1].uid}
+    kill(pods[1])
+
+    def swapped_now() -> bool:
+        return {(one.uid, one.key) for one in locks.holders()} == set(
+            zip((pod.uid for pod in pods), had[::-1], strict=True)
+        )
+
+    scene.until("each pod has its own stick", swapped_now, 120)
+    scene.after = 2
+
+
+@pytest.mark.parametrize("after", ["by-path", "by-id"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_config_names_a_held_stick_anew_while_it_is_away(
+    scene: Scene, sticks: Sticks, form: str, after: str
+) -> None:
+    """A stick that comes back under its new name is still held by the pod that got it under the former name."""
+    names = {"by-id": f"{ID}/*", "by-path": f"{PORT}/*"}
+    sticks.plug("A", 1)
+    serve(scene, form, a=[names["by-id" if after == "by-path" else "by-path"]])
+    pod = holder(scene, form, "holder")
+    scene.before = 1
+    sticks.pull("A")
+    scene.observe(1)
+    scene.agents.resources[0] = {**scene.agents.resources[0], "devices": [{"path": names[after]}]}
+    scene.agents.write()
+    scene.until("the agent has the new path", lambda: names[after] in scene.agents.page("/status"), LIMIT)
+    sticks.plug("A", 2)
+    wants(scene, form, "a")
+    scene.observe(6)
+    only_holder("holder")
+    scene.handed_on(pod.delete, [pod.uid], "wants")

@@ -1,0 +1,134 @@
+"""A device is hardware in a place: who has one of them excludes the other, and a container starts with neither twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from deviceplugin.identity import Tokens, agree, identified, lasting
+from deviceplugin.register import identification
+from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
+from deviceplugin.register.records import WHOLE, AllocationRecord, Change, FormerGrant, RegisterSnapshot
+
+R, BOOT = "example.com/stick", "1"
+
+
+def at(number: int, serial: str, place: str, *, port: bool = False) -> Tokens:
+    """Return the tokens of a stick's node now, by its serial number or by its port."""
+    tokens = {f"char:188:{number}", f"hardware:usb:1:2:{serial}#tty", f"place:usb:{place}#tty"}
+    return frozenset(tokens | {f"port:/dev/by-path/{place}"} if port else tokens)
+
+
+def held(device: str, tokens: Tokens, **more: object) -> AllocationRecord:
+    """Return an allocation of a device with these present tokens. Its container is known."""
+    record = AllocationRecord(R, device, device, 0.0, 1, frozenset({(f"uid-{device}", "main")}), pending=False)
+    return replace(record, pod=f"ml/{device}", identity=identified(tokens, BOOT), amount=WHOLE, **more)  # type: ignore[arg-type]
+
+
+def state(*records: AllocationRecord) -> RegisterSnapshot:
+    return RegisterSnapshot().with_changes(
+        [Change("allocations", (record.resource, record.device_id), record) for record in records], 1
+    )
+
+
+def asked(now: RegisterSnapshot, device: str, tokens: Tokens) -> str:
+    view = View(BOOT, present={(R, device): tokens})
+    return refusal(
+        [wanted_use(allocation_unit(R, device), Wanted((R, device), identified(tokens, BOOT), WHOLE), view)], now, view
+    )
+
+
+def start(now: RegisterSnapshot, **present: Tokens) -> tuple[str, RegisterSnapshot]:
+    decision = identification.start(R, present, frozenset(present), View(BOOT))(now)
+    return decision.answer, now.following(decision)
+
+
+def test_a_holder_of_hardware_and_a_holder_of_its_place_exclude_each_other() -> None:
+    """A stick is one device by its serial number and by its port, under whatever number it has come back."""
+    by_serial, by_port = held("A", at(1, "A", "1-1")), held("P", at(1, "A", "1-1", port=True))
+    assert "same hardware" in asked(state(by_serial), "P", at(7, "A", "1-1", port=True))
+    assert "same hardware" in asked(state(by_port), "A", at(7, "A", "1-1"))
+
+
+def test_a_holder_has_only_what_it_was_given() -> None:
+    """The stick that has left a held port is free, and so is the port that a held stick has left."""
+    assert asked(state(held("P", at(1, "A", "1-1", port=True))), "A", at(7, "A", "1-2")) == ""
+    assert asked(state(held("A", at(1, "A", "1-1"))), "P", at(7, "B", "1-1", port=True)) == ""
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "same"),
+    [
+        (at(1, "A", "1-1"), at(2, "A", "1-2"), True),
+        (at(1, "A", "1-1"), at(1, "B", "1-1"), False),
+        (at(1, "A", "1-1", port=True), at(2, "B", "1-1", port=True), True),
+        (at(1, "A", "1-1", port=True), at(2, "B", "1-2", port=True), False),
+    ],
+    ids=["another place", "another stick", "another stick in the port", "nothing in common"],
+)
+def test_two_looks_are_of_one_device(was: Tokens, now: Tokens, same: bool) -> None:
+    """A stick is known by its serial number; a port is known by its name."""
+    assert agree(was, now) is same
+
+
+@pytest.mark.parametrize("port", [False, True])
+def test_a_container_starts_with_the_present_number_of_its_device(port: bool) -> None:
+    """It no longer has the former number: its former instance has ended."""
+    why, after = start(state(held("A", at(1, "A", "1-1", port=port))), A=at(7, "A", "1-1", port=port))
+    assert why == ""
+    assert after.allocations[R, "A"].identity.tokens == lasting(at(7, "A", "1-1", port=port))
+    assert asked(after, "B", at(1, "B", "1-2")) == ""
+    assert start(after, A=at(7, "A", "1-1", port=port)) == ("", after)
+
+
+def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> None:
+    """The first one waits for the end of the other, which still reaches its stick."""
+    now = state(held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
+    why, now = start(now, A=at(2, "A", "1-1"))
+    assert why == f"A of {R} and B of {R}, which counts as held, are the same hardware (char 188:2)"
+    why, now = start(now, B=at(1, "B", "1-2"))
+    assert why == ""
+    why, now = start(now, A=at(2, "A", "1-1"))
+    assert why == ""
+    assert {name: of.identity.tokens for (_, name), of in now.allocations.items()} == {
+        "A": lasting(at(2, "A", "1-1")),
+        "B": lasting(at(1, "B", "1-2")),
+    }
+
+
+def test_a_container_does_not_start_with_the_stick_of_another_one_in_its_port() -> None:
+    """Nor does the other one: its stick is in a port that is held. Both keep what they hold."""
+    now = state(held("A", at(1, "A", "1-1")), held("P", at(2, "T", "1-2", port=True)))
+    for _ in range(2):
+        why, now = start(now, P=at(3, "A", "1-2", port=True))
+        assert "same hardware" in why
+        why, now = start(now, A=at(3, "A", "1-2"))
+        assert "same hardware" in why
+    assert start(now, A=at(4, "A", "1-1"))[0] == ""
+    assert start(now, P=at(5, "T", "1-2", port=True))[0] == ""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pending": True},
+        {"holders": frozenset({("uid-A", "main"), ("uid-A", "init")})},
+        {"former": (FormerGrant(frozenset({("uid-Z", "main")}), identified(at(9, "Z", "1-3"), BOOT), WHOLE),)},
+    ],
+    ids=["a container that is not known", "two containers", "a former holder"],
+)
+def test_a_further_holder_may_still_have_the_former_number(more: Mapping[str, object]) -> None:
+    """Only with one holder is it known which container has ended; else the number counts on."""
+    why, after = start(state(held("A", at(1, "A", "1-1"), **more)), A=at(7, "A", "1-1"))
+    assert why == ""
+    identity = after.allocations[R, "A"].identity
+    assert identity.tokens == lasting(at(1, "A", "1-1"))
+    assert identity.reached == {"char:188:7"}
+    assert "same hardware" in asked(after, "B", at(1, "B", "1-2"))
+
+
+def test_an_id_without_a_record_starts_nothing_new() -> None:
+    """The register does not record what the kubelet's checkpoint has not shown yet."""
+    assert start(state(), A=at(1, "A", "1-1")) == ("", state())
