@@ -208,13 +208,15 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     tokens: valid only during one boot of the node. boot: the boot's id. sure: whether the tokens are those of one
     device; otherwise they are those of all devices in one answer to Allocate, or of a control node. reached: nodes that
     the device's paths have led to since the grant. A container that has restarted may reach them, even if they stand
-    for other hardware later.
+    for other hardware later. left: nodes among the tokens that the holder does not reach any more, because its
+    container has restarted since.
     """
 
     boot: str = ""
     tokens: Tokens = frozenset()
     sure: bool = True
     reached: Tokens = frozenset()
+    left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
         """Return the tokens; an empty set if they are of another boot, because its containers no longer run."""
@@ -227,7 +229,12 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     def reaching(self, now: Identity) -> Identity:
         """Merge the tokens of another identity of the same boot into `reached`. The holder may reach them, too."""
         more = reachable(now.tokens) | now.reached if now.boot == self.boot else frozenset()
-        return msgspec.structs.replace(self, reached=self.reached | more - self.tokens)
+        return msgspec.structs.replace(self, reached=self.reached | more - self.tokens, left=self.left - more)
+
+    def reaching_only(self, nodes: Tokens) -> Identity:
+        """Return the identity of a holder that reaches these nodes, and no others. nodes: of this boot."""
+        nodes = reachable(nodes)
+        return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
 
     def says_more_than(self, recorded: Identity) -> bool:
         """Return whether this identity, found in this boot, replaces the recorded one of a holding."""

@@ -91,7 +91,9 @@ def test_a_pci_function_is_known_by_its_address(tree: Tree) -> None:
     tree.number("259:0", disk, "nvme/nvme0/nvme0n1", kind="block")
     assert behind(tree, "226:128") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "pci:0000:01:00.0", "drm/renderD")
     assert behind(tree, "226:0") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "pci:0000:01:00.0", "drm/card")
-    assert behind(tree, "259:0", "block") == HardwarePart(frozenset({"pci:0000:02:00.0"}), "pci:0000:02:00.0", "nvme/nvme/nvmen")
+    assert behind(tree, "259:0", "block") == HardwarePart(
+        frozenset({"pci:0000:02:00.0"}), "pci:0000:02:00.0", "nvme/nvme/nvmen"
+    )
     assert behind(tree, "259:0") is None
 
 

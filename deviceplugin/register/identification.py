@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, reachable, same_hardware
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, same_hardware
 from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
 from deviceplugin.register.records import Change, Claim, Decision, Operation, RecordKey, RegisterSnapshot
 
@@ -75,13 +75,11 @@ def start(resource: str, present: Mapping[str, Tokens], whole: frozenset[str], v
         why = refusal(uses, state, at_start)
         changes: list[Change] = []
         for name, before in records.items():
-            now = identified(present[name], view.boot)
+            nodes = frozenset[str]() if why else present[name]
             if name not in whole or before.pending or before.former or len(before.holders) > 1:
-                after = before.identity if why else before.identity.reaching(now)
-            elif why:
-                after = identified(before.identity.tokens - reachable(before.identity.tokens), view.boot)
+                after = before.identity.reaching(identified(nodes, view.boot))
             else:
-                after = now
+                after = before.identity.reaching_only(nodes)
             if after != before.identity:
                 changes.append(Change("allocations", (resource, name), replace(before, identity=after)))
         return Decision(why, tuple(changes))

@@ -47,7 +47,7 @@ class Use(NamedTuple):
     unit: identifies the holder: one of the kubelet's ids, a claim, a hook, or a holder of another plugin or driver.
     title: the holder, for messages. key: the device; None if only its tokens are known. tokens: the device's identity
     in this boot, empty if unknown. part: None if unknown. takes: the quantities taken of counters. reached: tokens of
-    other nodes that the holder may reach; they do not identify the device.
+    other nodes that the holder may reach; they do not identify the device. left: nodes that it does not reach any more.
     """
 
     unit: tuple[str, ...]
@@ -57,11 +57,13 @@ class Use(NamedTuple):
     part: Fraction | None
     takes: Mapping[Counter, Fraction] = {}
     reached: Tokens = frozenset()
+    left: Tokens = frozenset()
 
     @property
     def own(self) -> set[Point]:
         """The tokens and the device of the grant."""
-        return {*self.tokens, self.key} if self.key else {*self.tokens}
+        tokens = self.tokens - self.left if self.left else self.tokens
+        return {*tokens, self.key} if self.key else {*tokens}
 
     @property
     def points(self) -> set[Point]:
@@ -160,7 +162,7 @@ def _use(
     unit: tuple[str, ...], title: str, of: DeviceKey, identity: Identity, amount: Amount, view: View, scope: str = ""
 ) -> Use:
     part = _ONE if amount.part == "1" else part_of(amount)
-    use = Use(unit, title, of, identity.in_boot(view.boot), part, reached=identity.reaches(view.boot))
+    use = Use(unit, title, of, identity.in_boot(view.boot), part, {}, identity.reaches(view.boot), identity.left)
     return in_scopes(use._replace(takes=takes_recorded(amount, scope)), view.scopes) if amount.takes else use
 
 

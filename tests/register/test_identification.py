@@ -1,4 +1,4 @@
-"""A device is hardware in a place: who has one of them excludes the other, and a container starts with neither twice."""
+"""A device is hardware in a place: the holder of one excludes the other, and containers do not start with both."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_container_starts_with_the_present_number_of_its_device(port: bool) ->
     """It no longer has the former number: its former instance has ended."""
     why, after = start(state(held("A", at(1, "A", "1-1", port=port))), A=at(7, "A", "1-1", port=port))
     assert why == ""
-    assert after.allocations[R, "A"].identity.tokens == lasting(at(7, "A", "1-1", port=port))
+    assert after.allocations[R, "A"].identity.reached == {"char:188:7"}
     assert asked(after, "B", at(1, "B", "1-2")) == ""
     assert start(after, A=at(7, "A", "1-1", port=port)) == ("", after)
 
@@ -92,10 +92,13 @@ def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> Non
     assert why == ""
     why, now = start(now, A=at(2, "A", "1-1"))
     assert why == ""
-    assert {name: of.identity.tokens for (_, name), of in now.allocations.items()} == {
-        "A": lasting(at(2, "A", "1-1")),
-        "B": lasting(at(1, "B", "1-2")),
-    }
+    reached = {name: (*of.identity.reached, *of.identity.left) for (_, name), of in now.allocations.items()}
+    assert reached == {"A": ("char:188:2", "char:188:1"), "B": ("char:188:1", "char:188:2")}
+    why, now = start(now, B=at(2, "B", "1-2"))
+    assert "same hardware" in why
+    why, now = start(now, A=at(1, "A", "1-1"))
+    assert why == ""
+    assert now.allocations[R, "A"].identity == identified(at(1, "A", "1-1"), BOOT)
 
 
 def test_a_container_does_not_start_with_the_stick_of_another_one_in_its_port() -> None:

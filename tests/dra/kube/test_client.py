@@ -506,8 +506,7 @@ async def test_watches_that_break_off_begin_again_at_one_random_moment(
     moments: dict[Cluster, list[float]] = {}
 
     async def note(cluster: Cluster, seconds: float) -> None:
-        if seconds > 10.0:  # A list over a connection that the server has just closed waits for 0.01 s.
-            moments.setdefault(cluster, []).append(time.monotonic() + seconds)
+        moments.setdefault(cluster, []).append(time.monotonic() + seconds)
 
     monkeypatch.setattr(Cluster, "pause", note)
     far = Backoff(0.01, 1e6)
@@ -522,9 +521,9 @@ async def test_watches_that_break_off_begin_again_at_one_random_moment(
             server.break_watches()
             for task in again:
                 assert isinstance(await task, Listed)
-    (first, second), (third, fourth) = moments[one], moments[other]
-    assert abs(first - second) < 10.0 > abs(third - fourth)
-    assert abs(first - third) > 10.0
+    # A list over a connection that the server has just closed fails, and its watch waits again for the same moment.
+    assert all(len(of) >= 2 and max(of) - min(of) < 10.0 for of in moments.values())
+    assert abs(moments[one][0] - moments[other][0]) > 10.0
 
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:
