@@ -1,7 +1,8 @@
 """The files of prepared claims: CDI specs, which the container runtime reads, and the agent's own claim files.
 
-A file is renamed into place but not synced. The agent writes it again from the ledger at each start, so an empty or
-missing file is replaced after a power failure. On most nodes, /var/run is in memory.
+The agent renames a complete file into place, but does not sync it to the disk. At each start, the agent writes every
+file again from the ledger, which replaces files that a power failure left empty or lost. On most nodes, /var/run is in
+memory.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ def build(
     devices: Mapping[str, ContainerEdits],
     nodes: Mapping[DeviceNode, Sequence[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Return a CDI spec, valid and of the lowest version that its content allows.
+    """Return a valid CDI spec with these devices, of the lowest CDI version that has all its fields.
 
-    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out. nodes:
-    their device nodes, as `described` returns them; without it, the function reads the nodes, which blocks. Raises
-    CdiError if a name, path or variable is not allowed, or a node is missing on the host.
+    devices: edits by the CDI device's name, at least one and none of them empty; annotations in the edits are left out.
+    nodes: the spec's entries for the edits' device nodes, as `described` returns them; None: the function reads the
+    nodes, which blocks. Raises CdiError if a name, path or environment variable is not allowed, or a node is missing on
+    the host.
 
-    Host paths of device nodes are resolved here, because runtimes refuse a symbolic link (containerd#12060). A
-    container sees the requested path. A directory stands for the device nodes in it. If a spec has device numbers, a
-    runtime does not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo).
-    So a container that starts again gets the same number, even if the path leads to another device by then.
+    `described` resolves the host paths of device nodes, because runtimes refuse a symbolic link (containerd#12060). The
+    container has the node at the requested path. A path of a directory stands for all device nodes in the directory. If
+    an entry has device numbers, a runtime does not read the host path (container-device-interface 1.0,
+    container-edits_unix.go: fillMissingInfo). So a restarted container gets the same device number, even if the path
+    then leads to another device.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -52,7 +55,7 @@ def build(
 
 
 def encode(spec: Mapping[str, Any]) -> bytes:
-    """Return a spec as the bytes of its file. Raises CdiError if a text is not Unicode."""
+    """Return a CDI spec as JSON, the content of its file. Raises CdiError if a text is not Unicode."""
     try:
         return msgspec.json.encode(spec)
     except (UnicodeEncodeError, msgspec.MsgspecError) as error:
@@ -60,10 +63,10 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 
 
 def version(devices: list[dict[str, Any]]) -> str:
-    """Return the lowest version of the CDI spec that has all the fields of this one.
+    """Return the lowest version of the CDI specification that has all the fields of these CDI devices.
 
-    0.3.0 is the first version. 0.5.0 added host paths of nodes and names that begin with a digit. The additions of
-    0.4.0, 0.6.0 and 0.7.0 (a mount's type, annotations, dots in the class, RDT, groups) are never written here.
+    0.3.0 is the first version. 0.5.0 added device nodes with a host path, and names that begin with a digit. This agent
+    never writes the additions of 0.4.0, 0.6.0 and 0.7.0 (a mount's type, annotations, dots in the class, RDT, groups).
     """
     newer = any(
         not device["name"][0].isalpha()
@@ -86,7 +89,7 @@ def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[s
             {
                 "hostPath": checked_text(mount.host, "a mount"),
                 "containerPath": checked_text(mount.container, "a mount"),
-                # The runtime mounts the plugin side's mounts with the same options (CRI mounts of containerd).
+                # For a device plugin's mounts, the runtime uses the same options (CRI mounts of containerd).
                 "options": ["rbind", "rprivate", "ro" if mount.readonly else "rw"],
             }
             for mount in edits.mounts
@@ -95,7 +98,7 @@ def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[s
 
 
 def is_deleted(directory: str) -> bool:
-    """Return whether a directory was deleted while it is mounted here, so that nothing can be written. Blocks."""
+    """Return whether a mounted directory was deleted on the host, so that no file can be written in it. Blocks."""
     try:
         return looked_at.stat(directory).st_nlink == 0
     except OSError:
@@ -114,19 +117,19 @@ class CdiStore:
         self.directory: Final = directory
         self._prefix = f"{vendor_of(driver)}-{CLASS}_"
         self._run: Final = os.urandom(8).hex()
-        """Part of the names of this store's drafts. An agent that crashed has left the drafts without it."""
+        """A random part of the names of this store's drafts. Drafts without it were left by an agent that crashed."""
 
     def path(self, uid: str) -> str:
-        """Return the path of a claim's file. Raises CdiError if the UID is not that of a claim."""
+        """Return the path of a claim's file. Raises CdiError if the text is not the UID of a claim."""
         if not UID.fullmatch(uid):
             raise CdiError(f"{uid!r} is not the UID of a claim")
         return os.path.join(self.directory, f"{self._prefix}{uid}{self.SUFFIX}")
 
     def write(self, uid: str, data: bytes) -> bool:
-        """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
+        """Write a claim's file atomically; return False if the file has these bytes already. Raises CdiError."""
         path = self.path(uid)
         # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The draft is in the same
-        # directory, because containerd notices a rename from there, but not a file that comes from another directory.
+        # directory, because containerd notices a rename within the directory, but not one from another directory.
         draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
         try:
             return files.put_changed(path, data, draft, 0o644)
@@ -134,7 +137,7 @@ class CdiStore:
             raise CdiError(f"cannot write {path}: {error.strerror}") from error
 
     def read(self, uid: str) -> bytes | None:
-        """Return the bytes of a claim's file, None if there is none."""
+        """Return the bytes of a claim's file, None if the file cannot be read."""
         try:
             with open(self.path(uid), "rb") as file:
                 return file.read()
@@ -142,7 +145,7 @@ class CdiStore:
             return None
 
     def remove(self, uid: str) -> bool:
-        """Remove a claim's file; return False if there was none. Raises CdiError if it cannot be removed."""
+        """Remove a claim's file; return False if there was no file. Raises CdiError if the file cannot be removed."""
         path = self.path(uid)
         looked_at.at(path)
         try:
@@ -172,7 +175,7 @@ class CdiStore:
         return frozenset(uids)
 
     def device_names(self, uid: str) -> tuple[str, ...]:
-        """Return the names of the CDI devices in a claim's file; an empty result if it cannot be read."""
+        """Return the names of the CDI devices in a claim's file; an empty result if the file cannot be read."""
         try:
             return tuple(str(device["name"]) for device in msgspec.json.decode(self.read(uid) or b"")["devices"])
         except (msgspec.DecodeError, LookupError, TypeError):
@@ -180,7 +183,7 @@ class CdiStore:
 
 
 class ClaimFileStore(CdiStore):
-    """The files of one driver's claims."""
+    """The agent's own claim files of one driver, in the agent's directory. directory: of the CDI specs."""
 
     SUFFIX = claim_files.SUFFIX
 

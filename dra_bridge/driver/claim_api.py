@@ -17,7 +17,7 @@ from dra_bridge.driver.records import ClaimRecords, Prepared
 _LOG: Final = logging.getLogger(__name__)
 
 AGAIN: Final = 60.0
-"""Seconds after the API server refused the status of a claim. Then the next status is tried: the right may exist now.
+"""Seconds without another write of `status.devices` after the API server refused one. The right may exist by then.
 """
 
 
@@ -28,8 +28,10 @@ class ClusterClaims:
         self._api = api
         self._node = node
         self._without_status: dict[str, float] = {}
-        """By driver, when the server last refused the driver's entries (monotonic seconds). A former driver has no
-        right to write."""
+        """By driver, the time of the last refusal or drop of the driver's entries (monotonic seconds).
+
+        The agent has no right to write the entries of a former driver.
+        """
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a ResourceClaim, None if it does not exist."""
@@ -39,9 +41,9 @@ class ClusterClaims:
             return None
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """Write this driver's entries of `status.devices`.
+        """Replace this driver's entries in the `status.devices` of a claim.
 
-        After the server drops or refuses them, none is written for a minute.
+        For `AGAIN` seconds after the API server has dropped or refused entries, the function writes none.
         """
         if time.monotonic() < self._without_status.get(driver, -AGAIN) + AGAIN:
             return
@@ -90,13 +92,13 @@ class ClaimEvents:
     refusals: dict[str, str] = field(default_factory=dict)
 
     def refused(self, ref: ClaimRef, kind: str, message: str) -> None:
-        """Write an Event about a claim that was refused its devices. Repeated refusals of one kind have one Event."""
+        """Write an Event about a claim that was refused its devices, once for refusals of one kind."""
         if self.refusals.get(ref.uid) != kind:
             self.refusals[ref.uid] = kind
             self._start(self.api.claim_event, ref, "DeviceNotAvailable", message)
 
     def forget(self, uid: str) -> None:
-        """Allow a new Event when this claim is refused the next time."""
+        """Make the next refusal of this claim write an Event, of whatever kind it is."""
         self.refusals.pop(uid, None)
 
     def prepared(self, ref: ClaimRef, prepared: Prepared) -> None:

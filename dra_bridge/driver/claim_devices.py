@@ -30,7 +30,7 @@ from dra_bridge.driver.served import RequestDevices, ServedDevices
 from dra_bridge.driver.statistics import ClaimStatistics
 
 Made = Sequence[tuple[RequestDevices, ContainerEdits]]
-"""For each request and source, the devices and the container edits that belong to them."""
+"""Pairs: the devices that one request gets from one source, and the container edits of these devices."""
 _Decided = Operation[Claim | Refused | Excluded]
 _SETUP: Final = frozenset({"reset", "edits", "prepare"})
 """The hooks that are called while a claim's devices are set up."""
@@ -40,9 +40,11 @@ _SETUP: Final = frozenset({"reset", "edits", "prepare"})
 class ClaimDevices:
     """Grants devices to claims through the register, and calls the sources' hooks around their use.
 
-    If a claim needs an idle device of the plugin side, the device begins to move. register, host: see `Driver`. events:
-    receives the refusals. statistics: receives the durations of hooks. ending: UIDs of the claims that are being
-    unprepared. So the last one of several claims that share a device can be found.
+    If a claim needs an idle device of the device plugin, the register begins to move this device to DRA.
+
+    register, host: see `Driver`. events: receives the refusals. statistics: receives the durations of hooks. ending:
+    UIDs of the claims that are being unprepared. If several claims share a device and end together, `unprepare` is
+    still called.
     """
 
     records: ClaimRecords
@@ -54,7 +56,7 @@ class ClaimDevices:
     ending: set[str] = field(default_factory=set)
 
     def granted(self, groups: Sequence[RequestDevices], allocation: ClaimAllocation, boot: str) -> list[ClaimDevice]:
-        """Return the claim's devices as the register should grant them. boot: the node's boot."""
+        """Return the records of the claim's devices that the register is asked to grant. boot: the node's boot."""
         devices: list[ClaimDevice] = []
         for group in groups:
             for device, result in group.members:
@@ -80,7 +82,7 @@ class ClaimDevices:
         await self._decide(ref, record, sorted(record.held), partial(operations.reserve, durable=durable))
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
-        """Record a reserved claim with its answer, if its devices are still the same hardware as at the reservation.
+        """Record a reserved claim with its answer, if each device is still the hardware that was reserved.
 
         Raises ClaimError if a device has changed, or the register no longer grants it.
         """
@@ -123,7 +125,7 @@ class ClaimDevices:
         raise self._refused(ref, kind, answer.message, self._awaited(record) if answer.outlook.waits else None)
 
     def _check_identities(self, record: Claim) -> None:
-        """Raise DeviceConflictError if a device stands for other hardware than at the time when the claim was read."""
+        """Raise DeviceConflictError if a device is by now other hardware than at the time when the claim was read."""
         for device in record.devices:
             key, was = (device.resource, device.device), device.identity.tokens
             served = self.register.listed.served.get(device.resource)
@@ -140,7 +142,7 @@ class ClaimDevices:
         return ClaimError(Reason.REFUSED, message, awaited)
 
     async def edits(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Set up a claim's devices and return the edits of containers that use them.
+        """Set up a claim's devices and return the edits of the containers that use these devices.
 
         The answers of vendors' plugins must not contradict each other, because it is not known which container gets
         which answer.
@@ -158,7 +160,7 @@ class ClaimDevices:
         return [*made, *await self._answers(uid, adopted)] if adopted else made
 
     async def _answers(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Return the answers of the plugins of adopted resources."""
+        """Return the answers of vendors' plugins to requests for devices of adopted resources."""
         calls: dict[object, list[RequestDevices]] = {}
         for number, group in enumerate(groups):
             source = group.served.source
@@ -188,9 +190,10 @@ class ClaimDevices:
             raise ClaimError(Reason.PLUGIN, f"request {group.request!r}: {source.resource}: {error}") from error
 
     async def _edits(self, uid: str, group: RequestDevices) -> ContainerEdits:
-        """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
+        """Set up a group's devices for a claim. Return the edits of the devices, merged with the edits of the hooks.
 
-        A claim with administrative access changes no device, because other claims use it.
+        For a claim with administrative access, only the hook `edits` is called, because other claims may use the
+        devices.
         """
         source, devices = group.served.source, group.devices
         run, statistics = self.register.hooks, self.statistics.hooks
@@ -211,7 +214,7 @@ class ClaimDevices:
             raise ClaimError(Reason.CONFLICT, f"request {group.request!r}: the devices' edits: {error}") from error
 
     def forget(self, uid: str) -> None:
-        """Make vendors' plugins drop late answers to a claim that ends."""
+        """Make vendors' plugins drop answers that arrive after their claim has ended."""
         for served in self.served.resources:
             if isinstance(served.source, AdoptedSource):
                 served.source.forget(uid)
@@ -226,7 +229,7 @@ class ClaimDevices:
                 await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
 
     def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
-        """Return the devices that no other claim holds. Claims that are ending do not count."""
+        """Return those of the devices that no other claim holds. Claims that are being unprepared do not count."""
         mine = {(self.records.driver, claim_uid) for claim_uid in (uid, *self.ending)}
         others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
         held: frozenset[DeviceKey] = frozenset().union(*others)
@@ -241,10 +244,10 @@ class ClaimDevices:
 def granted_device(
     asked: RequestDevices, device: Device, result: Result, boot: str, times: int | None = None, *, limits: bool = False
 ) -> ClaimDevice:
-    """Return a device of a claim as the register should grant it now.
+    """Return the record of a claim's device that the register is asked to grant, made from the present inventory.
 
-    asked: the request that the device is for. boot: the node's boot. times: how often the device is offered; None: as
-    its inventory states. limits: whether the claim stands for a pod's `limits`.
+    asked: the request that gets the device. boot: the node's boot. times: how many shares the device is published with;
+    None: as many as its inventory states. limits: whether the claim stands for a pod's `limits`.
     """
     now, admin = asked.served.inventory.snapshot, asked.admin
     tokens = now.identities.get(device.id, frozenset())
@@ -262,7 +265,7 @@ def granted_device(
 
 
 def _part(times: int, result: Result) -> str:
-    """Return the part of a device that a claim has: its shares divided by all shares now; "" if that is not known."""
+    """Return a claim's part of a device: the claim's shares divided by all shares of the device; "" if not known."""
     if not result.share_id:
         return "1"
     capacity = result.consumed_capacity or {}

@@ -30,27 +30,27 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 REST: Final = 60.0
-"""Seconds after which the driver looks for claims, even if the register has reported no change."""
+"""Seconds until the driver reads the claims' records again, even if the register has reported no change."""
 CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
-A file watch would report each file that this process itself writes or removes. Its threads would then work while the
-kubelet waits for the answer to the next Prepare.
+A file watch would report each file that this process itself writes or removes, so its threads would be busy while
+the kubelet waits for the answer to the next Prepare.
 """
 
 
 class ClaimFiles:
     """The files of one driver's claims.
 
-    looks: runs work on the directory in one thread, so the steps for a claim keep their order. boot: the node's boot;
-    after a reboot, devices are set up again. agent: the name of this agent.
+    looks: reads and writes the directory in one thread, so the steps for a claim keep their order. boot: the node's
+    boot; devices that were set up in an earlier boot are set up again. agent: the name of this agent.
     """
 
     def __init__(self, records: ClaimRecords, directory: str, looks: Looks, boot: str, agent: str) -> None:
         self.boot: Final = boot
         self.looks: Final = looks
         self.reading: Final = Looks(directory)
-        """Runs reads of many files, which may take long."""
+        """Reads many files in a thread of its own, because such a read may take long."""
         self._agent = agent
         self._records = records
         self._driver = records.driver
@@ -63,16 +63,16 @@ class ClaimFiles:
     ) -> Prepared:
         """Make a claim's answer to the kubelet.
 
-        made: the container edits for each request and source. pod_claim: see `ClaimAllocation`.
+        made: for each request and source, its devices and their container edits. pod_claim: see `ClaimAllocation`.
 
-        Each request has a CDI device. So a container gets the edits of its own requests, each once. The first device of
-        the request names the CDI device. The name of the CDI device does not depend on the allocation, because the
-        kubelet adds a new answer to the one that it has kept (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and the
-        runtime does not start a container with an unknown CDI device. A second CDI name contains the names of the
-        devices, as evidence.
+        Each request has one CDI device, so a container gets the edits of its own requests, each once. In the answer,
+        only the request's first device lists the CDI device's ID. The ID must not depend on the allocation, because the
+        kubelet adds a new answer to the answer that it has kept (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and the
+        runtime does not start a container with an unknown CDI device. The spec has the CDI device also by a second
+        name, which contains the names of the devices: evidence of who holds them.
 
         Raises ClaimError if edits contradict each other, CdiError if a device node is missing or the edits cannot be
-        written as CDI, LookTimeoutError if a device node does not answer.
+        written as CDI, LookTimeoutError if the read of a device node does not end.
         """
         uid, metadata = ref.uid, dict[str, str]()
         requests: dict[str, list[tuple[RequestDevices, ContainerEdits]]] = {}
@@ -113,22 +113,24 @@ class ClaimFiles:
         return Prepared(tuple(devices), spec, self.boot, metadata)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Read or change files. If this task is cancelled meanwhile, wait until the call has ended or is overdue.
+        """Call a function that reads or changes files. If this task is cancelled, first wait until the call has ended.
 
-        So the next call for the claim does not work on its file at the same time. Raises CdiError, also if the file
-        system does not answer.
+        The wait has a time limit. It keeps the next call for the claim from working on the claim's file at the same
+        time. Raises CdiError, also if the file system does not answer.
         """
         if self.looks.hanging:
             raise cdi.CdiError(self.looks.hanging)
         look = self.looks.begin("claim file", function, *arguments)
-        if self.looks.ended_at_once(look):  # This is the usual case. A task would cost more than the look.
+        if self.looks.ended_at_once(look):  # This is the usual case. A task would take longer than the file access.
             return look.result
         if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):
             raise cdi.CdiError(why)
         return look.result
 
     async def write(self, claim: Claim, prepared: Prepared | None) -> bool:
-        """Write the files of a claim in the ledger, under the claim's lock; return False if all files existed.
+        """Write the files of a claim that is in the ledger; return False if all files existed already.
+
+        The caller has the claim's lock.
 
         prepared: the claim's answer; None if it is not known.
         """
@@ -145,10 +147,10 @@ class ClaimFiles:
         return (bool(prepared.spec) and self._store.write(claim.uid, prepared.spec.encode())) or written
 
     async def describe(self, uid: str) -> None:
-        """Update a claim's own file, if it exists, from the ledger. This needs no lock."""
+        """Write a claim's own file again from the ledger, if the file exists. The caller needs no lock."""
         record = self._records.get(uid)
         if record is not None:
-            with contextlib.suppress(cdi.CdiError):  # `write` is called again and reports the error.
+            with contextlib.suppress(cdi.CdiError):  # A later call of `write` repeats and reports the error.
                 await self._at(self._describe, record)
 
     def _describe(self, record: Claim) -> None:
@@ -156,7 +158,7 @@ class ClaimFiles:
             self._own.write(record.uid, encode(filed(record, self.boot, self._agent)))
 
     async def remove(self, uid: str) -> None:
-        """Remove a claim's files, if they exist, under the claim's lock."""
+        """Remove a claim's files, if they exist. The caller has the claim's lock."""
         await self._at(self._remove, uid)
 
     def _remove(self, uid: str) -> None:
@@ -173,7 +175,7 @@ class ClaimFiles:
         return await self.looks.at("claim file", uids)
 
     def read(self) -> list[ClaimFile]:
-        """Read the own files of this driver's claims; blocks. Raises OSError if the directory cannot be read."""
+        """Return this driver's own claim files; blocks. Raises OSError if the directory cannot be read."""
         return [file for file in claim_files.read_all(self._store.directory) if file.driver == self._driver]
 
     def path(self, uid: str) -> str:
@@ -181,16 +183,17 @@ class ClaimFiles:
         return self._own.path(uid)
 
     def holding(self) -> Iterator[Published]:
-        """Yield the devices that claims hold by their CDI files; blocks."""
+        """Yield, for each claim, the devices that its CDI file names as held; blocks."""
         for uid in self._store.list():
             kinds = (name.split("_") for name in self._store.device_names(uid))
             names = [name for kind, *names in kinds if kind == cdi.HOLDING for name in names[2:]]
             yield Published(uid, tuple((name, None) for name in names))
 
     async def keep(self) -> None:
-        """Write removed files again soon, until cancelled.
+        """Write the files of claims that were removed again within seconds, until cancelled.
 
-        Without its file, a container cannot be restarted, because the kubelet prepares a claim only once.
+        Without the CDI file, the claim's containers cannot be restarted, because the kubelet prepares a claim only
+        once.
         """
         backoff = Backoff(first=1.0, most=60.0)
         while True:
@@ -212,7 +215,7 @@ class ClaimFiles:
                 await asyncio.sleep(CHECK)
 
     def _missing(self) -> list[str]:
-        """Return the claims of the ledger that lack a file."""
+        """Return the UIDs of claims in the ledger of which a file is missing."""
         own, specs, metadata = self._own.list(), self._store.list(), self._metadata.list()
 
         def complete(claim: Claim) -> bool:

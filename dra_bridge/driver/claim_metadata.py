@@ -1,8 +1,8 @@
 """The device metadata (KEP-5304) of one driver's claims: the content of each request's file, and the files on the host.
 
-The files are in the directory of the agent's claim files (`deviceplugin.register.claim_files`). They are written before
-the CDI file that mounts them, and removed after it. The ledger has their content as part of the answer, so lost files
-can be written again.
+The metadata files are in the directory of the agent's claim files (`deviceplugin.register.claim_files`). They are
+written before the CDI file that mounts them, and removed after it. The ledger has their content as a part of the
+claim's answer, so that lost files can be written again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dra_bridge.driver.served import RequestDevices
 
 
 class ClaimMetadata:
-    """The metadata files of one driver's claims. directory: of CDI specs."""
+    """The metadata files of one driver's claims. directory: the directory of CDI specs."""
 
     def __init__(self, driver: str, directory: str) -> None:
         self._driver = driver
@@ -34,7 +34,7 @@ class ClaimMetadata:
         return f"{self._directory}/{self._driver}_{uid}_{request}.metadata"
 
     def text(self, ref: ClaimRef, groups: Sequence[RequestDevices], pod_claim: str) -> str:
-        """Return the content of a request's file, for devices whose resource has metadata; "" if no resource has."""
+        """Return the content of a request's metadata file; "" if no resource of its devices has metadata."""
         devices, name = dict[str, device_metadata.Described](), ""
         for group in groups:
             for device, result in group.members if group.served.source.metadata else ():
@@ -47,12 +47,15 @@ class ClaimMetadata:
         return device_metadata.stream(about, name, list(devices.values()), pod_claim).decode()
 
     def mount(self, ref: ClaimRef, request: str, pod_claim: str) -> ContainerEdits:
-        """Return the mount of a request's file."""
+        """Return the mount of a request's metadata file into containers."""
         inside = device_metadata.claim_path(self._driver, ref.name, request, pod_claim)
         return ContainerEdits(mounts=[Mount(self.path(ref.uid, request), inside, readonly=True)])
 
     def write(self, uid: str, texts: Mapping[str, str]) -> bool:
-        """Write a claim's files; return whether one was missing. Blocks. Raises CdiError. texts: by request."""
+        """Write a claim's metadata files; return whether one was missing. Blocks. Raises CdiError.
+
+        texts: by request.
+        """
         written = False
         for request, text in texts.items():
             try:
@@ -62,7 +65,7 @@ class ClaimMetadata:
         return written
 
     def remove(self, uid: str) -> None:
-        """Remove a claim's files, if they exist. Blocks. Raises CdiError."""
+        """Remove a claim's metadata files, if they exist. Blocks. Raises CdiError."""
         for name, of in self._names().items():
             if of[0] == uid:
                 try:
@@ -72,14 +75,14 @@ class ClaimMetadata:
                     raise cdi.CdiError(f"cannot remove {self._directory}/{name}: {error.strerror}") from error
 
     def list(self) -> dict[str, set[str]]:
-        """Return the requests that have a file, by the claims' UIDs. Blocks."""
+        """Return the requests that have a metadata file, by the UID of their claim. Blocks."""
         found: dict[str, set[str]] = {}
         for uid, request in self._names().values():
             found.setdefault(uid, set()).add(request)
         return found
 
     def _names(self) -> dict[str, tuple[str, str]]:
-        """Return the names of the files and of drafts that a crash has left, each with the claim's UID and request."""
+        """Return the names of metadata files and their leftover drafts, each with its claim's UID and its request."""
         try:
             names = os.listdir(self._directory)
         except OSError:

@@ -19,15 +19,15 @@ _T = TypeVar("_T")
 
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
-"""The form in which msgspec names a field: at `$.field`."""
+"""The form in which msgspec names a field in an error: at `$.field`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The event that a refused claim waits for.
+    """What a refused claim waits for.
 
-    devices: the devices that the claim is to get, or had before. outlook: a function that returns whether the claim may
-    get them soon.
+    devices: the devices that the claim is to get, or had before. outlook: returns whether the claim may get these
+    devices soon.
     """
 
     devices: Collection[DeviceKey]
@@ -35,9 +35,9 @@ class Awaited:
 
 
 class Reason(enum.StrEnum):
-    """The reasons why a claim cannot be prepared or unprepared, as in metrics.
+    """The reasons why a claim cannot be prepared or unprepared. The values are labels of metrics.
 
-    docs/troubleshooting.md explains them.
+    docs/troubleshooting.md explains the reasons.
     """
 
     ADMIN = "admin"
@@ -67,9 +67,9 @@ class Reason(enum.StrEnum):
 
 
 class ClaimError(Exception):
-    """Raised when a claim cannot be prepared or unprepared; the text is for `kubectl describe pod`.
+    """Raised when a claim cannot be prepared or unprepared. `kubectl describe pod` shows the text.
 
-    awaited: the event that the claim waits for, None if the refusal is final.
+    awaited: what the claim waits for, None if the refusal is final.
     """
 
     def __init__(self, reason: Reason, message: str, awaited: Awaited | None = None) -> None:
@@ -79,7 +79,7 @@ class ClaimError(Exception):
 
 
 class ClaimRef(NamedTuple):
-    """A claim as the kubelet names it."""
+    """A claim's namespace, name and UID, as in the kubelet's calls."""
 
     namespace: str
     name: str
@@ -92,7 +92,7 @@ class ClaimRef(NamedTuple):
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Raise ClaimError if the UID or the names cannot be those of a claim."""
+    """Raise ClaimError if a claim cannot have this UID, namespace or name."""
     if not cdi.UID.fullmatch(ref.uid):
         raise ClaimError(Reason.MALFORMED, f"{ref.uid!r} is not the UID of a claim")
     if not _SUBDOMAIN.fullmatch(ref.namespace) or not _SUBDOMAIN.fullmatch(ref.name):
@@ -161,9 +161,10 @@ class _Claim(msgspec.Struct):
 class ClaimAllocation:
     """The devices of a claim from one driver on one node.
 
-    config: this driver's only, class before claim. reserved: whether the claim is reserved for a pod or another object.
-    pods: UIDs of these pods. limits: whether the scheduler made the claim for the `limits` of a pod (resource.k8s.io,
-    1.34 and later). pod_claim: the claim's name in the pod's spec if it was made from a template, else "".
+    config: configurations for this driver only, those of the class before those of the claim. reserved: whether the
+    claim is reserved for a pod or another object. pods: UIDs of the pods for which it is reserved. limits: whether the
+    scheduler made the claim for the `limits` of a pod (resource.k8s.io, 1.34 and later). pod_claim: the claim's name in
+    the pod's spec if the claim was made from a template, else "".
     """
 
     results: tuple[Result, ...]
@@ -183,9 +184,9 @@ class ClaimAllocation:
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:
-    """Return the claim's devices of this driver on this node.
+    """Return the devices of this driver and pool that a claim is allocated. claim: as read from the API server.
 
-    Raises ClaimError if the claim does not exist, is another one, is not allocated, or is allocated on another node.
+    Raises ClaimError if the claim does not exist, has another UID, is not allocated, or is allocated on another node.
     """
     if claim is None:
         raise ClaimError(Reason.GONE, f"claim {ref.title} does not exist")
@@ -211,7 +212,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     if not results:
         raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
     of_class: list[ClaimConfig] = []
-    # The API server keeps the author's order within the configurations of the class, and within those of the claim.
+    # Within the configurations of the class, and within those of the claim, the API server keeps the author's order.
     of_claim: list[ClaimConfig] = []
     for config in devices.config or ():
         if config.opaque is not None and config.opaque.driver == driver:
@@ -227,11 +228,11 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
 
 
 def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], request: str) -> _T | None:
-    """Return the parameters of one request, decoded strictly.
+    """Return the parameters of one request as an object of the driver's configuration type.
 
-    Fields of the claim override fields of the class. `apiVersion` and `kind` are allowed; any other field that the type
-    lacks is an error. config_type: None if the driver accepts no parameters. config: this driver's configurations,
-    class before claim. request: the name in the allocation, with its subrequest ("gpu/big").
+    Parameters of the claim override those of the class. `apiVersion` and `kind` are allowed; any other field that the
+    type lacks is an error. config_type: None if the driver accepts no parameters. config: this driver's configurations,
+    those of the class first. request: the name in the allocation, with its subrequest ("gpu/big").
 
     Raises ClaimError with the name of a field that is unknown, missing, of a wrong type, or has an invalid value.
     """
@@ -275,9 +276,9 @@ def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]
 
 
 def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
-    """Yield the fields that the type lacks. An author may not have switched on msgspec's own strictness."""
+    """Yield the fields that the type lacks. msgspec refuses unknown fields only if the type's author demands it."""
     if isinstance(info, msgspec.inspect.UnionType):
-        # Of several types of objects, the one with the fewest unknown fields is meant.
+        # If several types of objects are allowed, assume the type with the fewest unknown fields.
         problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]
         yield from min(problems, key=len, default=[])
     elif isinstance(value, Mapping):

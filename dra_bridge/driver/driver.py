@@ -1,4 +1,4 @@
-"""One DRA driver of this node: answers the kubelet's calls, and collects the evidence of its claims."""
+"""One DRA driver of this node: answers the kubelet's calls, and returns which devices its claims hold."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from dra_bridge.driver.waiting import MARGIN, WaitLimit
 _T = TypeVar("_T")
 
 DEADLINE: Final = 30.0
-"""Seconds for one claim. The kubelet waits 45 s for a call (kubelet 1.36, cm/dra/plugin)."""
+"""Seconds in which one claim must be prepared or unprepared. The kubelet waits 45 s for a call with several claims
+(kubelet 1.36, cm/dra/plugin)."""
 
 CALL_DEADLINE: Final = 43.0
-"""Seconds for a call. They include the time to undo a claim that failed at its deadline, whose hooks may hang, too."""
+"""Seconds until a call is answered: less than the kubelet's 45, and more than `DEADLINE`, so that a claim that failed
+at its deadline can still be undone; its hooks may hang again.
+"""
 
 RESERVE: Final = 2.0
-"""Seconds before the deadline of a call at which unfinished claims get an error as answer."""
+"""Seconds before the deadline of the kubelet's call at which unfinished claims get an error as their answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class DriverNode:
     """The objects that the DRA drivers of a node share.
 
     pool: the pool's name, which is the node's name. agent: the name of the agent, for the claims' files. report:
-    whether to write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's
-    boot; "" for the kernel's own identifier. cdi_looks: runs all work on `cdi_directory`.
+    whether to write `status.devices` of claims, which costs a GET and a PATCH for each claim. boot: identifies the
+    node's boot; "" for the kernel's own identifier. cdi_looks: runs all reads and writes of `cdi_directory`.
     """
 
     pool: str
@@ -63,7 +66,7 @@ class Driver:
     """One DRA driver of this node. It belongs to one event loop.
 
     host: the agent that the driver belongs to. deadline: seconds for one claim. call_deadline: seconds for a call. A
-    claim that is unfinished by then gets an error in the answer, and its preparation continues.
+    claim that is unfinished at the call's deadline gets an error in the answer, but its preparation continues.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class Driver:
     ) -> dict[str, Prepared | ClaimError]:
         """Prepare claims independently of each other; return an answer for each UID.
 
-        remaining: seconds until the caller's deadline. Until shortly before it, claims wait for holders that are about
-        to end. Without a deadline they do not wait. If the caller cancels the call, waiting claims are refused.
+        remaining: seconds until the caller's deadline; None: the caller has none. Until shortly before this deadline,
+        claims wait for devices whose holders are about to end. Without a deadline, claims do not wait. If the caller
+        cancels the call, waiting claims are refused.
         """
         limit = WaitLimit(0.0 if remaining is None else time.monotonic() + remaining - MARGIN)
         self._limits.add(limit)
@@ -118,13 +122,13 @@ class Driver:
                 self._register.store.changes.note()
 
     def end_waits(self) -> None:
-        """Refuse waiting claims, because the agent stops or serves at another socket."""
+        """Refuse the claims that wait for devices, because the agent stops or serves at another socket."""
         for limit in self._limits:
             limit.until = 0.0
         self._register.store.changes.note()
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
-        """Unprepare claims, known or unknown, independently of each other. For each UID, None means success."""
+        """Unprepare claims, recorded or not, independently of each other. For each UID, None means success."""
         tasks: dict[ClaimRef, asyncio.Task[ClaimError | None]] = {}
         for claim in claims:
             tasks[claim] = self.tasks.start(self._preparation.unprepare(claim))
@@ -133,7 +137,7 @@ class Driver:
     async def _answers(
         self, tasks: Mapping[ClaimRef, asyncio.Task[_T]], remaining: float | None = None
     ) -> dict[str, _T | ClaimError]:
-        # A cancelled call does not stop work that has begun. The caller's next try finds it done.
+        # If the call is cancelled, work that has begun continues. The caller's next call returns its result.
         latest = self._call_deadline
         deadline = latest if remaining is None else min(latest, max(0.0, remaining - RESERVE))
         if tasks:
@@ -154,11 +158,12 @@ class Driver:
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
         """Return the evidence of this driver's claims from the claims' files and the kubelet's claim state. Blocks.
 
-        A claim's own file states its devices of each resource. For a claim without such a file, the published names in
-        its CDI file and in the claim state show its devices of this resource. prepared: the claims in the claim state.
+        A claim's own file states the claim's devices of every resource. For a claim without such a file, the claim's
+        CDI file and the claim state name its devices of this resource. prepared: the claims in the kubelet's claim
+        state.
 
-        Raises OSError if the files cannot be read, CdiError if nothing shows the devices of a claim that the ledger
-        does not know.
+        Raises OSError if the files cannot be read, CdiError if neither the ledger nor a file nor the claim state names
+        the devices of a claim.
         """
         state = [claim for claim in prepared if self.name in claim.devices]
         pods = {claim.uid: claim.pod_uids for claim in state}

@@ -14,7 +14,7 @@ from deviceplugin.register.rules import ClaimEvidence
 
 
 class Published(NamedTuple):
-    """A claim of which only the published names of devices are known. shares: (name, share; None if not known)."""
+    """A claim whose devices are known only by published names. shares: (device's name, share; None if not known)."""
 
     uid: str
     shares: tuple[tuple[str, str | None], ...]
@@ -23,9 +23,9 @@ class Published(NamedTuple):
     pods: frozenset[str] = frozenset()
 
     def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
-        """Return the devices of one resource that the claim holds.
+        """Return the claim's devices of one resource as evidence that the claim holds them.
 
-        ids: of the resource's devices, by published name.
+        ids: the device ids of the resource's devices, by published name.
         """
         granted = tuple(
             ClaimDevice(resource, ids[name], share or "", False, Identity(boot), WHOLE if share == "" else UNKNOWN)
@@ -37,7 +37,7 @@ class Published(NamedTuple):
 
 
 def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterator[Published]:
-    """Yield the devices of a driver's pool that claims hold by the kubelet's claim state."""
+    """Yield, for each claim in the kubelet's claim state, the devices of a driver's pool that the claim holds."""
     for claim in claims:
         seen, listed = only_seen(claim, driver), sorted(claim.devices.get(driver, ()))
         shares = tuple((name, share) for of, name, share in listed if of == pool and name not in seen)
@@ -45,17 +45,17 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 
 
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
-    """Return the evidence in a claim's own file. pods: further pods that the kubelet's claim state names."""
+    """Return the evidence in a claim's own file. pods: further pods of the claim, from the kubelet's claim state."""
     granted = file.devices or ()
     held = frozenset(device.device for device in granted if device.resource == resource and not device.admin)
     return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)
 
 
 def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
-    """Return the names of a driver's devices that a claim does not hold but has administrative access to.
+    """Return the names of a driver's devices to which a claim has only administrative access, which holds no device.
 
-    The CDI ids in the agent's answers show this: `<driver>/claim=admin_<claim UID>_<request>`. A device that is also in
-    another request of the claim is held.
+    The CDI ID in the agent's answer shows such access: `<driver>/claim=admin_<claim UID>_<request>`. If another request
+    of the claim has the same device without such access, the claim holds the device.
     """
     prefix = cdi.qualified(driver, f"{cdi.ADMIN}_{claim.uid}_")
     admin = {name.removeprefix(prefix) for name in claim.cdi_ids if name.startswith(prefix)}
@@ -65,5 +65,5 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
 
 
 def claim_of(file: ClaimFile, now: float) -> Claim:
-    """Return the claim of a file, without an answer. now: Unix seconds."""
+    """Return the claim that a claim file describes, without an answer to the kubelet. now: Unix seconds."""
     return Claim(file.driver, file.uid, file.namespace, file.name, file.devices or (), None, now, pods=file.pods)

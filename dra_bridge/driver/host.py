@@ -11,9 +11,9 @@ from deviceplugin import naming
 class RunningPods(NamedTuple):
     """The pods whose processes run, by UID.
 
-    unlisted: pods whose claims are not known, with the time since when they have been seen to run (monotonic seconds).
-    The kubelet did not list them when their processes were seen, and it forgets the claims of a pod that was deleted by
-    force.
+    unlisted: running pods whose claims are not known, each with the time at which its processes were first seen
+    (monotonic seconds). When they were seen, the kubelet did not list the pod. The kubelet forgets the claims of a pod
+    that was deleted by force.
     """
 
     running: frozenset[str] = frozenset()
@@ -21,14 +21,14 @@ class RunningPods(NamedTuple):
 
 
 class DriverHost:
-    """The agent of a driver. The methods here are for a driver without an agent, which has all of its devices."""
+    """The agent of a driver. These methods are for a driver without an agent, which has all its devices."""
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether the agent may already give a device to claims."""
+        """Return whether claims may get a device now: not before the agent has found out the device's holders."""
         return True
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether a plugin that bypasses this agent may be giving pods devices of an adopted resource."""
+        """Return whether another plugin of an adopted resource may be allocating its devices without this agent."""
         return False
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
@@ -39,18 +39,18 @@ class DriverHost:
         return naming.qualifiers(resources)
 
     async def running_pods(self) -> RunningPods:
-        """Record in the ledger which pods use which claims; return the pods whose processes run.
+        """Record in the ledger which pods use which claims. Return the pods whose processes run.
 
-        Raises ClaimStateError, LedgerError or OSError if this is not known.
+        Raises ClaimStateError, LedgerError or OSError if the pods are not known.
         """
         return RunningPods()
 
     def last_running_pods(self) -> RunningPods:
-        """Return the last answer of `running_pods`, or of a later reading.
+        """Return the newest pods that were read, by `running_pods` or later.
 
-        While claims wait, the pods are read often.
+        While claims wait for devices, the agent reads the pods every few seconds.
         """
         return RunningPods()
 
     def claims_changed(self) -> None:
-        """Handle that a claim came or ended, or that a device moves for a claim."""
+        """React to a claim that was prepared or unprepared, or to a device that begins to move to DRA for a claim."""

@@ -1,28 +1,30 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
-Prepare has these steps: it reads the claim, checks its UID and that it is allocated on this node, finds its devices,
-decodes its parameters, gets the register's grant, sets the devices up, writes the claim's files, and answers. Unprepare
-calls the hook, removes the files, and then removes the record.
+Prepare has these steps: read the claim, check that its UID is right and that it is allocated on this node, find its
+devices, decode its parameters, get the register's grant, set up the devices, write the claim's files, and answer.
+Unprepare calls the hook, removes the files, and then removes the claim's record from the ledger.
 
-For a prepared claim whose allocation has not changed, Prepare returns the recorded answer. A claim that was deallocated
-and allocated again under its UID is prepared again, once no process runs that may use its former devices. So each
-Prepare reads the claim. If the claim cannot be read, Prepare fails, even if an answer is recorded. The kubelet itself
-reads the claim before the call (kubelet 1.36, cm/dra/manager.go: prepareResources), and tries again.
+For a prepared claim whose allocation has not changed, Prepare returns the recorded answer. If a claim was deallocated
+and allocated again under its UID, Prepare sets it up again, once no process runs that may use its former devices. So
+each Prepare reads the claim from the API server. If the claim cannot be read, Prepare fails, even if an answer is
+recorded. The kubelet itself reads the claim before the call (kubelet 1.36, cm/dra/manager.go: prepareResources), and
+tries again.
 
-Crashes: a record with an answer also has the CDI spec, and the claim's devices were set up completely. After a restart,
-the agent gives the same answer and can write the files again. If no hook and no vendor's plugin sets the devices up,
-one transaction grants them and records the answer, and then the files are written. Otherwise the devices are reserved
-before the hooks: in the ledger, with a sync, if the source has a `prepare` hook (its changes must be undone after a
-crash), else in memory. In this case the answer is recorded last, after the files.
+Crashes: a record with an answer also has the CDI spec, and its devices were set up completely. After a restart, the
+agent gives the same answer and can write the files again. If neither hooks nor vendors' plugins set up the devices, one
+transaction grants them and records the answer, and then the files are written. Otherwise the devices are reserved
+before the hooks are called, and the answer is recorded last, after the files. The reservation is synced in the ledger
+if the source has a `prepare` hook, whose changes must be undone after a crash, else it is in memory.
 
-A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162), by three rules. Calls for one claim wait for each
-other. An Unprepare ends the running Prepares of its claim. A Prepare is refused if its claim is deleted, deallocated,
-or not reserved for a pod.
+Three rules make sure that a late Prepare leaves no changes behind (nvidia k8s-dra-driver-gpu#1162). Calls for one claim
+wait for each other. An Unprepare cancels the running Prepares of its claim. A Prepare is refused if its claim is
+deleted, deallocated, or not reserved for a pod.
 
-A claim whose devices have holders that are about to end waits for them (`dra_bridge.driver.waiting`).
+If a claim's devices have holders that are about to end, Prepare waits for them (`dra_bridge.driver.waiting`).
 
-A container with several requests of one driver gets the edits of each. If they set the same variable, the runtime takes
-the last one, because a driver does not know which container uses which requests.
+A container that uses several requests of one driver gets the edits of each. If they set the same environment variable,
+the container has the last value, and no error is raised, because a driver does not know which container uses which
+requests.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ _MAX_MESSAGE: Final = 1000
 PATIENCE: Final = 10.0
 """Seconds for which Unprepare is refused while processes of the claim's pods run.
 
-Most processes end within that time. Some end only after Unprepare: if a kubelet ended while containerd started a
+Most processes end within this time. Some end only after Unprepare: if a kubelet ended while containerd started a
 container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The kubelet kills it, with
 all processes in the pod's cgroup, when it deletes the pod. It deletes the pod only after the pod's claims are
 unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
@@ -72,8 +74,8 @@ unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupPro
 class _Work:
     """A running call for one claim.
 
-    task: executes the call. waited: seconds for which it waited for holders. overtaken: whether an Unprepare of the
-    claim has cancelled the call.
+    task: the asyncio task of the call. waited: seconds for which the call has waited for holders of devices. overtaken:
+    whether an Unprepare of the claim has cancelled the call.
     """
 
     ref: ClaimRef
@@ -85,7 +87,7 @@ class _Work:
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: run the work that must not be cancelled. deadline: see `Driver`.
+    tasks: runs the work that must not be cancelled. deadline: see `Driver`.
     """
 
     def __init__(
@@ -97,14 +99,19 @@ class ClaimPreparation:
         self.preparing: set[_Work] = set()
         """The running calls to prepare a claim."""
         self.begun: dict[str, float] = {}
-        """By UID, when this process first prepared a claim with its present allocation (monotonic seconds)."""
+        """By UID, the time when this process first prepared a claim with its present allocation (monotonic seconds)."""
         self.refused: dict[str, float] = {}
-        """By UID, when Unprepare was first refused because processes run (monotonic seconds)."""
+        """By UID, the time when Unprepare was first refused because processes ran (monotonic seconds)."""
         self.logged: dict[str, tuple[str, str]] = {}
-        """By UID, the last failed call and its error. The kubelet repeats failed calls."""
+        """By UID, the last failed call and its error. If the kubelet's next call fails in the same way, it is logged at
+        DEBUG.
+        """
 
     async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
-        """Prepare a claim. The returned answer survives this process. limit: the time limit of the call's waits."""
+        """Prepare a claim and return its answer, which the ledger records.
+
+        limit: the time limit of the call's waits.
+        """
         try:
             async with self._working("prepare", self.statistics.prepare, ref) as work:
                 self.preparing.add(work)
@@ -119,7 +126,7 @@ class ClaimPreparation:
         return answer
 
     async def _prepared_when_free(self, work: _Work, limit: WaitLimit) -> Prepared:
-        """Try until the claim has its devices, until its refusal is final, or until the call may wait no longer."""
+        """Prepare a claim, again after each refusal that may soon pass. Raises ClaimError if no further try is made."""
         register, ref = self.devices.register, work.ref
         while True:
             seen = register.store.changes.count
@@ -138,7 +145,7 @@ class ClaimPreparation:
                 work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
-        """Prepare a claim now, or return the recorded answer. The caller has the claim's lock. Raises ClaimError."""
+        """Try once to prepare a claim, or return its recorded answer. The caller has its lock. Raises ClaimError."""
         check_ref(ref)
         allocation = await self._read(ref)
         recorded = self.records.get(ref.uid)
@@ -165,14 +172,15 @@ class ClaimPreparation:
         return prepared
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
-        """Unprepare a claim, known or unknown. While its containers run, return an error, and the kubelet tries again.
+        """Unprepare a claim, recorded or not. While its containers run, return an error: the kubelet will try again.
 
-        If a pod was deleted by force and its containers hang, the kubelet's reconcile loop still unprepares the claims
-        (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop only drops the pod
-        from the claim state.
+        Even if a pod was deleted by force and its containers hang, the kubelet's reconcile loop unprepares the pod's
+        claims (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares a claim, the loop only removes
+        the pod from the claim state.
 
-        If the containers still run after `PATIENCE` seconds, the answer to the kubelet is that the claim is unprepared.
-        But the ledger keeps the claim, which holds its devices until no process of its pods runs (`ClaimReconciler`).
+        After `PATIENCE` seconds, the kubelet gets the answer that the claim is unprepared, even if containers still
+        run. But the ledger keeps the claim, which holds its devices until no process of its pods runs
+        (`ClaimReconciler`).
         """
         driver = self.records.driver
         for work in self.preparing:
@@ -213,12 +221,12 @@ class ClaimPreparation:
     def _log_wait(self, ref: ClaimRef, error: ClaimError) -> None:
         extra = {"driver": self.records.driver, "claim": ref.title}
         _LOG.info("claim %s waits for its devices: %s", ref.title, error, extra=extra)
-        if error.reason is not Reason.REFUSED:  # A refusal already has an Event.
+        if error.reason is not Reason.REFUSED:  # For this reason, `ClaimDevices` has already written an Event.
             self.events.refused(ref, error.reason, str(error))
 
     @contextlib.asynccontextmanager
     async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[_Work]:
-        """Count and log a call for a claim. Turns every failure into a ClaimError."""
+        """Count and log the call for a claim that the context has. It raises every failure as a ClaimError."""
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         began, work = time.perf_counter(), _Work(ref, task)
@@ -241,7 +249,7 @@ class ClaimPreparation:
                 self.statistics.waits.add(work.waited)
 
     async def _read(self, ref: ClaimRef) -> ClaimAllocation:
-        """Return the claim's devices of this driver. Raises ClaimError if it has none, or no pod may use it."""
+        """Read a claim and return its devices. Raises ClaimError if it has none here, or is not reserved."""
         began = time.perf_counter()
         self.statistics.claim_reads += 1
         try:
@@ -258,17 +266,18 @@ class ClaimPreparation:
         return former.boot == self.files.boot and former.named == allocation.named
 
     async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
-        """Give up a claim's former devices. former: its former answer. anew: whether it has another allocation now.
+        """Give up the devices that a claim had before. former: its former answer. anew: whether its allocation is new.
 
-        A claim gets a new allocation only when, for the API server, no pod uses it any more. Such pods may still run on
-        this node: they were deleted by force, or this node was cut off. Even processes of the pod that this call is for
-        are waited for. The kubelet prepares a claim before it makes the pod's sandbox (kubelet 1.36,
-        kuberuntime_manager.go: SyncPod), so these processes belong to a sandbox with the former allocation.
+        A claim gets a new allocation only when, for the API server, no pod uses the claim any more. Such pods may still
+        run on this node: they were deleted by force, or this node was cut off from the API server. Prepare waits even
+        for processes of the pod that it is called for: the kubelet prepares a claim before it makes the pod's sandbox
+        (kubelet 1.36, kuberuntime_manager.go: SyncPod), so these processes belong to an earlier sandbox with the former
+        devices.
 
         Raises ClaimError while processes may use the former devices.
         """
         if former is None or (anew and former.boot == self.files.boot):
-            # There is no answer: Unprepare was answered while processes ran, or Prepare did not end.
+            # No answer is recorded: Unprepare was answered while processes ran, or Prepare did not end.
             users, unlisted = await self._users(ref)
             if users or (anew and unlisted):
                 former_devices = Awaited(record.held, lambda: self._still_used(ref, record))
@@ -283,41 +292,41 @@ class ClaimPreparation:
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str) -> Prepared:
-        """Record a claim's devices together with the answer, then write the files."""
+        """Prepare a claim without foreign code: record its devices together with the answer, then write its files."""
         prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
         try:
-            # The grant verifies the devices after their numbers were read for the CDI file.
+            # The grant verifies that the devices are unchanged since their numbers were read for the CDI file.
             await self.devices.grant(ref, _answered(record, prepared))
-            newest = self.records.get(ref.uid)  # The record now has the pods that were just recorded.
+            newest = self.records.get(ref.uid)  # This record also has the pods that were recorded meanwhile.
             await self.files.write(newest or record, prepared)
         except ClaimError:
             raise  # Nothing was recorded.
         except BaseException:
-            await ended(self.tasks.start(self._undo(ref, record)))  # The undo ends even if this task is cancelled.
+            await ended(self.tasks.start(self._undo(ref, record)))  # The undo completes even if this task is cancelled.
             raise
         return prepared
 
     async def _set_up_by_others(
         self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str
     ) -> Prepared:
-        """Reserve a claim's devices, call the hooks, write the files, and record the answer.
+        """Prepare a claim with hooks or vendors' plugins: reserve, set up, write the files, and record the answer.
 
-        A failure undoes all steps.
+        If a step fails, all steps are undone.
         """
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.reserve(ref, record, durable=traces)
         try:
             prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
             await self.files.write(record, prepared)
-            # This verifies the devices after their numbers were read for the CDI file.
+            # This verifies that the devices are unchanged since their numbers were read for the CDI file.
             await self.devices.confirm(ref, _answered(record, prepared))
         except BaseException:
-            await ended(self.tasks.start(self._undo(ref, record)))  # The undo ends even if this task is cancelled.
+            await ended(self.tasks.start(self._undo(ref, record)))  # The undo completes even if this task is cancelled.
             raise
         return prepared
 
     async def _undo(self, ref: ClaimRef, record: Claim) -> None:
-        """Undo a failed Prepare. Unprepare will undo the steps that cannot be undone now."""
+        """Undo a failed Prepare. If a step of the undo fails, the claim's Unprepare repeats the undo."""
         try:
             await self._take_back(record)
         except (hooks.HookError, cdi.CdiError, LedgerError) as error:
@@ -336,22 +345,22 @@ class ClaimPreparation:
         except (ClaimStateError, LedgerError, OSError) as error:
             what = f"it is not known which pods use it; its devices are held until that is known: {error}"
             raise ClaimError(Reason.UNKNOWN, f"claim {ref.title}: {what}") from error
-        record = self.records.get(ref.uid)  # The record now has the pods that were just recorded.
+        record = self.records.get(ref.uid)  # This record has the pods that `running_pods` has just recorded.
         if record is None:
             return frozenset(), frozenset()
         return record.pods & running, self.possible_users(ref.uid, unlisted)
 
     def _still_used(self, ref: ClaimRef, record: Claim) -> Outlook:
-        """Return whether processes use a claim's former devices, by the last reading of the processes."""
+        """Return whether processes may use a claim's former devices, by the newest reading of the running pods."""
         running, unlisted = self.host.last_running_pods()
         used = not running.isdisjoint(record.pods) or self.possible_users(ref.uid, unlisted)
         return Outlook.ENDING if used else Outlook.FREE
 
     def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
-        """Return the pods among these that may use a claim. Pods that ran before it was prepared cannot use it.
+        """Return those of the unlisted pods that may use a claim: not those seen before the claim was prepared.
 
-        The kubelet prepares a claim before it makes the sandbox of the claim's pod (kubelet 1.36,
-        kuberuntime_manager.go: SyncPod).
+        unlisted: see `RunningPods`. The kubelet prepares a claim before it makes the sandbox of the claim's pod
+        (kubelet 1.36, kuberuntime_manager.go: SyncPod).
         """
         begun, users = self.begun.get(uid, -math.inf), set[str]()
         for pod, since in unlisted.items():
@@ -362,7 +371,7 @@ class ClaimPreparation:
     async def end(self, uid: str) -> None:
         """Undo the preparation of a claim.
 
-        The caller has the claim's lock, and knows that no container uses the claim.
+        The caller has the claim's lock, and has checked that no container uses the claim.
         """
         self.refused.pop(uid, None)
         self.begun.pop(uid, None)
@@ -378,12 +387,12 @@ class ClaimPreparation:
             await self.files.remove(uid)
 
     async def _take_back(self, claim: Claim) -> None:
-        """Undo the setup of a claim's devices. The record is deleted last."""
+        """Undo the setup of a claim's devices, remove its files, and last delete its record."""
         self.devices.ending.add(claim.uid)
         try:
             await self.devices.unprepare(claim)
             await self.files.remove(claim.uid)
-            # A Prepare of this claim must not find the record before it is deleted.
+            # The claim's lock is kept until the record is deleted, so that no Prepare finds the record.
             drop = self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
             await ended(asyncio.ensure_future(drop))
         finally:
@@ -391,7 +400,7 @@ class ClaimPreparation:
 
 
 def _log(verb: str, claim: Claim) -> None:
-    """Log that a claim was prepared or unprepared. Its devices are logged at DEBUG."""
+    """Log at INFO that a claim was prepared or unprepared, and at DEBUG each of its devices."""
     extra = {"driver": claim.driver, "claim": claim.title}
     _LOG.info("claim %s was %s: %s", claim.title, verb, counted(len(claim.devices)), extra=extra)
     for device in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
@@ -414,7 +423,7 @@ def _answered(record: Claim, prepared: Prepared) -> Claim:
 
 
 def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> ClaimError:
-    """Convert an error to a ClaimError with a text for the user."""
+    """Convert any error of a call to a ClaimError with a text for the user, at most `_MAX_MESSAGE` characters long."""
     what = f"claim {work.ref.title}"
     match error:
         case ClaimError():
@@ -433,6 +442,6 @@ def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> Claim
             reason, text = Reason.CDI, str(error)
         case LedgerError():
             reason, text = Reason.LEDGER, str(error)
-        case _:  # This includes errors of the API client, whose text is meant for the user.
+        case _:  # This includes errors of the API client, whose text is written for the user.
             reason, text = Reason.API, f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")

@@ -1,4 +1,4 @@
-"""Unprepares claims that no pod uses any more, and restores or removes CDI files so that they match the ledger."""
+"""Unprepares claims that no pod uses any more. Restores or removes claim files so that they match the ledger."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class ClaimReconciler:
     async def reconcile(
         self, named: Collection[str], pods: PodProcesses, unlisted: Mapping[str, float] = NONE, *, sweep: bool = True
     ) -> dict[str, list[str]]:
-        """Unprepare unused claims, and restore missing CDI files.
+        """Unprepare the claims that no pod uses, and write missing files of prepared claims again.
 
         A claim is unprepared only if three conditions hold: the kubelet's claim state does not name it, no process of
-        its pods can run, and the API server shows that the claim is deleted or allocated elsewhere. If one of them
-        cannot be read, the claim stays prepared.
+        its pods can run, and the API server shows that the claim is deleted or allocated elsewhere. If one of these
+        three conditions cannot be read, the claim stays prepared.
 
         named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
-        `RunningPods`. sweep: whether to remove CDI files of claims that are not in the ledger. The ledger may have lost
-        these claims, so sweep only after it has adopted the claims' files.
+        `RunningPods`. sweep: whether to remove files of claims that are not in the ledger. A ledger may have lost
+        claims, so sweep only after the ledger has adopted the claims in the files.
 
-        Returns the UIDs of claims by action. "unprepared"; "reopened": must be prepared again after a reboot;
-        "rewritten", "removed": CDI files were written again or removed; "unknown": no action, because a condition could
-        not be read.
+        Returns UIDs of claims by what was done: "unprepared"; "reopened": the next Prepare after a reboot sets the
+        claim up again; "rewritten", "removed": files of the claim were written again or removed; "unknown": nothing,
+        because a condition could not be read or a write failed.
         """
         uids: dict[str, list[str]] = {}
         turns = asyncio.Semaphore(16)
@@ -76,7 +76,7 @@ class ClaimReconciler:
     async def _reconcile_one(
         self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: Mapping[str, float]
     ) -> str:
-        """Reconcile one claim; return the action as in `reconcile`, "" if there was none."""
+        """Reconcile one claim. Return what was done, in the words of `reconcile`; "" if nothing was done."""
         record = self.records.get(uid)
         if record is None:
             return ""
@@ -86,7 +86,7 @@ class ClaimReconciler:
             if record.name and over and not await self._allocated(record):
                 await self.preparation.end(uid)
                 return "unprepared"
-        except Exception as error:  # Errors of the API server, a hook or the disk: the next run tries again.
+        except Exception as error:  # The API server, a hook or the disk failed. The next run tries again.
             _LOG.info("claim %s is not unprepared yet: %s", record.title, error, extra=extra)
             return "unknown"
         if prepared is None:
@@ -102,7 +102,7 @@ class ClaimReconciler:
         return "rewritten" if written else ""
 
     async def _allocated(self, record: Claim) -> bool:
-        """Return whether the API server still has this claim, allocated to the same devices."""
+        """Return whether the claim still exists at the API server and is allocated to the recorded devices."""
         async with asyncio.timeout(self.preparation.deadline):
             claim = await self.api.get_claim(record.namespace, record.name)
         try:

@@ -1,23 +1,25 @@
-"""Serves one DRA driver to the kubelet and keeps it registered, by two sockets.
+"""Serves one DRA driver to the kubelet at two sockets, and keeps the driver registered.
 
-The kubelet finds a driver by a socket in `plugins_registry/`, asks there for its name and endpoint (GetInfo, 1 s),
-answers whether it accepted it (NotifyRegistrationStatus, 5 s), and then calls the service's own socket. A driver cannot
-call the kubelet. It can only provide the socket, and provide a new one after a failure.
+The kubelet finds a driver by its registration socket in `plugins_registry/`. There the kubelet asks for the driver's
+name and endpoint (GetInfo, 1 s) and reports whether it accepts the driver (NotifyRegistrationStatus, 5 s). Then it
+calls the driver's service at the endpoint, a second socket. A driver cannot call the kubelet. It can only provide the
+registration socket, and replace it after a failure.
 
-The sockets of all drivers of an agent are in one directory, so that no mount depends on the names of drivers. The
+The service's sockets of all drivers of an agent are in one directory, so that no mount depends on drivers' names. The
 kubelet connects to the path that GetInfo returns (1.36.3, operation_generator.go and
 cm/dra/plugin/dra_plugin_manager.go).
 
-Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket that does not begin with a dot, also those it
-finds at its start, and passes them to a reconciler that runs once a second. After a failed registration, the kubelet
-tries the same path again after growing delays; a socket with a new name is tried at once. The removal of a socket
-deregisters the driver. Several instances of one driver with different endpoints may be registered together (in a
-rolling update); the kubelet calls the newest that is connected. An endpoint cannot be registered twice, so each new
+Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket whose name does not begin with a dot, also the
+sockets that exist at its start, and passes them to a reconciler that runs once a second. After a failed registration,
+the kubelet tries the same path again after growing delays, but tries a socket with a new name at once. The removal of a
+socket deregisters the driver. Several instances of one driver with different endpoints may be registered together (in
+a rolling update); the kubelet calls the newest that is connected. An endpoint cannot be registered twice, so each new
 registration has a new endpoint.
 
-The supported versions name all services of the endpoint. For claims, the kubelet uses the first version in the driver's
-order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health, 1.37.1 prefers v1 to v1alpha1 in
-any order, and opens no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1 without reading the list.
+The supported versions in the answer to GetInfo name all services of the endpoint. For claims, the kubelet uses the
+first version in the driver's order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health,
+1.37.1 prefers v1 to v1alpha1 in any order, and opens no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1
+without reading the list.
 """
 
 from __future__ import annotations
@@ -62,17 +64,18 @@ from dra_bridge.wire import (
 _LOG: Final = logging.getLogger(__name__)
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""The services that the kubelet chooses from, once for claims and once for health."""
+"""The services at the endpoint. The kubelet chooses one version for claims and one for health."""
 
 _MAX_MESSAGE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrarTiming:
-    """Waits, in seconds.
+    """Time limits and intervals, in seconds.
 
-    patience: time without an answer of the kubelet after which the sockets are made again. drain: for running calls at
-    the end. keep_alive: between two lists of the devices' health (after 30 s without one, the kubelet forgets them).
+    patience: time without a registration by the kubelet, after which the sockets are made again. drain: time for
+    running calls when a server stops. keep_alive: between two lists of the devices' health; the kubelet forgets the
+    health of devices 30 s after their last list.
     """
 
     patience: float = 60.0
@@ -82,9 +85,9 @@ class RegistrarTiming:
 
 @dataclass(slots=True)
 class RegistrarStatistics:
-    """Statistics of a registration; counters only grow. registered: the kubelet's last answer.
+    """Statistics of a driver's registration; counters only grow.
 
-    error: why not; "" if it is.
+    registered: whether the kubelet has accepted the driver. error: why it has not; "" if it has.
     """
 
     registered: bool = False
@@ -94,7 +97,7 @@ class RegistrarStatistics:
 
 
 class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
-    """DRAPlugin in one version, with the messages of `pb`.
+    """The service DRAPlugin in one version. pb: the module with the version's messages.
 
     Both versions have the same messages, but v1beta1 has no `share_id`.
     """
@@ -134,7 +137,7 @@ class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAP
 
 
 def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesResponse:
-    """Return the complete list of the devices' health. now: Unix seconds."""
+    """Return the health of all devices of a driver, as the kubelet's stream has it. now: Unix seconds."""
     response = health_pb.NodeWatchResourcesResponse()
     for name, (_, device) in driver.devices.by_name.items():
         response.devices.add(
@@ -149,7 +152,7 @@ def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesRespo
 class HealthService(
     dra_health_v1_pb2_grpc.DRAResourceHealthServicer, dra_health_v1alpha1_pb2_grpc.DRAResourceHealthServicer
 ):
-    """DRAResourceHealth, v1 and v1alpha1. Sends the list at once, with each change, and every `keep_alive` seconds."""
+    """The health services v1 and v1alpha1. Each sends a list at once, after changes, and every `keep_alive` seconds."""
 
     def __init__(self, driver: Driver, keep_alive: float) -> None:
         self._driver = driver
@@ -160,14 +163,14 @@ class HealthService(
         self.follow()
 
     def follow(self) -> None:
-        """Follow the inventories that the driver now serves, and send their lists."""
+        """Subscribe to the inventories that the driver serves now, and send a list with their devices."""
         self._subscriptions.close()
         for served in self._driver.devices.resources:
             self._subscriptions.callback(served.inventory.subscribe(lambda _: self._wake()))
         self._wake()
 
     async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
-        """Send lists until the kubelet ends the stream or the service ends."""
+        """Send lists of the devices' health until the kubelet closes the stream or the service ends."""
         while not self._ended:
             changed = self._changed
             yield health_list(self._driver, time.time())
@@ -196,7 +199,11 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 
 @dataclass(frozen=True, slots=True)
 class _RegistrationService(RegistrationServicer):
-    """Answers the kubelet's calls at the registration socket. answered: a function to call with (registered, error)."""
+    """Answers the kubelet's calls at the registration socket.
+
+    info: the answer to GetInfo. answered: called with the kubelet's verdict: whether the driver is registered, and why
+    not.
+    """
 
     info: pb.PluginInfo
     answered: Callable[[bool, str], Awaitable[None]]
@@ -211,27 +218,28 @@ class _RegistrationService(RegistrationServicer):
 
 @dataclass(slots=True)
 class _Socket:
-    """A server and its socket file. The file's name is never used again."""
+    """A server and its socket file, whose name is never used again. own: the file's identity."""
 
     path: Path
     server: grpc.aio.Server
     own: FileIdentity | None
 
     def is_in(self, sockets: Mapping[str, FileIdentity]) -> bool:
-        """Return whether the file is among these sockets, and still belongs to this server. sockets: by path."""
+        """Return whether the socket file still exists and is the one that this server made. sockets: by path."""
         return self.own is not None and self.own == sockets.get(str(self.path))
 
     def remove(self) -> None:
-        """Remove the file. Blocks."""
+        """Remove the socket file, if it is the one that this server made. Blocks."""
         with contextlib.suppress(OSError):
             if self.own is not None and file_identity(self.path) == self.own:
                 self.path.unlink()
 
 
 class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
-    """The directories of the sockets of all drivers in this process. All drivers share one look at them.
+    """The directories of the sockets of all drivers in this process. One read of the directories serves all drivers.
 
-    own: of the agent's sockets; registry: the kubelet's `plugins_registry`. Missing directories are created.
+    own: the agent's directory with the service's sockets. registry: the kubelet's `plugins_registry`. Missing
+    directories are created.
     """
 
     def __init__(self, own: Path, registry: Path, poll: float = POLL) -> None:
@@ -249,7 +257,7 @@ class Registrar:
     """Serves one driver to the kubelet and keeps it registered.
 
     kubelet: the directory where each kubelet makes a new socket at its start, before it looks for drivers (kubelet.go,
-    initializeRuntimeDependentModules, 1.36). changed: a function to call when the driver was registered or
+    initializeRuntimeDependentModules, 1.36). changed: a function that is called when the driver was registered or
     deregistered.
     """
 
@@ -268,35 +276,35 @@ class Registrar:
         self._directory, self._registry = directories.own, directories.registry
         self._kubelet = kubelet
         self._registered_by: FileIdentity | None = None
-        """The socket of the kubelet that has registered the driver."""
+        """The socket of the kubelet that registered the driver. Another socket belongs to a later kubelet."""
         self._looks = directories.looks
         self._timing = timing or RegistrarTiming()
         self._changed = changed
         self.backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
         self._sockets: list[_Socket] = []
-        """The socket of the service, then that of the registration."""
+        """The socket of the service, then the socket of the registration."""
         self._refused = False
         self._stopping = Tasks()
 
     @property
     def registered(self) -> bool:
-        """Whether the present kubelet has registered the driver. Any thread may read it.
+        """Whether the running kubelet has registered the driver. Any thread may read it.
 
-        A kubelet that ends does not report it. The next kubelet may not find the driver, or refuse it.
+        A kubelet does not report its end. The next kubelet may not find the driver, or may refuse it.
         """
         present = self._kubelet.kubelet if self._kubelet is not None else None
         return self.statistics.registered and self._registered_by == present
 
     def follow(self) -> None:
-        """Report the health of the resources that the driver now serves. Call it when these resources change."""
+        """Report the health of the resources that the driver now serves. Call this when they have changed."""
         if self._health is not None:
             self._health.follow()
 
     async def run(self) -> None:
-        """Serve and stay registered until cancelled, then end running calls and remove the own sockets.
+        """Serve and stay registered until cancelled. Then complete running calls and remove this registrar's sockets.
 
-        Raises ValueError if the registry's path is too long for a socket's name in it.
+        Raises ValueError if the path of `plugins_registry` is too long for a socket in it.
         """
         try:
             with reading(self._directories, *([self._kubelet] if self._kubelet is not None else ())) as watch:
@@ -320,20 +328,21 @@ class Registrar:
         return f"cannot serve in {self._registry} and {self._directory}: {error}; {needs}"
 
     async def _keep(self, watch: DirectoryReader) -> None:
-        """Wait until new sockets are needed.
+        """Return when new sockets are needed.
 
-        That is when a socket was removed, or when the kubelet has refused the driver or does not answer.
+        New sockets are needed if a socket was removed, if the kubelet has refused the driver, or if it does not
+        register it.
         """
         made_at = time.monotonic()
         while await self._in_place():
             if self._refused:
                 await self.pause()
-                if not self.statistics.registered:  # Otherwise the kubelet's own retry came first.
+                if not self.statistics.registered:  # Otherwise the kubelet has retried the path meanwhile.
                     return
             wait = math.inf
             if self.statistics.registered and not self.registered:
-                # A kubelet looks for drivers at its start. If it does not register this driver in time, new sockets let
-                # it find the driver.
+                # A new kubelet looks for drivers at its start. If it does not register this driver within `patience`,
+                # new sockets let it find the driver.
                 self.statistics.registered, made_at = False, time.monotonic()
                 self.statistics.error = "the kubelet was restarted, and has not registered the driver since"
                 self._changed()
@@ -345,7 +354,7 @@ class Registrar:
         _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
 
     async def _in_place(self) -> bool:
-        """Return whether the sockets exist. A directory that does not answer counts as unchanged."""
+        """Return whether both sockets exist. If the directories cannot be read in time, assume that they do."""
         try:
             there = await self._directories.now()
             return all(bound.is_in(there) for bound in self._sockets)
@@ -354,14 +363,14 @@ class Registrar:
             return True
 
     async def pause(self) -> None:
-        """Wait after a refusal, longer each time."""
+        """Wait after a refusal by the kubelet, longer after each further refusal."""
         self._refused, delay = False, self.backoff.next()
         reason = f"the kubelet refused the registration: {self.statistics.error}"
         _LOG.error("%s; trying again in %.1f s", reason, delay, extra={"driver": self.driver.name})
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: DirectoryReader) -> None:
-        """Make both sockets, the service's first. Both have new names."""
+        """Make the service's socket, then the registration's. Both have new names."""
         name, instance = self.driver.name, os.urandom(4).hex()
         await self._looks.at("socket", self._sweep)
         self._health = HealthService(self.driver, self._timing.keep_alive)
@@ -377,7 +386,7 @@ class Registrar:
         _LOG.debug("serving at %s, waiting for the kubelet", endpoint, extra={"driver": name})
 
     async def bind(self, server: grpc.aio.Server, path: Path) -> None:
-        """Start a server at a socket. Raises OSError: the socket cannot be made."""
+        """Start a server at a new socket. Raises OSError if the socket cannot be made."""
         try:
             await self._looks.at("socket", server.add_insecure_port, unix_address(path), place=str(path))
             await server.start()
@@ -412,7 +421,7 @@ class Registrar:
         self._changed()
 
     def _sweep(self) -> None:
-        """Create the directories. Remove sockets of killed agents and of former drivers, at which no server answers."""
+        """Create both directories. Remove sockets of killed agents and of former drivers, which no server has open."""
         self._registry.mkdir(parents=True, exist_ok=True)
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
@@ -424,7 +433,7 @@ class Registrar:
         addresses.remove_abandoned((*registrations, *own))
 
     def _retire(self) -> None:
-        """Stop accepting calls, at the registration first. Running calls may end."""
+        """Stop accepting calls, first at the registration's socket. Running calls have `drain` seconds to complete."""
         if self.statistics.registered:
             self.statistics.registered = False
             self._changed()

@@ -1,7 +1,7 @@
 """Updates the CDI files of claims when the nodes of their devices change.
 
-A CDI file contains device numbers, and the runtime does not look at the path. So a container that restarts gets the
-numbers in the file. A USB stick that drops off the bus and comes back has other numbers.
+A CDI file contains device numbers, and the runtime does not read the host path. So a restarted container gets the
+numbers in the file. A USB stick that drops off the bus and comes back has other numbers than before.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class ClaimRenewal:
-    """Renews the files of one driver's claims. register: knows the present identities and holders of devices."""
+    """Renews the CDI files of one driver's claims. register: knows the present identities and holders of devices."""
 
     def __init__(self, records: ClaimRecords, served: ServedDevices, files: ClaimFiles, register: Register) -> None:
         self._records, self._served, self._files, self._register = records, served, files, register
 
     async def keep(self) -> None:
-        """Renew the files whenever devices have changed, until cancelled."""
+        """Renew the CDI files after each change of an inventory, until cancelled."""
         seen: object = None
         backoff = Backoff(first=1.0, most=60.0)
         while True:
@@ -60,7 +60,7 @@ class ClaimRenewal:
             await asyncio.sleep(CHECK)
 
     async def _try(self, uid: str) -> str:
-        """Renew a claim's file; return why that failed, or ""."""
+        """Renew a claim's CDI file; return why this failed, or ""."""
         try:
             async with self._records.locked(uid):
                 await self.renew(uid)
@@ -71,10 +71,10 @@ class ClaimRenewal:
         return ""
 
     async def renew(self, uid: str) -> bool:
-        """Write the present device nodes into a claim's file, under the claim's lock; return whether it changed.
+        """Write the present device nodes into a claim's CDI file; return whether the file changed.
 
-        The entry of a device does not change if the device is other hardware than the claim got, or has another holder
-        by now. Raises CdiError, LedgerError, LookTimeoutError.
+        The caller has the claim's lock. A device's entry is left unchanged if the device is other hardware than the
+        claim was granted, or if the hardware has another holder by now. Raises CdiError, LedgerError, LookTimeoutError.
         """
         claim = self._records.get(uid)
         prepared = prepared_of(claim) if claim is not None else None
@@ -113,7 +113,7 @@ class ClaimRenewal:
         return renewed is not None
 
     def _listed(self, claim: Claim, prepared: Prepared) -> Iterator[tuple[str, Inventory, Device]]:
-        """Yield the listed devices of a claim, with their requests, without devices of vendors' plugins."""
+        """Yield a claim's devices in the inventories, each with its request, without devices of vendors' plugins."""
         by_name = self._served.by_name
         for answered in prepared.devices:
             served, device = by_name.get(answered.device, (None, None))
@@ -123,7 +123,7 @@ class ClaimRenewal:
                     yield answered.request, served.inventory, device
 
     def _is_of_others(self, claim: Claim, key: DeviceKey) -> bool:
-        """Return whether another holder has, by another name, the hardware that a claim's device is now."""
+        """Return whether a device's present hardware has another holder, under another device id or resource."""
         others = self._register.listed.now().aliases(key) - claim.held
         return any(map(self._register.is_held, others))
 
@@ -135,11 +135,11 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
 
 
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
-    """Return a spec of `cdi_files.build` with the present nodes of the devices.
+    """Return the CDI spec `spec` of `cdi_files.build`, with the present nodes of the devices.
 
-    If the nodes have not changed, the text is the same. nodes: by the CDI device's name, as `described` returns them.
-    held: tokens of the devices' own nodes until now. Other nodes in the spec stay; of these nodes, only those that the
-    devices still have stay.
+    If the nodes have not changed, the text is the same. nodes: present nodes by the CDI device's name, as `described`
+    returns them. held: tokens of the nodes that belonged to the devices until now: such a node stays in the spec only
+    if it is still a present node. Nodes with other tokens stay unchanged.
     """
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)
@@ -159,7 +159,7 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
 
 
 def _token(node: Mapping[str, Any]) -> str:
-    """Return the token of a device node in a spec; "" for a pipe."""
+    """Return the token of a device node in a CDI spec; "" for a pipe, which has no device number."""
     kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
     kind = kinds.get(node.get("type", ""))
     return node_token(kind, node["major"], node["minor"]) if kind is not None else ""

@@ -28,7 +28,7 @@ class ServedResource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestDevices:
-    """The devices of one request that come from one source. request: without the subrequest."""
+    """The devices that one request gets from one source. request: the name without the subrequest."""
 
     request: str
     served: ServedResource
@@ -38,7 +38,7 @@ class RequestDevices:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices of the request, each once. A claim may have several shares of one device."""
+        """The devices of the request, each once, even if the claim has several shares of one device."""
         devices: dict[str, Device] = {}
         for device, _ in self.members:
             devices[device.id] = device
@@ -46,7 +46,7 @@ class RequestDevices:
 
     @property
     def parameters(self) -> str:
-        """The parameters of the source's `prepare` hook, as JSON; "" for none."""
+        """The parameters that the source's `prepare` hook gets, as JSON; "" if it is not called or gets none."""
         if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
             return ""
         return msgspec.json.encode(self.config, order="sorted").decode()
@@ -66,10 +66,10 @@ class ServedDevices:
     _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
         default=(None, {}, (), {}), init=False
     )
-    """The names that were computed last, after their inputs: the resources, their qualifiers and their lists."""
+    """The last result of `by_name`, after what it was made of: the resources, their qualifiers and their snapshots."""
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
-        """Serve other resources from now on."""
+        """Replace the resources that the driver serves."""
         self.resources = resources
 
     @property
@@ -79,7 +79,7 @@ class ServedDevices:
         for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
         qualifiers, now = self.host.qualifiers(list(snapshots)), tuple(snapshots.values())
-        made_of, called, listed, names = self._named  # The tuple is read as a whole, because threads read it as well.
+        made_of, called, listed, names = self._named  # Read the tuple at once: other threads replace it.
         if made_of is not resources or qualifiers != called or any(map(operator.is_not, now, listed)):
             published = naming.published_names(qualifiers, {name: each.devices for name, each in snapshots.items()})
             by_resource = {served.source.resource: served for served in resources}
@@ -88,7 +88,7 @@ class ServedDevices:
         return names
 
     def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
-        """Yield the devices that a claim holds, by resource. Unplugged devices are included."""
+        """Yield the devices that a claim holds, by resource, also devices that are unplugged now."""
         for served in self.resources:
             listed, held = served.inventory.snapshot.devices, dict[str, Device]()
             for granted in claim.devices:
@@ -99,7 +99,7 @@ class ServedDevices:
                 yield served, list(held.values())
 
     def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
-        """Find the devices and decode the parameters of each request.
+        """Return the devices of each request by source, with the request's decoded parameters.
 
         Raises ClaimError if a device is missing, gone or unhealthy, if the parameters are wrong, or if a request for
         administrative access names a device of a vendor's plugin.

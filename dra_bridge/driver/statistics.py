@@ -11,7 +11,7 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """Statistics of one kind of call, counted by claim. failures: by reason. durations: includes failures."""
+    """Statistics of one kind of call, counted by claim. failures: by reason. durations: of failed calls, too."""
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -20,11 +20,11 @@ class CallStatistics:
 
 @dataclass(slots=True)
 class ClaimStatistics:
-    """Statistics of a driver. All values but `in_flight` only grow. Durations in seconds.
+    """Statistics of a driver. All values but `in_flight`, the running calls, only grow. Durations are in seconds.
 
     waits: durations of claims' waits for holders that were about to end, including waits without success.
-    prepared_again: number of calls for claims that were already prepared. claim_reads: number of reads of claims from
-    the API server. hooks: hooks called for claims.
+    prepared_again: number of Prepares of claims that were already prepared. hooks: calls of hooks for claims.
+    claim_reads, claim_read_seconds: number and total duration of reads of claims from the API server.
     """
 
     prepare: CallStatistics = field(default_factory=CallStatistics)

@@ -3,12 +3,12 @@
 After a refused Prepare, the kubelet tries again only when it next synchronises the pod, 60 to 90 s later (kubelet 1.32
 to 1.37, pod_workers.go: completeWork; kuberuntime_manager.go: SyncPod returns no error for it). So Prepare waits if the
 reason of a refusal will soon pass, until shortly before the deadline of the kubelet's call, which is 45 s (the same
-versions, cm/dra/plugin). Only the worker of that pod makes the call, without any lock.
+versions, cm/dra/plugin). The wait delays no other pod: only the worker of the pod makes the call, without any lock.
 
 The kubelet does not cancel the call when the pod should end (kubelet.go: SyncPod calls the runtime with
-`context.WithoutCancel`): it ends the pod after the answer. So Prepare reads the claim again every few seconds. The wait
-is over once the claim is deleted or no longer reserved for the pod. A pod that is deleted with a grace period keeps its
-reservation, and ends when the wait ends.
+`context.WithoutCancel`): it ends the pod after the answer. So Prepare reads the claim again every few seconds, and
+stops waiting once the claim is deleted or no longer reserved for the pod. A pod that is deleted with a grace period
+keeps its reservation, so it ends only when the wait ends.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from deviceplugin.register.register import Register
 from dra_bridge.driver.claims import Awaited
 
 MARGIN: Final = 5.0
-"""Seconds between the end of waits and the deadline of the kubelet's call. They are for the rest of the work."""
+"""Seconds between the last wait and the deadline of the kubelet's call. In this time, the devices are set up."""
 
 REREAD: Final = 5.0
-"""Seconds after which a waiting claim is read again, because its pod may be deleted."""
+"""Seconds of waiting after which a claim is read again, because its pod may be deleted."""
 
 PACE: Final = 0.1
-"""Minimum seconds between two tries of a claim. Each try reads the claim from the API server."""
+"""Minimum seconds between two tries to prepare a claim, because each try reads the claim from the API server."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitLimit:
-    """The time until which the claims of one call may wait, in monotonic seconds. It may be set to 0.0 meanwhile."""
+    """Until when the claims of one call may wait, in monotonic seconds. Set to 0.0 to end all waits of the call."""
 
     until: float = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether no claim of the call may wait any more."""
+        """Whether the call's claims may not wait any longer."""
         return time.monotonic() >= self.until
 
 
 async def wait(register: Register, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
-    """Wait until a refused claim is worth another try, or until its call may wait no longer.
+    """Wait until a refused claim may be granted its devices, is due to be read again, or may wait no longer.
 
-    seen: number of changes of the register before the refused try.
+    seen: the register's number of changes before the refused try.
     """
     changes, began = register.store.changes, time.monotonic()
     with register.waits.waiting(awaited.devices):
