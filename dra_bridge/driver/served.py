@@ -79,7 +79,7 @@ class ServedDevices:
         for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
         qualifiers, now = self.host.qualifiers(list(snapshots)), tuple(snapshots.values())
-        made_of, called, listed, names = self._named  # Read the tuple at once: other threads replace it.
+        made_of, called, listed, names = self._named  # Read as a whole: another thread may replace the tuple.
         if made_of is not resources or qualifiers != called or any(map(operator.is_not, now, listed)):
             published = naming.published_names(qualifiers, {name: each.devices for name, each in snapshots.items()})
             by_resource = {served.source.resource: served for served in resources}

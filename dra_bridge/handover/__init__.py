@@ -1,1 +1,1 @@
-"""Moves of devices between the two sides: the requested share, which devices move, and how a move ends."""
+"""Moves of devices between the device plugin and DRA: the requested share, which devices move, how a move ends."""

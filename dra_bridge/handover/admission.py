@@ -1,14 +1,15 @@
-"""Computes which pods a kubelet restart would end now, and which moves would cause that. Pure functions.
+"""Computes which pods a kubelet restart would end now, and which moves would make it end pods. Pure functions.
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
-the pod under admission, the kubelet ignores limits that DRA serves. For the pods admitted before, it counts such limits
-(removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). It compares the sum with the Node's
-`status.allocatable`, or with the number of ids in its checkpoint if that is larger (sanitizeNodeAllocatable,
-devicemanager/manager.go). The kubelet ends a pod that does not fit, although the pod runs.
+the pod under admission, the kubelet ignores `limits` that DRA serves. For the pods admitted before, it counts such
+`limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). It compares the sum with the
+Node's `status.allocatable`, or with the number of ids in its checkpoint if that number is larger
+(sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that does not fit, although the pod runs.
 
-So a restart can end a pod of the plugin side if older pods get their `limits` through DRA. The kubelet's own number is
-0 until the agent has registered. No pod is at risk if all pods of one kind have ended before pods of the other kind
-start. Therefore devices return to the plugin side only when no pod has a device through DRA by `limits`.
+So a restart can end a pod that has devices of the device plugin, if older pods get their `limits` through DRA. After
+its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if all pods of one kind have
+ended before pods of the other kind start. Therefore devices return to the device plugin only when no pod has a device
+through DRA by `limits`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from deviceplugin.register.records import Claim, RegisterSnapshot
 from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
-"""Seconds by which a pod may be older than its claim for `limits`. The pod's own creation time is not known here."""
+"""Seconds by which a pod may be older than its claim for `limits`. Only the claim's age is known, not the pod's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The kubelet's counts of one resource, as numbers of ids.
+    """The kubelet's counts of one resource, as numbers of device plugin ids.
 
-    shown: ids that are Healthy both in the present list and in the next one; None without a ListAndWatch stream.
-    by_plugin: ids that pods have, withdrawn devices included. by_dra: devices that pods have through DRA by their
-    `limits`.
+    shown: ids that ListAndWatch shows as Healthy both in its last list and in its next one; None without a stream.
+    by_plugin: ids that pods have from the device plugin, also of withdrawn devices. by_dra: devices that pods have
+    through DRA by their `limits`.
     """
 
     shown: int | None
@@ -40,15 +41,15 @@ class Counts:
 
     @property
     def capacity(self) -> int:
-        """The number that the kubelet will compare the sum of limits with at its next start.
+        """The number that the kubelet, at its next start, will compare with the sum of the pods' `limits`.
 
-        The kubelet uses it only if the agent registers before the kubelet admits its pods.
+        The kubelet has this number only if the agent registers before the kubelet admits the pods.
         """
         return max(self.shown or 0, self.by_plugin)
 
 
 def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | None) -> Counts:
-    """Return the counts of a resource. shown: see `Counts`."""
+    """Return the kubelet's counts of a resource. shown: the Healthy ids, see `Counts`."""
     return Counts(len(shown) if shown is not None else None, *held_by_limits(now, resource))
 
 
@@ -59,7 +60,7 @@ def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
 
 
 def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
-    """Return the resources of which pods have devices through DRA by their `limits`."""
+    """Return the resources of which a pod has a device through DRA by its `limits`."""
     served: set[str] = set()
     for claim in now.claims.values():
         for device in claim.devices:
@@ -71,9 +72,9 @@ def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
 def may_leave(now: Counts, ids: int) -> bool:
     """Return whether this number of Healthy ids may move to DRA at once.
 
-    The ids may move if a kubelet restart then ends no pod of the plugin side. That is so in four cases: the plugin side
-    has no pods; DRA serves no pod by limits; the kubelet's number stays the same; or it stays large enough for all
-    pods.
+    The ids may move if a kubelet restart after the move ends no pod with devices of the device plugin. That is so in
+    four cases: there are no such pods; no pod has devices through DRA by `limits`; the kubelet's capacity stays the
+    same; or the capacity stays large enough for all pods.
     """
     if not now.by_plugin or not now.by_dra:
         return True
@@ -84,7 +85,10 @@ def may_leave(now: Counts, ids: int) -> bool:
 
 
 class AdmittedPod(NamedTuple):
-    """A pod that the kubelet admits again. created: Unix seconds. asks: the pod's limit of one resource."""
+    """A pod that the kubelet admits at its start. created: Unix seconds. asks: the pod's limit of one resource.
+
+    by_dra: whether DRA serves the limit.
+    """
 
     title: str
     created: float
@@ -93,7 +97,10 @@ class AdmittedPod(NamedTuple):
 
 
 def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
-    """Return the pods that the kubelet denies. Among pods of the same second, those served by DRA count as older."""
+    """Return the titles of the pods that the kubelet denies, if a resource has this capacity.
+
+    Of pods created in the same second, those served by DRA count as older: the worst case.
+    """
     used = 0
     titles = []
     for pod in sorted(pods, key=lambda pod: (int(pod.created), not pod.by_dra, pod.title)):
@@ -105,10 +112,11 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 
 
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
-    """Return the pods that have devices of a resource by their `limits`, with the time at which they got them.
+    """Return the pods that have devices of a resource by their `limits`. Their time of creation is assumed.
 
-    The title of a pod of the plugin side is its UID, "" if the UID is not known yet. A pod that had to wait before DRA
-    served it is older than this function assumes.
+    The assumed time is when the pod got its devices, for a claim `AGE` seconds earlier. A pod that waited longer for
+    DRA is older than assumed. The title of a pod with devices of the device plugin is its UID, "" if the UID is not
+    known yet.
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}
@@ -124,9 +132,9 @@ def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
 
 
 def denied_now(now: RegisterSnapshot, resource: str) -> tuple[str, ...]:
-    """Return the UIDs of the pods that the kubelet would deny if it restarted now.
+    """Return the titles of the pods that the kubelet would deny if it restarted now, as `pods_of` returns them.
 
-    The function takes the kubelet's own number as 0, because the agent may not have registered by then.
+    The function assumes that the agent registers too late, so that the kubelet counts no Healthy ids.
     """
     if not served_by_dra(now, resource):
         return ()

@@ -1,9 +1,9 @@
-"""Writes the number of devices that the scheduler counts on this node: `status.allocatable` of the Node.
+"""Writes how many devices the scheduler may count on this node: `status.allocatable` of the Node object.
 
-The kubelet writes its own number every 10 s by default, and only if something changed (tryUpdateNodeStatus, kubelet
-1.36, kubelet_node_status.go). Until then the scheduler places pods on withdrawn devices, and these pods fail
-(UnexpectedAdmissionError); and it places no pods on devices that came back. So the agent writes the number itself:
-before it withdraws devices, and after the kubelet has got devices back.
+The kubelet writes this number every 10 s by default, and only if something changed (tryUpdateNodeStatus, kubelet 1.36,
+kubelet_node_status.go). Until the kubelet's write, the scheduler places pods on withdrawn devices, and these pods fail
+(UnexpectedAdmissionError); and the scheduler places no pods on devices that came back. So the agent writes the number
+itself: before it withdraws devices from the device plugin, and after the kubelet has got devices back.
 """
 
 from __future__ import annotations
@@ -26,34 +26,38 @@ _LOG: Final = logging.getLogger(__name__)
 GRACE: Final = 1.0
 """Seconds between the moment at which the Node shows the lower number and the withdrawal of devices.
 
-In this time the kubelet admits pods that the scheduler had chosen before. On an idle node this takes some ten
-milliseconds.
+In this time the kubelet admits pods that the scheduler has already bound to the node. On an idle node, the admission
+takes some ten milliseconds.
 """
 LOWER_DEADLINE: Final = 3.0
-"""Seconds after which the agent withdraws devices although the kubelet keeps writing its own larger number."""
+"""Seconds to lower the number. After that, the agent withdraws devices even if the kubelet keeps writing a larger one.
+"""
 LATE: Final = 2.0
-"""Seconds after the agent lowered a number in which it overwrites a larger number of the kubelet.
+"""Seconds after the lowering of a number in which the agent overwrites a larger number that the kubelet writes.
 
-The kubelet may have computed the larger number just before the devices were withdrawn. It reports again one of its
-periods later.
+The kubelet may have computed the larger number just before the devices were withdrawn. The kubelet's next write comes
+only after one of its periods.
 """
 TAKEN: Final = 5.0
-"""Seconds in which the kubelet should count returned devices. After that, the kubelet alone writes the number."""
+"""Seconds to wait until the kubelet counts returned devices. After that, only the kubelet raises the number."""
 
 
 class StatusWriter(Protocol):
     """Writes the Node's status (`dra_bridge.node.node_object.NodeStatusWriter`)."""
 
     async def write(self, resource: str, number: int) -> bool:
-        """Write a resource's number. Return False if the write is not possible now, or not allowed."""
+        """Write a resource's number into `status.allocatable`.
+
+        Return False if the write is impossible or not allowed.
+        """
 
 
 class AllocatableStatus:
-    """The numbers in this node's Node object, as the watch shows them, and the means to write them.
+    """The numbers in this Node's `status.allocatable`, as the watch shows them, and the means to write them.
 
-    A change of share costs one write before devices leave the plugin side, and up to five if the kubelet writes its own
-    number meanwhile. While devices come back, there is at first at most one write in 0.5 s, and later at most one in 10
-    s.
+    When the share of DRA grows, the agent writes once before devices leave the device plugin, and up to five times if
+    the kubelet writes its own number meanwhile. While devices come back, the agent writes at most once in 0.5 s at
+    first, and later at most once in 10 s.
     """
 
     def __init__(
@@ -70,19 +74,19 @@ class AllocatableStatus:
         self._pauses = pauses
         self._numbers: Mapping[str, int] = {}
         self._since: dict[str, float] = {}
-        """For each resource, when the watch first showed the present number (monotonic seconds)."""
+        """By resource, the time when the watch first showed the present number (monotonic seconds)."""
         self._changes = Changes()
-        """Notifies waiters about changes of the numbers."""
+        """Wakes tasks that wait for the Node to show other numbers."""
         self._writing = asyncio.Lock()
         self._most: dict[str, int] = {}
-        """For each resource, the largest number that the agent may write: the last lowered number, and the devices that
+        """By resource, the largest number that the agent may write: the last lowered number plus the devices that have
         returned since."""
         self._returning: dict[str, set[str]] = {}
         self._raising: dict[str, asyncio.Task[None]] = {}
         self._lowering: dict[str, asyncio.Task[None]] = {}
 
     def observe(self, numbers: Mapping[str, int]) -> None:
-        """Record the numbers that the Node shows now."""
+        """Record the numbers in the Node's `status.allocatable`, by resource."""
         now = time.monotonic()
         self._since = {
             name: self._since[name] if self._numbers.get(name) == number else now for name, number in numbers.items()
@@ -91,10 +95,10 @@ class AllocatableStatus:
         self._changes.note()
 
     async def lower(self, resource: str, number: int) -> bool:
-        """Lower a resource's number, and wait at most 3 s until no new pod can come for devices beyond it.
+        """Lower a resource's number, and wait at most 3 s until no pod can come for devices beyond the number.
 
-        By then the scheduler counts at most this number, and the kubelet has admitted the pods that were bound before.
-        Returns whether that was achieved; also False if the number cannot be written.
+        Returns True if the method had to wait, and then the scheduler counts at most this number and the kubelet has
+        admitted the pods that were bound before. Returns False otherwise, also if the number cannot be written.
         """
         if (lowering := self._lowering.pop(resource, None)) is not None:
             lowering.cancel()
@@ -118,7 +122,7 @@ class AllocatableStatus:
         return waited and lowered
 
     async def _keep_low(self, resource: str) -> None:
-        """Overwrite larger numbers that the kubelet computed before devices were withdrawn."""
+        """Overwrite, for `LATE` seconds, larger numbers that the kubelet computed before devices were withdrawn."""
         until = time.monotonic() + LATE
         while (rest := until - time.monotonic()) > 0:
             seen, number = self._changes.count, self._most[resource]
@@ -127,7 +131,7 @@ class AllocatableStatus:
             await self._changes.after(seen, rest)
 
     async def _put(self, resource: str, number: int) -> bool:
-        """Write a number, but at most the largest number allowed now; return whether the Node has it."""
+        """Write a number, but at most the largest number allowed now. Return whether the Node has the number."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
             if not await self._status.write(resource, number):
@@ -136,13 +140,14 @@ class AllocatableStatus:
             return True
 
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
-        """Return for how many seconds pods may still come for more devices; infinite while the Node shows more.
+        """Return for how many seconds pods for more devices may still come; infinite while the Node has more.
 
-        If the kubelet reports every second, its own number interrupts every whole second. Then half a second is enough.
+        began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
+        number never stays for a full second. Then, after twice the grace period, half of it is enough.
         """
         shown = self._numbers.get(resource)
         if shown is None:
-            return 0.0  # The scheduler places no pods here.
+            return 0.0  # The scheduler places no pods with this resource here.
         if shown > number:
             return math.inf
         now = time.monotonic()
@@ -150,7 +155,7 @@ class AllocatableStatus:
         return self._since[resource] + grace - now
 
     def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
-        """Raise the number soon, because pods can get these ids again."""
+        """Begin to raise the resource's number, because the kubelet gets these ids back from DRA."""
         if resource in self._most:
             self._most[resource] += len(device_ids)
         self._returning.setdefault(resource, set()).update(device_ids)
@@ -169,7 +174,7 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Return how many devices the kubelet counts as healthy once these are among them; 0 if that takes too long."""
+        """Return how many devices the kubelet counts as healthy once these are among them; 0 after `TAKEN` seconds."""
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):
@@ -180,5 +185,5 @@ class AllocatableStatus:
         return 0
 
     async def close(self) -> None:
-        """End the tasks that are running."""
+        """Cancel the tasks that write numbers."""
         await cancel_all([*self._raising.values(), *self._lowering.values()])

@@ -1,4 +1,4 @@
-"""Ends moves: collects the evidence for their commits. Also deletes the records of unplugged devices."""
+"""Ends moves: collects the evidence for the commit of each move. Also deletes the records of unplugged devices."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LOG: Final = logging.getLogger(__name__)
 def shown_unhealthy(
     devices: Iterable[str], sent: tuple[float, frozenset[str]] | None, device_id_of: Callable[[str], str]
 ) -> dict[str, float]:
-    """Return since when ListAndWatch has shown each of these devices without a Healthy id (monotonic seconds).
+    """Return the devices without a Healthy id in ListAndWatch, each with the time since when (monotonic seconds).
 
-    sent: when the last update was sent, and its healthy ids; None if the kubelet does not listen.
+    sent: when the last list was sent, and its Healthy ids; None if the kubelet has no stream open.
     """
     if sent is None:
         return {}
@@ -35,9 +35,9 @@ def shown_unhealthy(
 
 
 async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -> tuple[str, ...]:
-    """Commit the moves to DRA that can end, and return their devices. This makes no request to the API server.
+    """Commit the moves to DRA that can end, and return their devices. The function does not call the API server.
 
-    waiting: for each remaining move, the function adds the reason why the move waits.
+    waiting: for each other move to DRA, the function adds the reason why the move waits.
     """
     resource, endpoint, evidence, before = moved.name, moved.endpoint, moved.evidence, moved.now
     devices = moved.moving.in_state(before, resource, State.TO_DRA)
@@ -67,10 +67,11 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -
 
 @dataclass(slots=True)
 class _ClaimQuery:
-    """The claim that a device waits for, "" if none is known, and when to ask again (monotonic seconds).
+    """A query for the claim that keeps a device from moving.
 
-    device: the device that the claim's allocation names; None if the claim belongs to a pod that has any device of the
-    resource by `limits`.
+    waits: delays between two reads. claim: the claim's name; "" if no such claim is known. device: the device that the
+    claim's allocation names; None if the claim belongs to a pod that has any device of the resource by `limits`. due:
+    when to read the claim again (monotonic seconds).
     """
 
     waits: Backoff
@@ -86,21 +87,21 @@ def _waits_for_limits(claim: str) -> MoveWait:
 
 @dataclass(slots=True, eq=False)
 class MovesToPlugin:
-    """Ends moves of one resource's devices to the plugin side, with as few requests to the API server as possible.
+    """Ends moves of one resource's devices to the device plugin, with as few requests to the API server as possible.
 
     Once the API server has accepted the slice without a device, the claims are listed once, for all devices that wait
-    at that time. While a claim's allocation names the device, that claim is read again, after 0.5 s at first and at
-    most 5 min later. When it no longer names the device, the claims are listed again. A failed list is repeated within
-    30 s.
+    at that time. While a claim's allocation names the device, only this claim is read again, after 0.5 s at first and
+    at most 5 min later. When the allocation no longer names the device, the claims are listed again. A failed list is
+    repeated within 30 s.
 
     No move ends while a pod has a device of the resource through DRA by its `limits`, unless the move is forced.
-    Otherwise pods could start on the plugin side, and a kubelet restart would end them
+    Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
     (`dra_bridge.handover.admission`).
 
-    queries: by device and the sequence of its record, so each move begins new queries. waits: makes the delays between
-    two reads of the claim that a device waits for. limited: whether pods have, or may get, devices of the resource
-    through DRA by their `limits`. It becomes True when the ledger names such a pod. It becomes False when the ledger
-    names none, and either a list of claims names none or no device waits.
+    queries: by device and the sequence of its record, so each move begins with a new query. waits: makes the delays
+    between two reads of the claim that a device waits for. limited: whether pods have, or may get, devices of the
+    resource through DRA by their `limits`. It becomes True when the ledger names such a pod. It becomes False when the
+    ledger names none, and either a list of claims names none or no device waits.
     """
 
     moved: MovedResource
@@ -108,16 +109,16 @@ class MovesToPlugin:
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
     limited: bool = False
     _limits: _ClaimQuery | None = None
-    """The query that checks whether `limited` still holds; None while the ledger shows it."""
+    """The query for the claims that serve `limits`; None while the ledger itself decides about `limited`."""
 
     async def commit(
         self, waiting: dict[str, MoveWait], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
     ) -> tuple[str, ...]:
-        """Commit the moves that can end; return their devices.
+        """Commit the moves to the device plugin that can end, and return their devices.
 
-        waiting: for each remaining move, the method adds the reason why the move waits. forced: returns whether the
-        share is forced now, which may change while the claims are listed. kept: returns the devices whose moves reverse
-        once `limited` is False.
+        waiting: for each other move, the method adds the reason why the move waits. forced: returns whether the share
+        is forced now, which may change while the claims are listed. kept: returns the devices whose moves are reversed,
+        not committed, once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
         before = moved.now
@@ -173,7 +174,7 @@ class MovesToPlugin:
         arrived = {
             name: at
             for name, at in withdrawn.items()
-            # A foreign slice may have offered the device since.
+            # Meanwhile, a slice of another driver may have begun to offer the device.
             if (queries[name].device is not None or forced())
             and name not in keeps
             and moved.slices.withdrawn(mine, name) == at
@@ -192,24 +193,24 @@ class MovesToPlugin:
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
     ) -> dict[str, _ClaimQuery]:
-        """Return the queries of the claims that name these devices. prepared: claims by device."""
+        """Return, for each of these devices, the query for its claim. prepared: the claims in the ledger, by device."""
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
-            # The claim is read first and soon, because it may be unprepared.
+            # The ledger's claim may be unprepared soon, so it is read first and without a delay.
             if (claim := prepared.get(name)) is not None:
                 self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}
 
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
-        """Read the claims that are due; return whether it is time to list all claims.
+        """Read the claims of the queries that are due. Return whether all claims must be listed now.
 
-        It is time if no known claim names one of the devices that are due.
+        All claims must be listed if, for one of the queries that are due, no known claim names the device any more.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]
         for query in due:
-            query.due = now + query.waits.next()  # The next read waits longer, even if the API server does not answer.
+            query.due = now + query.waits.next()  # The delay grows even if the read fails.
             if query.claim and not await self.moved.evidence.allocates(query.claim, self.moved.name, query.device):
                 query.claim = ""
         if all(query.claim for query in due):
@@ -224,8 +225,8 @@ class MovesToPlugin:
 async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -> None:
     """Delete the records of unplugged devices that have no holder and that no claim names.
 
-    A device on the DRA side, or on its way there, moves to the plugin side first; the end of that move proves that no
-    claim names it. waiting: the function adds the reasons why devices wait.
+    A device on the DRA side, or on its way to it, first moves to the device plugin, because the end of this move proves
+    that no claim names the device. waiting: the function adds the reason why each other unplugged device waits.
     """
     resource, now = moved.name, moved.now
     unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()

@@ -1,4 +1,4 @@
-"""A resource whose devices move, and the interfaces of the agent that its handover uses."""
+"""A resource whose devices move, and the interfaces of the agent that its handover needs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dra_bridge.handover.planner import ALL, Moving, Together
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The devices of this node that the allocations of claims name, from a consistent list of all claims.
+    """The devices of this node that the allocations of claims name, from one consistent list of all claims.
 
-    at: when the list began (monotonic seconds). claims: namespace/name by (resource, device). limits: the claims among
-    them that serve the `limits` of a pod.
+    at: when the list began (monotonic seconds). claims: the claim's namespace/name by (resource, device). limits: the
+    keys of `claims` whose claim serves the `limits` of a pod.
     """
 
     at: float
@@ -29,7 +29,7 @@ class Allocated:
 
 
 class MoveEvidence(Protocol):
-    """Provides evidence about present and future holders of devices, read again at each call.
+    """Reads which pods and claims hold devices now, and which claims are allocated devices. Each call reads again.
 
     errors: the exceptions that `allocated` and `allocates` raise when the API server does not answer.
     """
@@ -37,13 +37,13 @@ class MoveEvidence(Protocol):
     errors: ClassVar[tuple[type[Exception], ...]]
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """Find the holders of devices, and compare the register with them. Return None if an Allocate interfered."""
+        """Find the holders of devices and compare the register with them. Return None if an Allocate came meanwhile."""
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's name, for messages."""
 
     async def allocated(self) -> Allocated:
-        """List all claims, consistently; the list begins after this call."""
+        """List all claims in one consistent list, which begins after this call."""
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim, by namespace/name; return whether its allocation names a device of this node.
@@ -53,31 +53,31 @@ class MoveEvidence(Protocol):
 
 
 class DriverSlices(Protocol):
-    """The slices of one driver. Devices move between them and the plugin side (`dra_bridge.node.slice_feed`)."""
+    """The slices of one driver, between which and the device plugin devices move (`dra_bridge.node.slice_feed`)."""
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when no slice of the API server has offered a device (monotonic seconds); None if one may."""
+        """Return since when no slice at the API server offers a device (monotonic seconds); None if one may."""
 
     def offering(self, resource: str, device: str) -> str:
-        """Return the name of a foreign slice that offers a device; "" if there is none."""
+        """Return the name of a slice of another driver's or agent's that offers a device; "" if there is none."""
 
     def publish(self) -> None:
         """Compute and publish the slices again, because the state of moves has changed."""
 
 
 class DriverSide(Protocol):
-    """The driver's other resources, and the listeners to its moves (`dra_bridge.node.driver_runtime`)."""
+    """The driver's other resources, and the objects that react to moves (`dra_bridge.node.driver_runtime`)."""
 
     def endpoint(self, resource: str) -> Endpoint | None:
-        """Return the servicer of a resource whose devices move together with these; None if it is not served."""
+        """Return the endpoint of another resource of the driver; None if the resource is not served."""
 
     def moved(self, resource: str) -> None:
-        """Compute device lists and slices again, because moves have begun or ended."""
+        """Send new device lists and slices, because moves of this resource have begun or ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedResource:
-    """One resource whose devices are moved. moving: selects these devices. name: of the resource."""
+    """One resource whose devices are moved. moving: selects these devices. name: the resource's name."""
 
     endpoint: Endpoint
     inventory: Inventory
@@ -93,11 +93,11 @@ class MovedResource:
 
     @property
     def now(self) -> RegisterSnapshot:
-        """The register's current records."""
+        """The register's present records."""
         return self.register.store.snapshot
 
     def together(self, devices: Iterable[str]) -> Together:
-        """Return, for each device, the devices that must move together with it. The first of them leads."""
+        """Return, for each device, the devices that must move together with it, the leader of this group first."""
         together: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
             together[device] = self.register.listed.group(self.name, device)

@@ -1,6 +1,7 @@
-"""Moves the devices of one resource between the two sides of a live node.
+"""Moves the devices of one resource between the device plugin and DRA on a live node.
 
-Safety does not depend on this module: the ledger refuses an Allocate or a Prepare on the wrong side.
+Safety does not depend on this module: the ledger refuses an Allocate of a device on the DRA side, and a Prepare of a
+device on the plugin side.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _WAYS: Final = (State.TO_DRA.value, State.TO_PLUGIN.value)
 
 @dataclass(slots=True)
 class MoveStatistics:
-    """Statistics of a handover's moves, by direction. Counters only grow.
+    """Statistics of one resource's moves, by direction. Counters only grow.
 
-    Durations are seconds from begin to commit.
+    seconds: the sum of the durations from the begin to the commit of the finished moves.
     """
 
     begun: Counter[str] = field(default_factory=Counter)
@@ -43,11 +44,11 @@ class MoveStatistics:
 
 
 class Handover:
-    """Moves one resource's devices between the sides until the sides match the share.
+    """Moves one resource's devices between the device plugin and DRA until DRA has its share.
 
-    allocatable: shows the scheduler the number of devices; None to leave that to the kubelet. waiting: for each device,
-    the reason why its move waits. denied: UIDs of the pods that a kubelet restart would end, at the last check; "" for
-    a pod whose UID is not known yet.
+    allocatable: writes the number of devices that the scheduler counts; None: only the kubelet writes it. waiting: for
+    each device whose move waits, the reason. denied: UIDs of the pods that a kubelet restart would end, at the last
+    check; "" for a pod whose UID is not known yet.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Handover:
 
     @property
     def share(self) -> Share:
-        """The requested share."""
+        """The requested share of DRA."""
         return self._starter.share
 
     @property
@@ -75,16 +76,19 @@ class Handover:
         return self._starter.draining
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
-        """Request another share from now on. drain: how held devices leave; None for no change."""
+        """Request another share of DRA. drain: when held devices leave the device plugin; None: as before."""
         self._starter.ask(share, drain)
         self.wake()
 
     def wake(self) -> None:
-        """Do the next step soon."""
+        """Begin the next step now instead of after the pause."""
         self._wake.set()
 
     def look(self) -> None:
-        """Find the pods that a kubelet restart would end now, and log new ones."""
+        """Find the pods that a kubelet restart would end now.
+
+        Log a warning for each that the last check did not find.
+        """
         before = self.denied
         self.denied = denied_now(self._moved.now, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
@@ -93,7 +97,7 @@ class Handover:
             _LOG.warning(text, title, extra={"resource": self.resource, "pod": title})
 
     async def run(self) -> None:
-        """Move devices until cancelled."""
+        """Begin and end moves until cancelled."""
         backoff = Backoff(first=0.02, most=2.0)
         unsubscribe = self._moved.inventory.subscribe(lambda snapshot: self.wake())
         try:
@@ -117,10 +121,7 @@ class Handover:
             unsubscribe()
 
     def _pause(self, backoff: Backoff) -> float:
-        """Return the seconds until the next check of waiting moves.
-
-        The time is short while a claim waits for one of them.
-        """
+        """Return the seconds until the next check of moves: few while a claim waits for one of their devices."""
         pause = backoff.next()
         for of, _ in self._moved.register.waits.devices:
             if of == self.resource:
@@ -128,14 +129,14 @@ class Handover:
         return pause
 
     async def _step(self) -> tuple[bool, bool]:
-        """Do all steps that are possible now; return whether a move ended, and whether any move is in progress."""
+        """Do all steps that are possible now. Return whether to go on at once, and whether moves wait."""
         waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self.to_plugin.limited
         if await self._starter.begin(limited=limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
-        # Moves to the plugin side come first: they do not need the kubelet, which may take long to answer.
+        # Moves to the device plugin come first: they do not need the kubelet, which may take long to answer.
         before = self._moved.now
         if returned := await self.to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
@@ -155,7 +156,7 @@ class Handover:
         return bool(returned or arrived or limited > self.to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:
-        """Log new reasons why moves wait. Holders are logged at INFO; other reasons usually pass in a moment."""
+        """Log new reasons why moves wait: holders at INFO, other reasons, which usually pass in a moment, at DEBUG."""
         for name, what in waits.items():
             if self.waiting.get(name) == what:
                 continue
@@ -165,11 +166,11 @@ class Handover:
             _LOG.log(level, "the move of device %s waits for %s", name, what.text, extra=extra)
 
     def _committed(self, side: Side, devices: Sequence[str], before: RegisterSnapshot) -> None:
-        """Count and log the moves that ended."""
+        """Count and log the moves that ended. before: the register's records before their commit."""
         now, extra = time.time(), {"resource": self.resource}
         way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
         self.statistics.finished[way] += len(devices)
-        present = 0  # Records of missing devices are deleted soon.
+        present = 0  # Unplugged devices do not count: their records are deleted soon.
         for name in devices:
             self.statistics.seconds[way] += max(0.0, now - before.device(self.resource, name).since)
             if name in self._moved.inventory.snapshot.devices:

@@ -1,4 +1,4 @@
-"""Chooses the devices that move next, by pure functions over the register's snapshot."""
+"""Chooses the devices that move next, by pure functions over the register's records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dra_bridge.handover.share import Drain, Share
 def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], frozenset[DeviceKey]]:
     """Return the devices that pods or claims hold, and the devices that move to DRA because a claim needs them.
 
-    A device that a pod got during its move is only in the first set, because the claim waits for the pod.
+    If a pod got a device during the device's move, only the first set has the device, because the claim waits for the
+    pod.
     """
     held: set[DeviceKey] = set()
     expected: set[DeviceKey] = set()
@@ -32,9 +33,9 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Selects the devices that a handover moves: those published under one driver, and those without a driver.
+    """Selects the devices that one handover moves: those published under a driver, and those published under none.
 
-    leaving: only devices published under a driver that the resource no longer has.
+    leaving: select only the devices published under `driver`, a driver to which the resource no longer belongs.
     """
 
     driver: str = ""
@@ -49,7 +50,7 @@ class Moving:
         return moved
 
     def in_state(self, now: RegisterSnapshot, resource: str, state: State) -> tuple[str, ...]:
-        """Return the selected devices in a state."""
+        """Return the ids of a resource's selected devices in a state, sorted."""
         found: list[str] = []
         for name, record in self.of(now, resource).items():
             if record.state is state:
@@ -58,12 +59,12 @@ class Moving:
 
 
 ALL: Final = Moving()
-"""Selects all devices of a resource, of any driver."""
+"""Selects all devices of a resource that are published under no driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The moves to begin now. draining: devices that leave the plugin side once they are idle (drain: wait).
+    """The moves to begin now. draining: devices that leave the device plugin once they are idle (drain: wait).
 
     blocked: devices whose moves cannot begin, because a kubelet restart would then end pods.
     """
@@ -82,15 +83,15 @@ def plan(
     groups: Sequence[frozenset[str]] = (),
     expected: Collection[str] = frozenset(),
 ) -> Plan:
-    """Choose the devices that move, so that `share` devices are on the DRA side or on their way there.
+    """Choose the devices that move, so that `share` devices are on the DRA side or on their way to it.
 
-    Moves in progress continue if the share still needs them. Idle devices move before held ones, and held ones only
-    with `cordon`.
+    Moves in progress continue if the share still needs them. Idle devices move before held ones, and held ones only if
+    `drain` is "cordon".
 
-    states: of every device that counts; quarantined devices do not move. held: devices that a pod or a claim holds.
-    groups: devices that belong together (by links, a switch, a NUMA node); if possible, a whole group moves. expected:
-    devices that move to DRA for a claim. These moves are not reversed, because a retry of the claim must find its
-    device.
+    states: the state of every device that counts; quarantined devices do not move. held: devices that a pod or a claim
+    holds. groups: sets of devices that belong together (by links, a switch, a NUMA node); if possible, a whole group
+    moves. expected: devices that move to DRA for a claim. These moves are not reversed, because the claim's next
+    Prepare must find its device.
     """
     dra: list[str] = []
     leaving_dra: list[str] = []
@@ -125,11 +126,11 @@ def _choose(
     turning: State,
     states: Mapping[str, State],
 ) -> tuple[str, ...]:
-    """Choose `count` candidates that move to the side where the devices `there` already are.
+    """Choose `count` candidates to move to the side where the devices `there` already are.
 
-    Devices in the state `turning` come first: their moves reverse, and they have no holder on the other side. Among
-    them, devices with a holder on this side come before others. Then come whole groups: first groups of which a part
-    has moved, then groups that fit, idle ones before held ones.
+    Devices in the state `turning` come first: their moves are only reversed, and they have no holder on the other side.
+    Of these devices, those with a holder come first. Then come whole groups: first groups of which some devices have
+    already moved, then groups that fit into `count`, idle ones before held ones.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []
@@ -164,23 +165,23 @@ def _choose(
             )
             if best is None or price < best[0]:
                 best = price, idle, rest
-        assert best is not None  # Candidates are left, so there is a best one.
+        assert best is not None  # Fewer than `count` are chosen, so candidates are left.
         _, idle, rest = best
         chosen.extend((idle if idle and idle_names > len(idle) else rest)[:missing])
     return tuple(chosen)
 
 
 Together = Mapping[str, tuple[DeviceKey, ...]]
-"""For each device, the devices of its driver that must move together with it, itself included. The first one leads."""
+"""For each device, the devices of its driver that must move together with it, itself included, the leader first."""
 
 
 def leading(
     now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
-    """Return the devices that `plan` decides about: their states, the held ones, and the expected ones.
+    """Return the devices that `plan` chooses from: their states, those that are held, and those that are expected.
 
-    These are the devices that lead a group or have none. The other devices follow their leaders (`followers`). A leader
-    counts as held, or expected, if any device of its group is.
+    These are the leaders of groups, and the devices without a group. Other devices follow their leader (`followers`). A
+    leader counts as held, or expected, if any device of its group is held, or expected.
     """
     held, expected = held_and_expected(now)
     leaders: dict[str, State] = {}
@@ -195,16 +196,16 @@ def leading(
             in_use.add(name)
         if not expected.isdisjoint(members):
             awaited.add(name)
-            # This device has arrived before other devices that the claim waits for, so it counts as moving.
+            # This leader has reached DRA before other devices that the claim waits for, so it counts as moving.
             if state is State.DRA:
                 leaders[name] = State.TO_DRA
     return leaders, frozenset(in_use), frozenset(awaited)
 
 
 class FollowingMove(NamedTuple):
-    """The move of a device that follows its group.
+    """The move of a device that must move together with others.
 
-    for_claim: whether the group moves to DRA because a claim needs it.
+    for_claim: whether the devices move to DRA because a claim needs one of them.
     """
 
     device: str
@@ -214,9 +215,9 @@ class FollowingMove(NamedTuple):
 
 
 def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together) -> list[FollowingMove]:
-    """Return the moves of the devices that follow others of their group.
+    """Return the moves to begin so that devices follow their groups.
 
-    A device follows the leader of its group. If one of them moves to DRA for a claim, all do.
+    A device moves to the side of its group's leader. If one device of a group moves to DRA for a claim, all devices do.
     """
     _, expected = held_and_expected(now)
     moves: list[FollowingMove] = []
@@ -236,7 +237,7 @@ def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], toge
 
 
 def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
-    """Return groups of devices that belong together: by their closest links, else by NUMA node."""
+    """Return groups of devices that belong together: those with the closest links, else those of one NUMA node."""
     if links and (linked := link_groups(devices, links)):
         return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}
@@ -247,10 +248,10 @@ def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float])
 
 
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
-    """Return the groups of devices that the closest links connect.
+    """Return the groups of devices that the closest links connect, of the closest level that makes several groups.
 
-    The result is () if the links form a single group, or connect nothing. links: as of a source; a higher number is
-    closer.
+    The result is () if no level makes several groups. links: a score for each pair of devices, as a source returns
+    them; a higher score is closer.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
     for level in sorted(set(pairs.values()), reverse=True):

@@ -1,4 +1,4 @@
-"""The share: how many devices of a resource should be on the DRA side."""
+"""The share: how many devices of a resource should be served by DRA, not by the device plugin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 Drain = Literal["cordon", "wait"]
-"""When held devices leave the plugin side: at once (cordon), or when they are idle (wait; new pods avoid them until
-then)."""
+"""When held devices leave the device plugin. cordon: at once, so that no new pod gets them. wait: when they are idle;
+until then, new pods get other devices if possible."""
 
 
 class ShareError(ValueError):
@@ -19,9 +19,9 @@ class ShareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The number of a node's devices that should be on the DRA side: a count, or a fraction of all (0 to 1).
+    """How many of a node's devices of a resource DRA should serve: a count, or a fraction of all (0 to 1).
 
-    forced: devices move even if a kubelet restart would then end pods (`dra_bridge.handover.admission`).
+    forced: whether devices move even if a kubelet restart would then end pods (`dra_bridge.handover.admission`).
     """
 
     count: int | None = None
@@ -29,9 +29,9 @@ class Share:
     forced: bool = False
 
     def of(self, total: int) -> int:
-        """Return the number of devices, of `total`, that the share stands for.
+        """Return how many of `total` devices the share stands for.
 
-        Fractions are rounded to the nearest, halves up.
+        A fraction is rounded to the nearest number of devices, halves up.
         """
         if self.count is not None:
             return min(self.count, total)
@@ -48,7 +48,7 @@ _FORCED: Final = " force"
 
 
 def parse_requested(text: str) -> Share:
-    """Parse the share in a Node's annotation: a share, or a share followed by the word force. Raises ShareError."""
+    """Parse the share in a Node's annotation, which may end with the word force. Raises ShareError."""
     share = parse_share(text.removesuffix(_FORCED))
     return replace(share, forced=text.endswith(_FORCED))
 

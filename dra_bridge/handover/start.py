@@ -1,4 +1,4 @@
-"""Begins the moves that the share requires, after the scheduler has seen the new number of devices."""
+"""Begins the moves that the share requires, after the scheduler has learned the lower number of devices."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BLOCKED: Final = MoveWait(
 
 @dataclass(slots=True, eq=False)
 class MoveStarter:
-    """Begins moves of one resource's devices, so that the sides match the share.
+    """Begins moves of one resource's devices, so that DRA gets its share.
 
-    allocatable: see `Handover`. draining: devices that are to leave the plugin side; new pods should get other devices
-    if possible. blocked: for each device whose move cannot begin, the reason. begun: number of moves that have begun,
-    by direction.
+    allocatable: see `Handover`. draining: devices that are to leave the device plugin; new pods should get other
+    devices if possible. blocked: for each device whose move cannot begin, the reason. begun: number of moves that have
+    begun, by direction.
     """
 
     moved: MovedResource
@@ -45,7 +45,7 @@ class MoveStarter:
     begun: Counter[str] = field(default_factory=Counter)
 
     def ask(self, share: Share, drain: Drain | None) -> None:
-        """Request another share from now on. drain: how held devices leave; None for no change."""
+        """Request another share of DRA. drain: when held devices leave the device plugin; None: as before."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
             text = "the requested share of claims is %s (before: %s)"
@@ -53,16 +53,17 @@ class MoveStarter:
             self.share, self.drain = share, drain
 
     async def begin(self, *, limited: bool) -> bool:
-        """Begin the moves that the share requires, once the scheduler knows the new number; return whether any began.
+        """Begin the moves that the share requires. Return whether any began.
 
-        limited: see `MovesToPlugin`.
+        Before devices leave the device plugin, the Node's number of allocatable devices is lowered. limited: see
+        `MovesToPlugin`.
         """
         while True:
             states = self._listed()
             together = self.moved.together(states)
             wanted = self._planned(states, together, limited=limited)
             if not (wanted.to_dra and await self._announced(wanted.to_dra, together)):
-                break  # Otherwise pods may have got other devices meanwhile.
+                break  # After a wait, choose again: pods may have got other devices meanwhile.
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
         self.draining = self._followed(wanted.draining, together)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
@@ -80,7 +81,7 @@ class MoveStarter:
         return bool(wanted.to_dra or wanted.to_plugin or following)
 
     def _listed(self) -> dict[str, State]:
-        """Return the states of the devices that count for the share."""
+        """Return the states of the devices that count for the share: those that are plugged in."""
         listed = self.moved.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moved.moving.of(self.moved.now, self.moved.name).items():
@@ -89,13 +90,13 @@ class MoveStarter:
         return states
 
     def kept(self) -> frozenset[str]:
-        """Return the devices that would begin to move to DRA now if `MovesToPlugin.limited` were False."""
+        """Return the devices that would now begin to move to DRA if `MovesToPlugin.limited` were False."""
         states = self._listed()
         together = self.moved.together(states)
         return self._followed(self._planned(states, together, limited=False).to_dra, together)
 
     def _planned(self, states: Mapping[str, State], together: Together, *, limited: bool) -> Plan:
-        """Return the moves that the share requires, without those after which a kubelet restart would end a pod.
+        """Return the moves that the share requires, except moves after which a kubelet restart would end a pod.
 
         limited: see `MovesToPlugin`.
         """
@@ -113,15 +114,15 @@ class MoveStarter:
             waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
-                # No device arrives on the plugin side before the pods that DRA serves by limits have ended. While the
-                # slices offer nothing, no new such pods come. Then the moves of devices that the share leaves to claims
-                # reverse.
+                # The device plugin gets no device back before all pods that DRA serves by limits have ended. While no
+                # slice offers a device, no such pod can start. Then the moves of devices that the share assigns to DRA
+                # are reversed.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):
             return wanted
         chosen: list[str] = []
-        # A device that a pod holds is not withdrawn now. It leaves when it is idle.
+        # A device that a pod holds is not withdrawn now. It leaves the device plugin when it is idle.
         for name in plan(leaders, held, self.share, "wait", linked, expected).to_dra:
             if self._may_leave(now, [*chosen, name], together):
                 chosen.append(name)
@@ -129,7 +130,7 @@ class MoveStarter:
         return Plan(tuple(chosen), (), rest, rest)
 
     def _may_leave(self, now: RegisterSnapshot, leaders: Iterable[str], together: Together) -> bool:
-        """Return whether these devices and those that move with them may leave for DRA together, of each resource."""
+        """Return whether these leaders and their groups may move to DRA at once, by `may_leave` for each resource."""
         leaving: dict[str, set[str]] = {}
         for leader in leaders:
             for of, name in together[leader]:
@@ -145,7 +146,7 @@ class MoveStarter:
         return True
 
     def _followed(self, leaders: Iterable[str], together: Together) -> frozenset[str]:
-        """Return the listed devices among these and among those of this resource that move with them."""
+        """Return those of this resource's plugged-in devices that are leaders here or must move together with one."""
         followed: set[str] = set()
         for leader in leaders:
             for of, name in together[leader]:
@@ -154,7 +155,7 @@ class MoveStarter:
         return frozenset(followed)
 
     async def _announced(self, leaving: Collection[str], together: Together) -> bool:
-        """Show the scheduler how many devices stay on the plugin side. Return whether the agent had to wait for it."""
+        """Lower the Node's number of allocatable devices by the leaving ones. Return whether the agent had to wait."""
         if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
         staying = set(healthy)
@@ -162,7 +163,7 @@ class MoveStarter:
             staying.difference_update(self.moved.endpoint.ids.ids_of(name))
         if len(staying) == len(healthy):
             return False
-        self.draining |= self._followed(leaving, together)  # Until then, new pods should get other devices.
+        self.draining |= self._followed(leaving, together)  # Until the move begins, new pods should get other devices.
         return await self.allocatable.lower(self.moved.name, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str, *, for_claim: bool) -> None:
