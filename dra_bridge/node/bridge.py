@@ -1,4 +1,4 @@
-"""Builds, runs and ends both sides of one node: the plugin agent, and a runtime for each DRA driver."""
+"""Builds, runs and ends the agent of a node: its device plugin side, and a runtime for each DRA driver."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 STANDBY: Final = 2.0
-"""Seconds after which the agent logs a warning that another agent has the ledger."""
+"""Seconds of waiting for the ledger, after which the agent logs a warning that another agent has it open."""
 
 
 class Bridge(ClaimSide):
-    """The agent with both sides.
+    """The agent of a node that serves resources by a device plugin and by DRA.
 
-    sources: one for each resource; resources whose source names a driver have both sides. policies: by resource; the
-    default is the plugin side alone. grace: seconds that the kubelet has to admit bound pods before devices are
-    withdrawn. vendors, period: see `Agent`. agent: the plugin side, and the objects that both sides use. drivers: the
-    DRA side, by driver. A driver stays even if no resource names it any more, because it has claims to unprepare.
+    sources: one for each resource; DRA can serve resources whose source names a driver. policies: by resource; by
+    default, the device plugin has all devices. grace: seconds that the kubelet has to admit pods that are bound
+    already, before devices are withdrawn from the device plugin. vendors, period: see `Agent`. agent: the device plugin
+    side, and the objects that it shares with the DRA side. drivers: the DRA side, by driver. A driver stays even if no
+    resource names it any more, because it has claims to unprepare.
     """
 
     serves_claims = True
@@ -68,7 +69,7 @@ class Bridge(ClaimSide):
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._parents: dict[str, str] = {}
-        """For each resource that a source has brought along, the resource of that source."""
+        """For each resource that a source has added (`child_sources`), the resource of this source."""
         self._group: asyncio.TaskGroup | None = None
         self.tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
@@ -99,18 +100,18 @@ class Bridge(ClaimSide):
 
     @property
     def ledger_path(self) -> Path:
-        """The path of the ledger. It does not depend on the config."""
+        """The path of the ledger. The path does not depend on the config."""
         return self.node.directory / "register.db"
 
-    # The agent calls the methods from here on.
+    # The agent calls `draining`, `brought`, `contested` and `end`, see `ClaimSide`.
 
     def draining(self, resource: str) -> Collection[str]:
-        """Return the devices that are to leave for the other side. New pods should get other devices if possible."""
+        """Return the devices that are to leave the device plugin. New pods should get other devices if possible."""
         serving = (runtime.resources[resource] for runtime in self.drivers.values() if resource in runtime.resources)
         return frozenset().union(*(runtime.handover.draining for runtime in serving))
 
     async def run(self) -> None:
-        """Serve both sides until `agent.stop`, then drain and clean up. The slices stay.
+        """Serve pods and claims until `agent.stop`, then let running calls complete and clean up. The slices stay.
 
         Raises AgentError if a resource cannot be served on this node at all.
         """
@@ -141,8 +142,8 @@ class Bridge(ClaimSide):
     ) -> None:
         """Serve these sources from now on, under these policies. `unchanged` resources keep their present sources.
 
-        Holders keep their devices. If the driver of a device changes, the device first leaves the former driver's
-        slices.
+        Pods and claims keep their devices. If a resource names another driver, its devices first leave the slices of
+        the former driver.
         """
         await self.agent.begun.wait()
         self._policies = dict(policies)
@@ -155,7 +156,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _opened(self) -> bool:
-        """Open the ledger and begin to serve. Return False if the agent is stopped before that is done."""
+        """Open the ledger and begin to serve. Return False if the agent is stopped before it has begun."""
         stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
         try:
             await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,18 +177,16 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record the claims that files name and the ledger lacks.
+        """Record the claims that claim files name and the ledger lacks. Then serve the drivers of all claims.
 
-        Then serve the drivers of all claims, former ones too.
-
-        A file counts if this agent wrote it, or if a resource names the file's driver, because the kubelet then asks
-        this agent to unprepare the claim. Other files belong to another agent on the node. Raises AgentError if the
-        claims cannot be recorded.
+        Drivers that no resource names any more are served, too. A file counts if this agent wrote it, or if a resource
+        names the file's driver, because the kubelet then asks this agent to unprepare the claim. Other files belong to
+        another agent on the node. Raises AgentError if the claims cannot be recorded.
         """
         assert self._ledger is not None
         ours = {service.source.driver for service in self.agent.services.values()}
         try:
-            # The claims of served drivers were recorded before.
+            # Files of drivers in `self.drivers` are not read: their claims were recorded when the drivers were added.
             looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
             all_files = await looks.at("evidence", claim_files.read_all, directory, frozenset(self.drivers))
             files = [file for file in all_files if file.agent == self.agent_name or file.driver in ours]
@@ -203,7 +202,10 @@ class Bridge(ClaimSide):
             self._driver(driver, self._ledger)
 
     def _driver(self, name: str, ledger: AsyncLedger) -> DriverRuntime:
-        """Return the runtime of a driver. A former driver has one as well, because it has claims to unprepare."""
+        """Return the runtime of a driver, made if necessary.
+
+        A driver without resources may have claims to unprepare.
+        """
         if name not in self.drivers:
             runtime = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
             self.agent.scanner.observers.append(runtime)
@@ -212,7 +214,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Serve a resource's devices by the driver that it names. First the devices leave other drivers."""
+        """Serve a resource's devices by the driver that its source names, once they have left other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -228,16 +230,16 @@ class Bridge(ClaimSide):
         service.endpoint.refresh()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Serve a resource that a source has brought along, on both sides and under the policy of that source.
+        """Serve a resource that another source has added (`child_sources`), under the policy of this source.
 
-        parent: the resource of that source. "" stands for a resource that is passed through; its devices leave their
-        driver.
+        parent: the resource of this source. "" stands for a resource of a vendor's plugin that no config names: its
+        devices leave their driver.
         """
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """Handle that a plugin has registered a resource with the kubelet directly and so bypasses this agent."""
+        """React to a plugin that has registered a resource with the kubelet, and so bypasses this agent."""
         for runtime in self.drivers.values():  # This includes drivers that the config no longer names.
             runtime.contested(resource, reason)
 
@@ -250,7 +252,7 @@ class Bridge(ClaimSide):
         return self._policies.get(resource) or self._policies.get(parent) or HandoverPolicy()
 
     def _left(self, resource: str) -> None:
-        """Continue after devices of a resource have left a driver."""
+        """Let other drivers and the device plugin have the devices of a resource that have left a driver."""
         for runtime in self.drivers.values():
             if resource in runtime.resources:
                 runtime.resources[resource].handover.wake()
@@ -263,15 +265,15 @@ class Bridge(ClaimSide):
         self.agent.fail("the ledger was lost while it was in use")
 
     async def _end_with_cdi_directory(self) -> None:
-        """End the agent once the directory of CDI specs was deleted.
+        """End the agent once the directory of CDI specs was deleted on the host.
 
-        This mount would keep showing the deleted directory.
+        The agent's mount still shows the deleted directory, so no file can be written in it.
         """
         looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
         deleted = False
         while not deleted:
             await asyncio.sleep(CHECK)
-            # After a timeout it is not known whether the directory was deleted.
+            # If the read times out, it is not known whether the directory was deleted, so read again.
             with contextlib.suppress(LookTimeoutError):
                 deleted = await looks.at("claim file", cdi_files.is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
@@ -279,7 +281,7 @@ class Bridge(ClaimSide):
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
-        """Open the ledger once no other agent has it."""
+        """Open the ledger, after waiting until no other agent has it open. Raises AgentError."""
         path = self.ledger_path
         copy = copies.path(self.node.drivers.cdi_directory, self.agent_name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
@@ -303,5 +305,5 @@ class Bridge(ClaimSide):
             runtime.read_share(self._watch.annotations, self._watch.uid)
 
     async def end(self) -> None:
-        """Accept no more claims. Another agent may serve the devices once the plugin side has ended."""
+        """Accept no more claims. Another agent may serve the devices once the device plugin side has ended, too."""
         await asyncio.gather(*(runtime.end_claims() for runtime in self.drivers.values()), return_exceptions=True)

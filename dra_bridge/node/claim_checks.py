@@ -29,19 +29,21 @@ from dra_bridge.node.resource import ResourceRuntime
 _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
-"""Seconds between two checks whether prepared claims have ended. The API server is asked only about likely ones."""
+"""Seconds between two checks whether prepared claims have ended. A check reads only claims that have probably ended
+from the API server."""
 
 _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
-"""The offset of this process's checks from multiples of RECONCILE. All drivers check together and share the evidence.
+"""The offset of this process's checks from multiples of `RECONCILE`. It is random, so that nodes do not check together.
+All drivers of the process have the same offset, so that they share the evidence.
 """
 
 NOTICE: Final = 1.0
-"""Seconds between two looks at the pods of prepared claims."""
+"""Seconds between two readings of the processes of pods with prepared claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimChecks:
-    """Unprepares unused claims of one driver, and restores missing CDI files."""
+    """Unprepares the claims of one driver that no pod uses any more, and restores missing CDI files."""
 
     driver: Driver
     pods: ClaimPods
@@ -49,11 +51,11 @@ class ClaimChecks:
     lists: ClaimLists
 
     async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
-        """Reconcile at once and then regularly, until cancelled."""
+        """Reconcile the claims at once and then every `RECONCILE` seconds or earlier, until cancelled."""
         backoff = Backoff(first=1.0, most=60.0)
         ending = Backoff(first=1.0, most=RECONCILE)
         while True:
-            # CDI files are evidence. They must not be removed before the ledger has their content.
+            # CDI files are evidence. They must not be removed before the ledger has recorded what they state.
             waits = [runtime.reconciled for runtime in resources.values() if not runtime.reconciled.is_set()]
             try:
                 await self.reconcile(sweep=not waits)
@@ -73,7 +75,8 @@ class ClaimChecks:
     async def _pause(self, ending: Backoff) -> None:
         """Wait until the next reconciliation is due, or until a claim may end with the processes of its pods.
 
-        Meanwhile pods that begin to run with a claim are recorded. So an Unprepare need not ask the kubelet for them.
+        Meanwhile, record the pods that begin to run with a claim, so that an Unprepare need not ask the kubelet for
+        pods.
         """
         begun = time.monotonic() - _PHASE
         until = _PHASE + (begun // RECONCILE + 1) * RECONCILE
@@ -90,15 +93,16 @@ class ClaimChecks:
             ending.reset()
             since = time.time() - RECONCILE
             if awaited or any(claim.since > since and not claim.pods <= self.pods.recorded for claim in claims):
-                # The next reconciliation logs the error.
+                # An error is not logged here, because the next reconciliation logs it.
                 with contextlib.suppress(ClaimStateError, LedgerError, OSError):
                     await self.pods.running()
             await asyncio.sleep(min(rest, PROMPT if awaited else NOTICE))
 
     async def reconcile(self, *, sweep: bool) -> None:
-        """Reconcile once. sweep: whether to remove CDI files of claims that the ledger does not know.
+        """Reconcile the driver's claims once.
 
-        Raises ClaimStateError if the kubelet's claim state cannot be read. No claim is ended then.
+        sweep: whether to remove CDI files of claims that the ledger does not know. Raises ClaimStateError if the
+        kubelet's claim state cannot be read. Then no claim is unprepared.
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())
@@ -109,7 +113,7 @@ class ClaimChecks:
     async def _name_from_server(
         self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
-        """Add names to claims of which only CDI files are known. Unprepare those that have ended and do not exist."""
+        """Add namespace and name to claims that are known only by CDI files. Unprepare those that no longer exist."""
         records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:

@@ -1,4 +1,4 @@
-"""Lists all claims of the cluster, for all drivers and waiting devices of a node together."""
+"""Lists all claims of the cluster, once for all drivers and all waiting devices of a node."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from dra_bridge.kube import (
 Visit = Callable[[ListedClaim], None]
 
 DEADLINE: Final = 240.0
-"""Seconds that one list may take. etcd keeps the revision of its first page for at least 300 s (kube-apiserver
-compacts)."""
+"""Seconds that one list may take. etcd keeps the revision of the list's first page for at least 300 s (kube-apiserver
+compacts), so later pages can still be read."""
 REST: Final = 1.0
-"""Seconds of rest after a list, for each second that the list took, because a list costs as much as all claims."""
+"""Seconds of rest after a list, for each second that the list took, because a list transfers all claims."""
 LONGEST_REST: Final = 60.0
 
 
 @dataclass(slots=True)
 class ClaimListStatistics:
-    """Statistics of the lists of claims. Counters only grow. durations: includes failed lists."""
+    """Statistics of the lists of claims. Counters only grow. durations: of failed lists, too. bytes: of all pages."""
 
     durations: Durations = field(default_factory=Durations)
     bytes: int = 0
@@ -45,14 +45,14 @@ class ClaimListStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ListBegun:
-    """A complete list of claims. at: when its first request was sent (monotonic seconds)."""
+    """The result of a complete list of claims. at: when its first request was sent (monotonic seconds)."""
 
     at: float
 
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """The next list, which has not begun yet. visits: functions to call with each of its claims."""
+    """The list that begins next. visits: functions that will be called with each claim of the list."""
 
     reading: asyncio.Task[ListBegun | ClusterError]
     visits: list[Visit] = field(default_factory=list)
@@ -60,11 +60,11 @@ class _Next:
 
 @dataclass(slots=True, eq=False)
 class ClaimLists:
-    """Reads consistent lists of all claims, one at a time. It keeps no page after the callers have visited it.
+    """Reads consistent lists of all claims, one at a time. No page of a list is kept after the callers have visited it.
 
-    backoff: the waits after failures. _next: the list that has not begun yet. All calls share it until it begins; later
-    calls need a later list. _due: when the next list may begin (monotonic seconds). _failure: the error of the last
-    list, if it failed. failing: the lasting failure of the lists.
+    backoff: the waits after failures. failing: the failure that has repeated since its first try. _next: the list that
+    has not begun yet. All callers share this list until it begins; later callers need a later list. _due: when the next
+    list may begin (monotonic seconds). _failure: the error of the last list, None if the list succeeded.
     """
 
     cluster: Cluster
@@ -80,8 +80,8 @@ class ClaimLists:
     async def read(self, visit: Visit) -> ListBegun:
         """Call `visit` with each claim of a list that begins after this call.
 
-        The visited claims count only if this method returns. Raises ClusterError; for some time after a failure it
-        raises at once.
+        The visited claims may be used only if this method returns. Raises ClusterError if the list fails; while the
+        reader waits after a failure, the method raises the last error at once.
         """
         if self._failure is not None and time.monotonic() < self._due:
             raise self._failure.with_traceback(None)

@@ -1,4 +1,4 @@
-"""Which pods run on the node, and which claims of a driver they use."""
+"""Finds which pods run on the node, and which claims of a driver these pods use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dra_bridge.ledger.worker import AsyncLedger
 
 
 class PodsAndClaims:
-    """Reads the running pods, and then the claims that the kubelet has prepared, once for all drivers that ask.
+    """Reads the running pods, then the kubelet's claim state. Simultaneous calls of all drivers share one read.
 
-    kubelet_root: the directory of the kubelet's claim state.
+    kubelet_root: the directory with the kubelet's claim state.
     """
 
     def __init__(self, tracker: HolderTracker, kubelet_root: Path) -> None:
@@ -30,18 +30,18 @@ class PodsAndClaims:
         self.read: Final = SharedCall(self._read)
 
     async def _read(self) -> tuple[frozenset[str], Sequence[PreparedClaim]]:
-        """Raises ClaimStateError if the claim state cannot be read, OSError if cgroups can no longer be read."""
+        """Raises ClaimStateError if the claim state cannot be read, OSError if the cgroups can no longer be read."""
         pods, root = self._tracker.pods, self._kubelet_root
         return await self._tracker.looks.at("claim state", lambda: (pods.running(), claim_state.read(root)), brief=True)
 
 
 @dataclass(slots=True, eq=False)
 class ClaimPods:
-    """Records in the ledger which pods use the claims of one driver, before the kubelet forgets it.
+    """Records in the ledger which pods use the claims of one driver, before the kubelet forgets these pods.
 
     tracker: finds the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files:
-    writes the file of a claim again after the ledger has new facts about it. recorded: UIDs of running pods of which
-    the ledger has all claims of this driver. last: the last answer of `running`.
+    writes a claim's own file again after the ledger has got new facts about the claim. recorded: UIDs of running pods
+    of which the ledger has all claims of this driver. last: the last result of `running`.
     """
 
     driver: str
@@ -57,13 +57,13 @@ class ClaimPods:
         self._running = SharedCall(self._read)
 
     async def running(self) -> RunningPods:
-        """Record in the ledger which pods use which claims; return the pods whose processes run.
+        """Record in the ledger which pods use which claims. Return the pods whose processes run.
 
-        The evidence is read after the call. Simultaneous calls share it.
+        The pods and the claim state are read after the call has begun. Simultaneous calls share one read.
 
-        The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
-        pod on two conditions: the pod's processes ran before the file was read, since its claims are in the file by
-        then; and the kubelet counts the pod as active after that.
+        The kubelet drops a pod that was deleted by force from the claim state. So the claim state surely names all
+        claims of a pod only on two conditions: the pod's processes ran before the claim state was read, since its
+        claims are in the claim state by then; and the kubelet counts the pod as active after the read.
 
         Raises ClaimStateError if the kubelet's claim state cannot be read, LedgerError if the pods cannot be recorded,
         OSError if cgroups were visible before and cannot be read now.
@@ -86,11 +86,11 @@ class ClaimPods:
             unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
         before, self.last = self.last, RunningPods(running, unlisted)
         if self.last != before:
-            self.ledger.changes.note()  # Claims may wait for the end of these pods.
+            self.ledger.changes.note()  # This wakes Prepares that wait for the end of these pods.
         return self.last
 
     async def record(self) -> list[PreparedClaim]:
-        """Record new pods of prepared claims, and names of claims that CDI files lack.
+        """Record the pods that use prepared claims, and the names of claims that are known only by CDI files.
 
         Return this driver's claims in the kubelet's claim state.
         """

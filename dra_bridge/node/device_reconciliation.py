@@ -1,4 +1,4 @@
-"""Reads the evidence about devices, and has the ledger reconcile it before the agent offers any of them."""
+"""Reads the evidence about devices, and reconciles the ledger with it before the agent offers any device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dra_bridge.node.slice_feed import decide_names
 _LOG: Final = logging.getLogger(__name__)
 
 RESOLVE: Final = 30.0
-"""Seconds between two checks whether a quarantined device can leave quarantine."""
+"""Seconds until the first check whether quarantined devices can leave quarantine, later up to ten times as many."""
 
 _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClaimStateError, EvidenceSource.CLAIM_STATE),
@@ -39,20 +39,20 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClusterError, EvidenceSource.API_SERVER),
     (TimeoutError, EvidenceSource.API_SERVER),
 )
-"""For each error, the source of evidence that it concerns. Scans count the other sources."""
+"""For each type of error, the source of evidence that cannot be read. Scans report the other sources themselves."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
-"""Errors that mean that the evidence cannot be read now."""
+"""Errors which mean that some evidence about devices cannot be read now."""
 
 
 def sources_of(error: Exception) -> list[EvidenceSource]:
-    """Return the source of evidence that could not be read, if the error shows it."""
+    """Return the source of evidence that an error concerns, as a list; [] if the error's type does not show it."""
     return [source for kind, source in _SOURCES if isinstance(error, kind)][:1]
 
 
 @dataclass(eq=False)
 class EvidenceReader:
-    """Reads the holders of one driver's devices, from all sources of evidence but the ledger."""
+    """Reads the holders of one driver's devices from all sources of evidence except the ledger."""
 
     driver: Driver
     agent: Agent
@@ -70,13 +70,13 @@ class EvidenceReader:
 
     @property
     def scan_problem(self) -> str:
-        """Why the last scan could not read the holders of devices; "" if it could."""
+        """The reason why the last scan could not read the holders of devices; "" if it could."""
         return self.agent.tracker.snapshot.problem
 
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
-        """Read the holders of these devices of a resource.
+        """Return the evidence about the holders of these devices of a resource.
 
-        Raises one of `EVIDENCE_ERRORS`; among them CheckpointError if this agent answered an Allocate meanwhile.
+        Raises one of `EVIDENCE_ERRORS`, for example CheckpointError if this agent answered an Allocate during the read.
         """
         if why := self.agent.claims.lost():
             raise CdiError(why)
@@ -90,12 +90,13 @@ class EvidenceReader:
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
         evident = await self.driver.files.reading.at("evidence", self.driver.claim_evidence, prepared, resource)
-        # A claim counts even if its published names stand for none of these devices now, because its file identifies
-        # its devices.
+        # A claim counts even if its published names stand for none of these devices now, because its own file may
+        # identify its devices.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
         recorded = self.agent.register.snapshot.of(resource)
         if any(name not in recorded or recorded[name].state is State.QUARANTINED for name in devices):
-            # Allocations count, too: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
+            # Allocations count as well: the device of a claim that the kubelet has not prepared yet stays on the DRA
+            # side.
             _, listed = await self._list()
             uids = {claim.uid for claim in claims}
             for claim in listed:
@@ -107,18 +108,15 @@ class EvidenceReader:
         return Evidence(mine, tuple(claims), current=now.current)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
-        """Return whether the ledger has the whole claim.
+        """Return whether the ledger has all devices of the claim.
 
-        From evidence alone, it learns the claim's resources one by one.
+        A claim that the ledger knows only from evidence may lack devices: its resources are recorded one after another.
         """
         record = self.driver.records.get(claim.uid)
         return record is not None and (record.result is not None or not record.durable)
 
     async def _list(self) -> tuple[float, list[ListedClaim]]:
-        """List all claims consistently.
-
-        Return when the list began, and the claims with devices of the driver on this node.
-        """
+        """List all claims. Return when the list began, and the claims with devices of the driver on this node."""
         found: list[ListedClaim] = []
 
         def visit(claim: ListedClaim) -> None:
@@ -131,9 +129,9 @@ class EvidenceReader:
         return (result.driver, result.pool) == (self.driver.name, self.driver.pool) and not result.admin
 
     def _allocated(self, claim: ListedClaim) -> set[DeviceKey]:
-        """Return (resource, device) of this node for each device that a claim holds by its allocation.
+        """Return the (resource, device) of each device of this node that a claim's allocation names.
 
-        Devices with administrative access are left out.
+        Devices to which the claim has only administrative access are left out.
         """
         devices = self.driver.devices.by_name
         return {
@@ -143,14 +141,17 @@ class EvidenceReader:
         }
 
     async def allocated(self) -> Allocated:
-        """List all claims consistently. Return the devices of this node that are allocated."""
+        """Read one consistent list of all claims.
+
+        Return the devices of this node that are allocated, and their claims.
+        """
         at, listed = await self._list()
         named = [(claim, self._allocated(claim)) for claim in listed]
         claims = {key: claim.title for claim, keys in named for key in keys}
         return Allocated(at, claims, frozenset().union(*(keys for claim, keys in named if claim.for_limits)))
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
-        """Read one claim, by namespace/name; return whether its allocation names the device of this node.
+        """Read one claim, by namespace/name. Return whether its allocation names this device of this node.
 
         device: None for any device of the resource.
         """
@@ -163,28 +164,28 @@ class EvidenceReader:
 
 
 class ReconciledDriver(Protocol):
-    """The listener to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+    """The object that reacts to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
-        """Handle that published names of devices were decided."""
+        """React to the decision about the published names of devices."""
 
     def changed(self) -> None:
-        """Handle that holders or sides changed in the ledger."""
+        """React to changes of devices' holders or sides in the ledger."""
 
     def quarantined(self, resource: str, device: str) -> None:
-        """Handle that a device was quarantined."""
+        """React to the quarantine of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReconciler:
-    """Reconciles the devices of one driver."""
+    """Reconciles the ledger's records of one driver's devices with the evidence about their holders."""
 
     context: DriverContext
     evidence: EvidenceReader
     runtime: ReconciledDriver
 
     async def keep(self, served: ResourceRuntime) -> None:
-        """Reconcile the devices of a resource whenever its devices change, until cancelled."""
+        """Reconcile the devices of a resource after each change of its inventory, until cancelled."""
         resource = served.service.resource
         while True:
             served.changed.clear()
@@ -195,15 +196,15 @@ class DeviceReconciler:
             await served.changed.wait()
 
     def forget_unlisted(self, served: ResourceRuntime) -> None:
-        """Mark unplugged devices to be reconciled again when they come back, because they may have holders then."""
+        """Mark a resource's unplugged devices as not reconciled: they may have other holders when they come back."""
         resource, listed = served.service.resource, served.listed.devices
         gone = {key for key in self.context.evidence.reconciled if key[0] == resource and key[1] not in listed}
         self.context.evidence.reconciled.difference_update(gone)
 
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
-        """Reconcile devices until none is left.
+        """Reconcile the devices of a resource until all are reconciled.
 
-        At each start this means all, as the ledger may have lost its last records.
+        After each start these are all devices, because the ledger may have lost its last records.
         """
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
@@ -232,15 +233,15 @@ class DeviceReconciler:
                     continue
             self.context.evidence.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
-            # Shortly after the start, the kubelet does not listen yet.
+            # Shortly after the start, the kubelet may not have opened the list of devices yet, so do not warn at once.
             if text not in logged and tries > 3:
-                logged.add(text)  # Two messages may alternate. Each is logged once.
+                logged.add(text)  # If two messages alternate, each of them is logged only once.
                 where = {"resource": resource, "device": ", ".join(sorted(reasons))}
                 _LOG.warning("devices are withheld because their holders are not known: %s", text, extra=where)
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
-        """Have the ledger reconcile the evidence about these devices; return those that stay uncertain.
+        """Reconcile the ledger with the evidence about these devices. Return the devices whose holders stay uncertain.
 
         Raises one of `EVIDENCE_ERRORS` if the evidence cannot be read now.
         """
@@ -269,8 +270,8 @@ class DeviceReconciler:
         return done.uncertain
 
     async def keep_resolving(self) -> None:
-        """Reconcile quarantined devices regularly, until cancelled."""
-        # Each try lists all claims. So while a device stays quarantined, the tries become rarer.
+        """Try to reconcile quarantined devices regularly, until cancelled."""
+        # Each try lists all claims of the cluster, so the delays grow while a device stays quarantined.
         backoff = Backoff(first=RESOLVE, most=10 * RESOLVE)
         while True:
             await asyncio.sleep(backoff.next())
@@ -279,7 +280,7 @@ class DeviceReconciler:
                 backoff.reset()
 
     async def resolve(self) -> None:
-        """Reconcile quarantined devices, because the evidence about them may agree by now."""
+        """Try once to reconcile quarantined devices, because the evidence about them may be consistent by now."""
         for resource, served in tuple(self.context.resources.items()):
             records = self.context.ledger.snapshot.of(resource)
             names = [

@@ -1,4 +1,4 @@
-"""Runs one DRA driver on this node: its devices on both sides, its slices, and the moves between the sides."""
+"""Runs one DRA driver on this node: its devices, its slices, and the moves of devices to and from the device plugin."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from dra_bridge.slices.foreign import ForeignKind
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
-"""Seconds between a change of claims and the notice to the other objects. Pods that start together cause one notice."""
+"""Seconds from a change of claims to the notification of other objects. Pods that start together cause only one."""
 ALARMS: Final = 600.0
-"""Seconds between two Events about the same kind of foreign writes into the pool."""
+"""Seconds between two Events about the same kind of writes by other programs into the driver's pool."""
 
 
 class DriverRuntime:
-    """Builds and runs the objects of one DRA driver. resources: the resources that name this driver, or did so before.
+    """Builds and runs the objects of one DRA driver.
 
-    left: a function to call with a resource after devices of it have left this driver.
+    resources: the resources that name this driver, or named it before. left: a function that is called with a resource
+    after devices of the resource have left this driver.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class DriverRuntime:
         self.devices = DeviceReconciler(context, evidence, self)
 
     def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:
-        """Serve a resource, or continue to serve it with another policy or source.
+        """Serve a resource by this driver, or continue with another source or policy.
 
-        leaving: whether another driver, or no driver, is to have the resource's devices. Devices of this driver then
-        return to the plugin side.
+        leaving: whether the resource no longer names this driver. Then the driver's devices of the resource return to
+        the device plugin.
         """
         resource = service.resource
         runtime = self.resources.get(resource)
@@ -105,15 +106,15 @@ class DriverRuntime:
         share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
-    # Handovers call the methods from here on.
+    # Handovers call `endpoint` and `moved`, see `DriverSide`.
 
     def endpoint(self, resource: str) -> Endpoint | None:
-        """Return the servicer of a resource of this driver, None if there is none."""
+        """Return the device plugin's servicer of a resource; None if this driver does not serve the resource."""
         runtime = self.resources.get(resource)
         return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
-        """Notify the other objects that devices of a resource have moved."""
+        """Send new device lists and slices and wake other moves, because devices of a resource have moved."""
         if (mine := self.resources.get(resource)) is not None:
             mine.service.endpoint.refresh()
         self.publish()
@@ -126,7 +127,7 @@ class DriverRuntime:
     def drop(self, resource: str) -> None:
         """Stop serving a resource.
 
-        Pods get none of its devices any more, but its prepared claims can still be unprepared.
+        Claims get no device of the resource any more, but prepared claims can still be unprepared.
         """
         reconciled = self.context.evidence.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
@@ -146,7 +147,7 @@ class DriverRuntime:
     def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
         """Read the requested share from the Node's annotations, see `DriverShare`.
 
-        They may also request an empty pool.
+        Then compute the slices again, because the annotations may also request an empty pool.
         """
         if self.context.share.read(annotations, node):
             for runtime in self.resources.values():
@@ -154,7 +155,7 @@ class DriverRuntime:
         self.publish()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Run all objects of the driver until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -170,7 +171,7 @@ class DriverRuntime:
                 try:
                     await self.devices.keep_resolving()
                 finally:
-                    self._group = None  # A task group that is ending takes no more tasks.
+                    self._group = None  # From now on, the task group is ending and accepts no new tasks.
         finally:
             await self._tasks.close()
             await self.driver.close()
@@ -182,14 +183,14 @@ class DriverRuntime:
             await asyncio.wait({self._registering})
 
     async def _follow_claims(self) -> None:
-        """Notify the other objects when claims came or ended, until cancelled."""
+        """Notify the other objects after claims were prepared or unprepared, until cancelled."""
         while True:
             await self.context.claims.wait()
             await asyncio.sleep(DEBOUNCE)
             self.context.claims.clear()
             try:
                 self.changed()
-            except Exception:  # A failure of one listener must not end the driver.
+            except Exception:  # A failure of one notified object must not end the driver.
                 _LOG.exception("not all components were notified of a change of claims", extra={"driver": self.name})
 
     def _start(self, runtime: ResourceRuntime) -> None:
@@ -216,10 +217,10 @@ class DriverRuntime:
         runtime.changed.set()
         self.publish()
 
-    # The reconciliation of devices calls the methods from here on.
+    # `DeviceReconciler` and the agent call the methods from here on.
 
     def devices_named(self) -> None:
-        """Report the devices' health to the kubelet by their published names."""
+        """Report the health of the devices to the kubelet, by their published names."""
         self.registrar.follow()
 
     def quarantined(self, resource: str, device: str) -> None:
@@ -230,7 +231,7 @@ class DriverRuntime:
         self._tasks.start(self._node.alarm("DeviceQuarantined", message))
 
     def others_wrote(self, kind: ForeignKind, what: str) -> None:
-        """Write an Event about a foreign write into the pool, at most once in ALARMS seconds for each kind."""
+        """Write an Event about another program's write into the pool, at most one in `ALARMS` seconds for each kind."""
         now = time.monotonic()
         if now - self._alarmed.get(kind, -math.inf) >= ALARMS:
             self._alarmed[kind] = now
@@ -266,7 +267,7 @@ class DriverRuntime:
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:
-        """Handle the result of a scan, see `HolderScanner`."""
+        """React to the result of a scan of devices' holders, see `HolderScanner`."""
         if resource in self.resources:
             for device in done.quarantined:
                 self.quarantined(resource, device)
@@ -275,7 +276,7 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Notify the other objects that holders or sides changed in the ledger."""
+        """Notify the other objects that devices' holders or sides have changed in the ledger."""
         for runtime in self.resources.values():
             runtime.handover.wake()
             runtime.service.endpoint.refresh()
@@ -283,12 +284,12 @@ class DriverRuntime:
         self.publish()
 
     def publish(self) -> None:
-        """Compute and publish the slices again soon."""
+        """Make the feed compute and publish the driver's slices again."""
         self.feed.publish()
 
 
 async def _again(what: str, work: Callable[[ResourceRuntime], Awaitable[None]], resource: ResourceRuntime) -> None:
-    """Run a task for a resource until cancelled. Start it again when it fails."""
+    """Run `work` for a resource until cancelled. After a failure, run it again. what: its name, for the log."""
     backoff = Backoff(first=1.0, most=30.0)
     while True:
         try:

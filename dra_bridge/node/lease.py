@@ -1,7 +1,7 @@
-"""Keeps the Lease of this node. Its annotations are the drivers' reports for `dra-bridge status` and `rollout`.
+"""Keeps the Lease of this node, whose annotations are the drivers' reports for `dra-bridge status` and `rollout`.
 
 The reports are not in a ResourceSlice, because a cluster autoscaler treats a node with an empty slice as idle, even if
-pods use its devices.
+pods use the node's devices.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 FIRST: Final = 5.0
-"""Seconds that the first write waits for the list of the API server's Leases."""
+"""Seconds that the first write waits until the watch has listed the Lease, so that an existing one is patched."""
 LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
 
 
 class NodeLease:
-    """Keeps the Lease of this node equal to its drivers' reports. It is written only when a report changes.
+    """Keeps the Lease of this node equal to its drivers' reports. The Lease is written only when a report changes.
 
     The Node owns the Lease, so both are deleted together. The agent changes only the annotations of its own drivers.
 
-    namespace: of the agents. watch: of this node's Node object. reports: the wanted reports by annotation; "" for none.
-    state: whether the Lease's own watch is alive. failing: the failure that keeps the Lease from being written.
+    namespace: the agents' namespace. watch: follows this node's Node object. reports: the wanted reports by annotation;
+    "" for none. state: whether the watch of the Lease is alive. failing: the failure of writes of the Lease, None if
+    the last write succeeded.
     """
 
     def __init__(self, cluster: Cluster, namespace: str, watch: NodeWatch) -> None:
@@ -53,40 +54,43 @@ class NodeLease:
         self.reports: dict[str, str] = {}
         self._seen: Object | None = None
         self._deleted = ""
-        """UID of the Lease that the watch saw deleted last. The answer to its creation may arrive after that."""
+        """UID of the Lease that the watch last saw deleted. The answer to its creation may arrive afterwards."""
         self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def most(self) -> int:
-        """Maximum bytes of one driver's report. All reports are annotations of one object and share its limit."""
+        """The maximum of bytes in one driver's report.
+
+        All reports are annotations of one object and share its limit.
+        """
         return progress.MAX_BYTES // max(1, len(self.reports))
 
     def report(self, driver: str, text: str) -> None:
-        """Set a driver's report; "" for none."""
+        """Set the report that a driver's annotation should have; "" removes the annotation."""
         key = progress.annotation(driver)
         if self.reports.get(key) != text:
             self.reports[key] = text
             self._changed.set()
 
     def write(self) -> None:
-        """Compare the Lease with the wanted one soon, because the Node may have been replaced."""
+        """Compare the Lease with the wanted reports and owner again: the Node may have been replaced."""
         self._changed.set()
 
     async def attempted(self, seconds: float) -> None:
-        """Wait until the first write had any answer, at most `seconds`."""
+        """Wait until the first write of the Lease has succeeded or failed, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._attempted.wait()
 
     async def read(self) -> list[Object]:
-        """Return the Lease from the API server as a list, empty if there is none. Raises ClusterError."""
+        """Return the Lease from the API server in a list; an empty list if it does not exist. Raises ClusterError."""
         try:
             return [await self.cluster.get(LEASES, self._watch.node, self.namespace)]
         except NotFoundError:
             return []
 
     async def run(self) -> None:
-        """Keep the Lease until cancelled."""
+        """Follow the Lease and write it after changes, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
             group.create_task(self._keep())
@@ -123,7 +127,7 @@ class NodeLease:
             await self._changed.wait()
             self._changed.clear()
             if not self._watch.uid or self._watch.gone:
-                continue  # The API server would remove a Lease whose Node is unknown or gone.
+                continue  # The API server would delete a Lease whose owner, the Node, is unknown or gone.
             try:
                 await self._write()
             except ClusterError as error:
@@ -162,6 +166,6 @@ class NodeLease:
         metadata |= {"annotations": kept, "ownerReferences": owners}
         try:
             self._see(await self.cluster.create(LEASES, {"metadata": metadata, "spec": {}}, self.namespace))
-        except ConflictError:  # The Lease exists, and the watch has not reported it yet.
+        except ConflictError:  # The Lease exists, but the watch has not reported it yet.
             self._seen = await self.cluster.get(LEASES, name, self.namespace)
             self._changed.set()

@@ -1,4 +1,4 @@
-"""Makes the bridge's metric families."""
+"""Makes the metric families of an agent with DRA drivers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def families(
     *,
     kubelet_listens: bool,
 ) -> Iterator[Metric]:
-    """Yield all families of the bridge. ends: pods that a kubelet restart would end, by resource."""
+    """Yield all metric families of the agent's DRA side. ends: pods that a kubelet restart would end, by resource."""
     now = time.monotonic()
     figures = {driver.name: _figures(driver, node.publisher, now, kubelet_listens) for driver in drivers}
     for family, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -135,7 +135,7 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
 
 
 def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
-    """Yield the families `hook_*` of the DRA side. Unlike those of the plugin side, they have a driver."""
+    """Yield the families `hook_*` for claims. Unlike those for pods, they have the label `driver`."""
     labels = ("driver", "resource", "hook")
     about = "Time that the source's hooks took for claims, by hook"
     duration = SummaryMetricFamily("deviceplugin_dra_hook_duration_seconds", about, labels=labels)

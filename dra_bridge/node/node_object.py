@@ -1,4 +1,4 @@
-"""Follows the Node object of this node: its annotations, and `status.allocatable`."""
+"""Follows the Node object of this node: its annotations and `status.allocatable`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _LOG: Final = logging.getLogger(__name__)
 NODE_READ: Final = 5.0
 """Seconds after which the agent logs a warning that the Node's annotations are not known yet."""
 KARPENTER: Final = "karpenter.sh/nodepool"
-"""The label of Nodes that Karpenter has created."""
+"""The label that only Nodes created by Karpenter have."""
 INITIALIZED: Final = "karpenter.sh/initialized"
-"""Karpenter sets this label to "true" once a Node's first extended resources are allocatable."""
+"""Karpenter sets this label of a Node to "true" once the Node's first extended resources are allocatable."""
 
 
 @dataclass(slots=True, eq=False)
 class NodeWatch:
-    """Follows this node's Node.
+    """Follows the Node object of this node.
 
-    annotated: a function to call when the annotations change, or another Node has this name. allocatable: gets the
-    numbers in `status.allocatable`. annotations, uid: those of the last Node that was seen, even if it is deleted; None
-    and "" before the first. gone: whether no Node of this name exists. state: whether the watch is alive.
+    annotated: a function that is called when the annotations change, or a new Node has the name. allocatable: receives
+    the numbers in `status.allocatable`. annotations, uid: those of the last Node that was seen, even if this Node is
+    deleted; None and "" before the first. gone: whether no Node of this name exists. state: whether the watch is alive.
     """
 
     cluster: Cluster
@@ -56,7 +56,7 @@ class NodeWatch:
                 self.observe(node)
 
     def observe(self, node: Object) -> None:
-        """Read a state of the Node; {} if it does not exist."""
+        """Record a state of the Node object; {} if the Node does not exist."""
         self.allocatable.observe(numbers((node.get("status") or {}).get("allocatable") or {}))
         self.gone = not node
         if not node:
@@ -73,9 +73,9 @@ class NodeWatch:
             self.annotated()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may start on the DRA side: not before Karpenter has initialized its node.
+        """Return whether new devices may begin on the DRA side: not before Karpenter has initialized its node.
 
-        Waits a short time for the Node to be read.
+        The method waits at most `NODE_READ` seconds for the Node to be read.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NODE_READ):
@@ -85,8 +85,9 @@ class NodeWatch:
     async def known(self) -> None:
         """Wait until the Node's annotations are known, and until Karpenter has initialized its node.
 
-        Without the annotations, an agent that starts during an outage of the API server would move devices back.
-        Without the second wait, Karpenter would wait for devices that have moved to the DRA side.
+        Without the annotations, which may request a share, an agent that starts during an outage of the API server
+        would move devices back. Without the second wait, Karpenter would wait for allocatable devices that have moved
+        to DRA.
         """
         try:
             async with asyncio.timeout(NODE_READ):
@@ -101,9 +102,10 @@ class NodeWatch:
 
 @dataclass(slots=True, eq=False)
 class NodeStatusWriter:
-    """Writes `status.allocatable` of this node's Node. This needs the right to patch `nodes/status`.
+    """Writes `status.allocatable` of this node's Node object. This needs the right to patch `nodes/status`.
 
-    refused: the refusal of the last write, and since when each write was refused; None if the last one was not.
+    refused: the refusal of the last write, and since when all writes were refused; None if the last write was not
+    refused.
     """
 
     cluster: Cluster
@@ -111,7 +113,7 @@ class NodeStatusWriter:
     refused: Failing | None = None
 
     async def write(self, resource: str, number: int) -> bool:
-        """Write a resource's number. Return False if the API server refuses it or does not answer."""
+        """Write a resource's number. Return False if the API server refuses the write or does not answer."""
         patch = {"status": {"allocatable": {resource: str(number)}}}
         try:
             await self.cluster.patch(NODES, self.node, patch, subresource="status")
@@ -133,7 +135,7 @@ class NodeStatusWriter:
 
 
 def numbers(allocatable: Mapping[str, str]) -> dict[str, int]:
-    """Return the whole numbers among the quantities of `status.allocatable`, such as 8 or 1k."""
+    """Return, by resource, the quantities of `status.allocatable` that are whole numbers, such as 8 or 1k."""
     quantities = {}
     for name, text in allocatable.items():
         try:

@@ -1,4 +1,4 @@
-"""The options of an agent with both sides, for an author's own agent and for `dra-bridge run`."""
+"""The options of an agent with device plugin and DRA, for an author's own agent and for `dra-bridge run`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
 
 AGENT: Final = "dra-bridge"
-"""The default name of an agent. Its directory under the kubelet's plugins has the same name."""
+"""The default name of an agent. The agent's directory in the kubelet's directory `plugins` has the same name."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([-.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an agent with both sides."""
+    """Add the options of an agent with device plugin and DRA to a parser."""
     node = os.environ.get("NODE_NAME") or socket.gethostname()
     about = "this node's name in the cluster (default: $NODE_NAME, else the host's name: %(default)s)"
     parser.add_argument("--node-name", default=node, metavar="NAME", help=about)
@@ -46,10 +46,11 @@ def _name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BridgeOptions(common.RunOptions):
-    """The values of the options of an agent with both sides.
+    """The values of the options of an agent with device plugin and DRA.
 
     node: the name of this node and of its pools. claim_status: whether to write `status.devices` of prepared claims.
-    agent_name: the name of the directory with the ledger and the drivers' sockets. namespace: of the node's Lease.
+    agent_name: the name of the directory with the ledger and the drivers' sockets. namespace: where the node's Lease
+    is.
     """
 
     cluster: Cluster
@@ -60,9 +61,9 @@ class BridgeOptions(common.RunOptions):
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> BridgeOptions:
-    """Parse the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
+    """Parse the command line of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
 
-    metrics_address: the address, if the program has no option for it.
+    metrics_address: the address of the metrics server, if the program has no option for it.
     """
     about = "Serve devices to this node's pods and claims."
     parser = argparse.ArgumentParser(description=about, epilog=common.EXITS, allow_abbrev=False)
@@ -77,7 +78,7 @@ def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = N
 
 
 def run_options(options: argparse.Namespace) -> BridgeOptions:
-    """Parse the options added by `add_run_options` and set up the logs.
+    """Return the values of the options that `add_run_options` added, and set up the logs.
 
     Raises AccessError if the configuration for the API server cannot be found or read.
     """
@@ -85,12 +86,12 @@ def run_options(options: argparse.Namespace) -> BridgeOptions:
     from dra_bridge.kube import Cluster, own_namespace
 
     cluster = Cluster.from_environment(options.kubeconfig, options.service_account)
-    cluster.configure()  # This comes before there is an event loop, a socket or a ledger.
+    cluster.configure()  # A wrong configuration is reported before an event loop, a socket or a ledger exists.
     node, agent = options.node_name, options.agent_name
     return BridgeOptions(run.paths, run.metrics_address, cluster, node, options.claim_status, agent, own_namespace())
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the kubeconfig."""
+    """Add the option `--kubeconfig` to a parser."""
     about = "how to reach the API server (default: the pod's service account, else $KUBECONFIG, else ~/.kube/config)"
     parser.add_argument("--kubeconfig", metavar="FILE", help=about)

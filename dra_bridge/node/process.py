@@ -1,6 +1,6 @@
-"""Runs an agent with both sides as a process, for an author's own source or for a config file.
+"""Runs an agent with device plugin and DRA as a process, for an author's own source or for a config file.
 
-`deviceplugin.node.process` handles its start, signals and reloads.
+`deviceplugin.node.process` handles the start, the signals and the reloads of the config.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ if TYPE_CHECKING:
 
 
 class BridgeProgram(process.Program):
-    """The program of a process: an agent with both sides."""
+    """The program that the process runs: an agent with device plugin and DRA."""
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge.agent, bridge.node.name)
         self._bridge = bridge
 
     async def run(self) -> None:
-        """Serve until the agent is stopped. Raises AgentError if a resource cannot be served at all."""
+        """Serve until the agent is stopped. Raises AgentError if a resource cannot be served on this node at all."""
         await self._bridge.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve the resources of a new config. changed: the new and changed sources by resource."""
+        """Serve the resources of a new config.
+
+        changed: new or changed sources, by resource. unchanged: other resources.
+        """
         await self._bridge.reconfigure(changed, policies_of(config), unchanged)
 
 
@@ -52,12 +55,12 @@ def run(
     token: str | Path | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
+    """Serve these sources to pods and claims until SIGTERM or SIGINT; for an author's own agent.
 
     share: the initial share of each source's devices for claims, as in a config file; the Node's annotation
-    `<driver>/dra-share` overrides it. metrics_address, certificate, key, client_ca, token: see `deviceplugin.run`. The
-    command line (or `argv`) has the other options, see `--help`. Ends the process with status 1 if the agent cannot
-    serve the node.
+    `<driver>/dra-share` overrides it. drain: when held devices leave the device plugin, as in a config file.
+    metrics_address, certificate, key, client_ca, token: see `deviceplugin.run`. argv: the command line; it has the
+    other options, see `--help`. Ends the process with status 1 if the agent cannot serve the node.
 
     Raises ShareError if the share cannot be parsed, TypeError if an argument is not a source, NamingError if a source's
     resource or driver is no valid name, ValueError if a path is not absolute or the certificate is missing.
@@ -77,10 +80,10 @@ def run(
 
 
 def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | None = None) -> int:
-    """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
+    """Serve a config file's resources to pods and claims until SIGTERM. Return the process's exit status.
 
-    If the file is invalid at the start, the agent serves the last version that an earlier agent has served. adopt: the
-    directory where vendors' plugins register with this agent, None for none.
+    Changes of the file are followed. If the file is invalid at the start, the agent serves the last version that an
+    earlier agent has served. adopt: the directory where vendors' plugins register with this agent, None for none.
 
     Raises ConfigError if the file is invalid at the start, or names something that `lock` forbids, and no version was
     served before.

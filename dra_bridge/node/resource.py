@@ -1,4 +1,4 @@
-"""The state that the objects of the DRA side share: the node, a driver on it, and each of the driver's resources."""
+"""The state that the objects of a node's DRA side share: the node, each driver, and each resource of a driver."""
 
 from __future__ import annotations
 
@@ -31,27 +31,25 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
-"""Seconds for which a plugin that bypasses the agent may still get an Allocate after it was last found."""
+"""Seconds after a plugin that bypasses the agent was last found, during which it may still get an Allocate."""
 
 
 def section(driver: str) -> str:
-    """Return the section of the ledger's settings with the qualifiers of a driver's published names."""
+    """Return the name of the section of the ledger's settings with the qualifiers of a driver's published names."""
     return f"qualifier {driver}"
 
 
 def qualifiers_of(settings: Mapping[RecordKey, Setting], driver: str) -> Mapping[str, str]:
-    """Return, for each resource, the qualifier that distinguishes it in the names of published devices."""
+    """Return, for each resource of a driver, the qualifier of the resource in the published names of its devices."""
     mine = section(driver)
     return {resource: kept.value for (of, resource), kept in settings.items() if of == mine}
 
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """The order in which a resource's devices are published.
+    """The order in which a resource's devices are published, computed only when the devices or their links change.
 
-    It is computed only when the devices or their links change.
-
-    The slices are made after each Prepare, and to order 64 partitions takes longer than a Prepare.
+    The slices are made after each Prepare, and the order of 64 partitions takes longer to compute than a Prepare.
     """
 
     _devices: frozenset[str] = frozenset()
@@ -70,9 +68,9 @@ class Order:
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    leaving: whether another driver, or no driver, is to have the resource's devices. Devices of this driver then return
-    to the plugin side. changed: set when its devices may have changed, or may be missing in the ledger. reconciled: set
-    once the evidence about all its devices was reconciled. bypassed_at: when a vendor's plugin of the resource last
+    leaving: whether the resource no longer names this driver. Then its devices under this driver return to the device
+    plugin. changed: set when the resource's devices may have changed, or may be missing in the ledger. reconciled: set
+    once all its devices were reconciled with the evidence. bypassed_at: when a vendor's plugin of the resource last
     bypassed this agent, by registering with the kubelet (monotonic seconds). task: runs while the resource is served.
     """
 
@@ -89,7 +87,7 @@ class ResourceRuntime:
 
     @property
     def listed(self) -> InventorySnapshot:
-        """The resource's devices now."""
+        """The present devices of the resource."""
         return self.service.inventory.snapshot
 
 
@@ -97,9 +95,9 @@ class ResourceRuntime:
 class DriverContext(DriverHost):
     """The state that the objects of one driver on this node share.
 
-    resources: the resources that the driver serves now, by name. evidence: the devices of the driver that were compared
-    with evidence. pods: knows which pods use claims. claims: set when a claim came or ended, or a device begins to move
-    for a claim.
+    resources: the resources that the driver serves now, by name. evidence: which devices of the driver were reconciled
+    with evidence, and why others were not. pods: knows which pods use claims. claims: set when a claim was prepared or
+    unprepared, or when a device begins to move to DRA for a claim.
     """
 
     name: str
@@ -116,38 +114,38 @@ class DriverContext(DriverHost):
         self.evidence = self.node.agent.evidence.drivers.setdefault(self.name, DriverEvidence())
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
-        """Return the qualifiers in the ledger. A resource has none before its published names are decided."""
+        """Return the qualifiers in the ledger, by resource, without resources whose published names are undecided."""
         settings = self.ledger.snapshot.settings
         if self._names[0] is not settings:
             self._names = settings, qualifiers_of(settings, self.name)
         return self._names[1]
 
     async def running_pods(self) -> RunningPods:
-        """See `ClaimPods`."""
+        """See `ClaimPods.running`."""
         return await self.pods.running()
 
     def last_running_pods(self) -> RunningPods:
-        """See `ClaimPods`."""
+        """Return the last result of `ClaimPods.running`."""
         return self.pods.last
 
     def claims_changed(self) -> None:
-        """Notify the other objects soon."""
+        """Make the driver notify its other objects that claims have changed, see `DriverRuntime`."""
         self.claims.set()
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether the holders of a device are known."""
+        """Return whether claims may get a device: the device's holders are known, or its resource leaves the driver."""
         runtime = self.resources.get(resource)
         return runtime is not None and (runtime.leaving or (resource, device) in self.evidence.reconciled)
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether a plugin that bypasses this agent may be giving pods devices of an adopted resource."""
+        """Return whether another plugin of an adopted resource may be allocating its devices without this agent."""
         runtime = self.resources.get(resource)
         return runtime is not None and time.monotonic() < runtime.bypassed_at + BYPASSED
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeNode:
-    """The objects that the runtimes of a node's drivers share."""
+    """The objects of a node that the runtimes of all its drivers share."""
 
     drivers: DriverNode
     directories: DriverDirectories
@@ -163,17 +161,20 @@ class BridgeNode:
 
     @property
     def name(self) -> str:
-        """The name of the node and of its pools."""
+        """The name of the node, which is also the name of its pools."""
         return self.drivers.pool
 
     @property
     def directory(self) -> Path:
-        """The agent's directory among the kubelet's plugins. It has the ledger and the sockets of all drivers."""
+        """The agent's directory in the kubelet's directory `plugins`.
+
+        It has the ledger and the sockets of all drivers.
+        """
         return self.directories.own
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """The state of each watch of the API server, by the name of what it watches."""
+        """The state of each watch of the API server, by the plural of the watched kind."""
         return {**self.publisher.watches, NODES.plural: self.watch.state, LEASES.plural: self.lease.state}
 
     async def alarm(self, reason: str, message: str) -> None:

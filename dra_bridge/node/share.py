@@ -1,4 +1,4 @@
-"""Finds the share of devices for claims, from the config file or the Node's annotation `<driver>/dra-share`."""
+"""Finds which share of devices claims should have, from the config or the Node's annotation `<driver>/dra-share`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 SHARE: Final = "share"
-"""The section of the ledger's settings with the last valid share of the Node's annotation, by driver."""
+"""The section of the ledger's settings with the last valid text of the Node's share annotation, by driver."""
 
 SHARE_NODE: Final = "share's node"
-"""The section of the ledger's settings with the UID of the Node that requested that share, by driver."""
+"""The section of the ledger's settings with the UID of the Node that had this annotation, by driver."""
 
 NO_DEVICES: Final = Share(0)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverPolicy:
-    """The config's settings for the two sides of a resource. unhealthy: the effect of the taint on broken devices."""
+    """The config's settings of a resource for DRA. unhealthy: the effect of the taint on unhealthy devices."""
 
     share: Share = NO_DEVICES
     drain: Drain = "cordon"
@@ -40,7 +40,7 @@ class HandoverPolicy:
 
 
 def policies_of(config: Config) -> dict[str, HandoverPolicy]:
-    """Return the policies of a config file's resources."""
+    """Return the policies of a config's resources, by resource."""
     return {
         resource.name: HandoverPolicy(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
         for resource in config.resources
@@ -49,14 +49,14 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 
 @dataclass(slots=True, eq=False)
 class DriverShare:
-    """The share that the Node requests of one driver. The ledger keeps the last valid one.
+    """The share that the Node requests of one driver. The ledger keeps the last valid share.
 
-    The last valid share stays in effect in two cases: the new one is invalid, or the Node object was replaced by one
-    without a request. So a Node that is deleted and recreated (for example by a repair) undoes no migration. share:
-    None if the config's shares apply. text: the annotation, "" if there is none. kept: the share of the replaced Node,
-    while it stays in effect. refused: the last invalid text, which was logged. requested_on: the UID of the Node with
-    the last request, even before the ledger has it. warned: the UID of the Node for which the log has the warning that
-    the share stays.
+    This share stays in effect in two cases: the requested share is invalid, or the Node object was replaced by one
+    without a request. So a Node that is deleted and recreated (for example by a repair) undoes no migration. share: the
+    requested share; None if the config's shares apply. text: the Node's annotation, "" if there is none. kept: the
+    share of the replaced Node, while it stays in effect. refused: the last invalid text, which was logged.
+    requested_on: the UID of the Node with the last request, even before the ledger has it. warned: the UID of the Node
+    for which a warning was logged that the share stays.
     """
 
     driver: str
@@ -74,9 +74,9 @@ class DriverShare:
         return self.share if self.share is not None else policy.share
 
     def read(self, annotations: Mapping[str, str] | None, node: str) -> bool:
-        """Read the share from the Node's annotations; return whether anything changed.
+        """Read the requested share from the Node's annotations. Return whether the share or its text changed.
 
-        annotations: None while they are not known. node: the UID of the Node.
+        annotations: None while the Node has not been read. node: the UID of the Node.
         """
         before = self.share, self.text, self.kept
         key = progress.share_annotation(self.driver)

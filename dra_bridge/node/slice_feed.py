@@ -21,18 +21,18 @@ _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to register the driver, and for the evidence about all devices."""
 HOLDERS: Final = 10.0
-"""Seconds between two reports if only holders have changed."""
+"""Seconds between two reports if only the holders of devices have changed."""
 RETRY: Final = 5.0
-"""Seconds until the next try after slices could not be computed."""
+"""Seconds until the next try after the slices could not be computed."""
 DEBOUNCE: Final = 0.02
-"""Seconds between a change and the new slices. Changes within that time are combined."""
+"""Seconds from a change to new slices. Changes within this time are combined."""
 
 
 async def decide_names(context: DriverContext, resource: str) -> bool:
-    """Decide the published names of a resource's devices, and record them. Return False if that was done before.
+    """Decide the published names of a resource's devices, and record them. Return False if they were recorded before.
 
-    Published and allocated devices keep their names. If the ledger has no names, it was lost or is new; then the slices
-    or the last report show the former names.
+    Published and allocated devices keep their names. If the ledger has no names, it is new or was lost; then the former
+    names are read from the slices or the last report at the API server.
 
     Raises LedgerError, ClusterError or TimeoutError if the names cannot be decided now.
     """
@@ -56,7 +56,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
 
 class SliceFeed:
-    """Passes the wanted slices of one driver to the publisher, and tells its handovers which devices are withdrawn."""
+    """Passes the wanted slices of one driver to the publisher, and reports to handovers which devices are withdrawn."""
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
@@ -65,21 +65,21 @@ class SliceFeed:
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
         self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """For each device that the slices are to omit, the ticket of the first such slices, and since when the API
-        server has had them (monotonic seconds)."""
+        """By device that the slices must omit: the ticket of the first slices without it, and since when the API server
+        has had these slices (monotonic seconds; None if not yet)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
-        """The last report, its text without holders, and when it was made (monotonic seconds)."""
+        """The last report, its text without holders, and when this report was made (monotonic seconds)."""
         self._begun = False
-        """Whether slices may be passed to the publisher."""
+        """Whether slices may be passed to the publisher: after the first report was written."""
 
     def publish(self) -> None:
-        """Compute the slices again soon."""
+        """Compute the slices again, after `DEBOUNCE` seconds."""
         self._changed.set()
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when no slice of the API server has offered the device (monotonic seconds); None if one may.
+        """Return since when no slice at the API server offers a device (monotonic seconds); None if one may.
 
-        Foreign slices count as well, and an own slice to which another program has added the device.
+        Slices of other programs count as well, and the agent's own slice if another program has added the device to it.
         """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
@@ -89,7 +89,7 @@ class SliceFeed:
         return None if at is None or since is None else max(at, since)
 
     def offering(self, resource: str, device: str) -> str:
-        """Return the name of a foreign slice that offers the device; "" if there is none."""
+        """Return the name of a slice of another program that offers the device; "" if there is none."""
         return self._publisher.offering(self._context.name, self._published(resource, device))
 
     def _published(self, resource: str, device: str) -> str:
@@ -97,7 +97,7 @@ class SliceFeed:
         return naming.device_name(device, qualifier)
 
     async def run(self) -> None:
-        """Compute the slices whenever something changes, until cancelled."""
+        """Compute the slices after each change, until cancelled."""
         first = time.monotonic() + FIRST
         rest: float | None = 0.0
         while True:
@@ -107,10 +107,10 @@ class SliceFeed:
             await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():
-                runtime.changed.set()  # The device may be listed again at the moment in which it is forgotten.
+                runtime.changed.set()  # A device may be listed just when its record is deleted.
             rest = first - time.monotonic()
-            # Pods that come before the driver is registered fail at first, and the kubelet tries them again a minute
-            # later. Slices from before stay until the evidence was reconciled.
+            # A pod with a claim that starts before the driver is registered fails, and the kubelet tries again a minute
+            # later. So the first slices wait. An earlier agent's slices stay until the evidence was reconciled.
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:
@@ -118,7 +118,7 @@ class SliceFeed:
                     if self._may_publish():
                         await self._begin()
                         rest = self._pass_on()
-                except Exception:  # A failure with one driver's devices must not end the others.
+                except Exception:  # A failure with one driver's devices must not stop other drivers.
                     _LOG.exception(
                         "cannot compute the slices; published slices stay", extra={"driver": self._context.name}
                     )
@@ -139,8 +139,8 @@ class SliceFeed:
     def _may_publish(self) -> bool:
         if self._context.node.watch.annotations is None:
             return False  # The Node's annotations may contain a rollout's request for a pool, with or without devices.
-        # A driver with resources needs their published names first. A driver without resources needs no names: its
-        # slices are removed, even if the ledger with the names was lost.
+        # A driver with resources first needs their published names. A driver without resources needs no names: its
+        # slices are removed, even if the ledger was lost together with the names.
         if self._context.resources and not self._context.qualifiers():
             return False
         snapshots = [runtime.listed for runtime in self._context.resources.values()]
@@ -148,7 +148,7 @@ class SliceFeed:
         return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
     async def _begin(self) -> None:
-        """Write the report before the first slices. They replace the slice that may have an older agent's report."""
+        """Write the report before the first slices, which may replace a slice with an older agent's report."""
         if not self._begun:
             report, _ = self._report()
             self._context.node.lease.report(self._context.name, report)
@@ -156,7 +156,10 @@ class SliceFeed:
             self._begun = True
 
     def _pass_on(self) -> float | None:
-        """Pass on the report and the slices. Return after how many seconds to repeat this even without a change."""
+        """Pass the report to the Lease and the slices to the publisher. Return the seconds until this must be repeated.
+
+        The result is None if only a change requires a repetition.
+        """
         report, rest = self._report()
         self._context.node.lease.report(self._context.name, report)
         offers, without, qualifiers = [], [], self._context.qualifiers()
@@ -183,12 +186,12 @@ class SliceFeed:
         effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         driver = self._context.name
-        # The names are stored with the devices, for an agent that has lost its ledger. The admission policies know a
-        # slice of this agent by this annotation, and let a former driver delete it.
+        # An agent that has lost its ledger reads the names from this annotation. By the annotation, the admission
+        # policies recognise a slice of this agent, and let a former driver delete the slice.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle. It treats a node without a pool as unready if
-        # other nodes of its group have one. So only a rollout requests empty pools, because it decides for all of its
-        # nodes.
+        # other nodes of its group have one. So an empty pool is published only if a rollout requests it, because a
+        # rollout does this for all of its nodes.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
         empty = bool(offers) and asked
         pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]
@@ -198,9 +201,10 @@ class SliceFeed:
         return rest
 
     def _report(self) -> tuple[str, float | None]:
-        """Return the report, "" for none, and the seconds until changed holders are in it.
+        """Return the report, "" for none, and the seconds until the next report may have changed holders.
 
-        The report changes at once when a side has changed, and seldom if only holders have changed.
+        The report changes at once when the side of a device has changed, but at most every `HOLDERS` seconds if only
+        holders have changed.
         """
         if all(runtime.leaving for runtime in self._context.resources.values()):
             return "", None

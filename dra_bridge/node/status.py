@@ -1,4 +1,4 @@
-"""Reports the bridge's state to metrics and status pages: states of devices, claims, moves and slices."""
+"""Reports the agent's DRA side to metrics and status pages: states of devices, claims, moves and slices."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
-"""Advice for an update that waits for ever."""
+"""Advice for an update that never ends, because old and new agent wait for each other."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
 """The effect on pods while the API server cannot be reached."""
 RENEW: Final = (
     "no claim is prepared, no slice is written. Replace the token or kubeconfig, whose files are read again; delete "
     "the agent's pod if its token is bound to a pod or Node that is gone"
 )
-"""Advice for credentials that the API server refuses."""
+"""Advice for the case that the API server refuses the agent's credentials."""
 OVERDUE: Final = (
     "it should have been renewed: if the agent is a unit, see the timer dra-bridge-token and the log of its service; "
     "the kubelet renews that of a pod"
 )
-"""Advice for a token that is about to expire."""
+"""Advice for the case that the agent's token expires soon."""
 APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"
-"""Advice for a missing right."""
+"""Advice for the case that the agent lacks a right at the API server."""
 UNSEEN: Final = "changes by other programs are seen late, or not at all"
 """The effect of a watch that fails."""
 NAMED: Final = 3
-"""Maximum number of devices that one event names. An event of more devices has their number."""
+"""Maximum number of devices that one event names. If more devices are concerned, the event has only their number."""
 
 
 class BridgeStatus:
-    """Provides the bridge's state for the agent's status, from the state of its objects. drivers: by name."""
+    """Provides the state of the agent's DRA side for the agent's status. drivers: their runtimes, by name."""
 
     name = "dra-bridge"
 
@@ -50,7 +50,7 @@ class BridgeStatus:
         self._node, self._agent = node, node.agent
         self._drivers = drivers
         self._seen: RegisterSnapshot | None = None
-        """The register as of the last call of `events`."""
+        """The register's records at the last call of `events`."""
         self._unreachable = False
 
     def events(self) -> list[Event]:
@@ -68,8 +68,8 @@ class BridgeStatus:
         return new_events
 
     def report(self) -> ProviderReport:
-        """Report the present state."""
-        # This imports the client library, which an agent without metrics does not load.
+        """Return the present state of the DRA side."""
+        # The import loads the client library for metrics, so an agent without metrics does not need the library.
         from dra_bridge.node import metrics
 
         drivers, listens = list(self._drivers.values()), self._kubelet_listens()
@@ -111,9 +111,9 @@ class BridgeStatus:
         )
 
     def _kubelet_listens(self) -> bool:
-        """Return whether a kubelet follows any list of devices, or none ever did.
+        """Return whether a kubelet has a stream of any resource open, or none ever had.
 
-        This shows the end of a kubelet, which a driver cannot notice.
+        If not, the kubelet has ended, which a driver cannot notice otherwise.
         """
         services = list(self._agent.services.values())
         begun = any(service.registration.statistics.registrations for service in services)
@@ -136,12 +136,12 @@ class BridgeStatus:
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _others(self, driver: str) -> Iterator[str]:
-        """Yield sentences on foreign writes into a driver's pool."""
+        """Yield sentences on other programs' writes into a driver's pool."""
         state = self._node.publisher.state(driver)
         return foreign.problems(driver, state.foreign, state.recent)
 
     def _api_problems(self, drivers: list[DriverRuntime], now: float) -> Iterator[str]:
-        """Yield problems with the API server, each cause once. now: monotonic seconds."""
+        """Yield sentences on problems with the API server, each cause once. now: monotonic seconds."""
         node, statistics = self._node, self._node.cluster.statistics
         if (since := statistics.unreachable_since()) is not None:
             yield f"the API server is unreachable since {_clock(since)}: {OUTAGE}"
@@ -174,9 +174,9 @@ class BridgeStatus:
             yield f"the status of node {node.name} cannot be written {_told(refused, now)}; {APPLY}"
 
     def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
-        """Return whether all of a driver's devices belong to vendors' plugins that are missing.
+        """Return whether all of a driver's devices belong to vendors' plugins that are not connected.
 
-        Then no slice is due.
+        In this case, the driver has no slice to publish.
         """
         services = self._agent.services
         vendors = [services[name].vendor if name in services else None for name in list(driver.resources)]
@@ -205,7 +205,7 @@ class BridgeStatus:
 
 
 def _told(failing: Failing, now: float) -> str:
-    """Describe since when a request fails, and why. now: monotonic seconds."""
+    """Return since when a request fails, and why, as a part of a sentence. now: monotonic seconds."""
     return f"since {_clock(time.time() - (now - failing.since))}: {failing.text}"
 
 
@@ -214,7 +214,7 @@ def _clock(at: float) -> str:
 
 
 def _ends(pods: Mapping[str, Sequence[PodContainer]]) -> Iterator[str]:
-    """Yield a sentence for each resource whose pods a kubelet restart would end."""
+    """Yield, for each resource, a sentence on the pods that a kubelet restart would end."""
     for resource, ended in pods.items():
         if ended:
             names = ", ".join(f"{pod.namespace}/{pod.pod}" if pod.pod else pod.uid or "?" for pod in ended)
@@ -252,9 +252,9 @@ def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[
 
 
 def events(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> list[Event]:
-    """Return the moves and claims that began or ended, oldest first.
+    """Return events for the moves and claims that began or ended between two states of the register, oldest first.
 
-    at: Unix seconds, the time of events without one.
+    at: Unix seconds, the time of events whose own time is not recorded.
     """
     if before is now:
         return []
