@@ -1,21 +1,22 @@
 """Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
 
-SQLite runs in WAL mode. The exclusive locking mode needs no shared memory file. A lock file with flock lets one agent
-at a time have the ledger; a second agent (in a rolling update) waits.
+SQLite runs in WAL mode. Its exclusive locking mode needs no shared memory file. By a lock file with flock, only one
+agent at a time has the ledger; a second agent (in a rolling update) waits.
 
-Every answered grant survives the death of the process. Some records must also survive a crash of the machine, so they
-are synced before the answer, with one fdatasync (`outlives_boot`): the side of a device, settings, changes that a
-`prepare` hook is about to make, and claims that share a device. Other grants are not synced, because no holder survives
-a crash of the machine. Records that remain after such a crash name the earlier boot, so their holders count as gone.
-After the boot, the kubelet's checkpoint and claim state name the devices that the kubelet gives out again. Claims that
-share a device are synced because the claim state does not say how much of the device each of them has.
+Every answered grant survives the death of the process. Some records must also survive a crash of the machine:
+the side of a device, settings, changes that a `prepare` hook is about to make, and claims that share a device. These
+records are synced before the answer, with one fdatasync (`outlives_boot`). Other grants are not synced, because no
+holder survives a crash of the machine. Records that remain after such a crash name the earlier boot, so their holders
+count as gone. After the boot, the kubelet's checkpoint and claim state name the devices that the kubelet gives out
+again. Claims that share a device are synced because the claim state does not say how much of the device each of them
+has.
 
 A file that is damaged or has another schema is renamed, and the ledger starts empty; `reconcile_evidence` then rebuilds
-it from evidence. SQLite's own check does not detect a changed byte in a row. So the file also has a seal, the XOR of
-all rows' digests, which must match the rows.
+the records from evidence. SQLite's own check does not detect a changed byte in a row. So the file also has a seal, the
+XOR of all rows' digests, which must match the rows.
 
-If the kubelet's checkpoint is lost together with the ledger, nothing is left that names the pods with devices of the
-plugin side. So the allocations are copied to a file in another directory. That directory is best in memory, because no
+If the kubelet's checkpoint is lost together with the ledger, no file names the pods with devices of the device plugin
+any more. So the allocations are copied to a file in another directory. This directory is best in memory, because no
 holder survives a reboot. The copy is written after the ledger. If a copy of this boot has a higher sequence than the
 ledger, then the ledger was lost, was restored from a backup, or has lost SQLite's log.
 """
@@ -47,7 +48,7 @@ _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 7
-"""The schema's version (PRAGMA user_version). A file with any other version is put aside."""
+"""The version of the schema (PRAGMA user_version). A file with another version is renamed, and a new one is made."""
 _APPLICATION: Final = 0x64706C67  # The text "dplg" as a number.
 _KEEP_ASIDE: Final = 5
 _PRAGMAS: Final = (
@@ -59,7 +60,8 @@ _PRAGMAS: Final = (
 )
 
 _CHECKPOINT: Final = 100
-"""Number of commits after which SQLite's log is copied into the database. A commit takes two to four pages."""
+"""Number of commits after which SQLite's log is copied into the database. A commit adds two to four pages to the log.
+"""
 
 _RECORDS: Final = {
     "devices": records.DeviceRecord,
@@ -76,7 +78,8 @@ _TABLES: Final = {
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
-"""For each table, which is a field of `RegisterSnapshot`, the stored fields of its records. The first two are the key.
+"""By table, the stored fields of its records. The first two fields are the key. Each table is also the name of a field
+of `RegisterSnapshot`.
 """
 _CREATE: Final = (
     *(
@@ -86,7 +89,7 @@ _CREATE: Final = (
     "CREATE TABLE seal (id INTEGER PRIMARY KEY, sequence INTEGER NOT NULL, seal INTEGER NOT NULL)",
     "INSERT INTO seal VALUES (1, 0, 0)",
 )
-# ruff: noqa: S608  # the names in the statements are those above
+# ruff: noqa: S608  # all names in the statements are constants from above
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
     "holders": msgspec.json.Decoder(frozenset[records.ContainerKey]).decode,
@@ -99,7 +102,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }
-"""For each field, the function that turns the column's value into the field's value. Other fields need no conversion.
+"""By field, the function that turns the column's value into the field's value. Other fields need no conversion.
 """
 
 
@@ -144,22 +147,22 @@ _DAMAGE: Final = frozenset(
         sqlite3.SQLITE_FORMAT,
         sqlite3.SQLITE_MISMATCH,
         sqlite3.SQLITE_SCHEMA,
-        # The file's header names a newer format for writers. The directory is writable, and this process has the lock.
+        # The header names a newer format for writers: the directory is writable, and this process has the lock.
         sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_TOOBIG,
     }
 )
-"""SQLite's error codes that concern the file's content, not the disk or the permissions."""
+"""SQLite's error codes that mean a wrong content of the file, not a problem of the disk or its permissions."""
 
 
 def connected(path: str) -> sqlite3.Connection:
-    """Open a database whose transactions begin only where BEGIN is executed."""
+    """Open a database in which a transaction begins only when BEGIN is executed."""
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
 def outlives_boot(changes: Sequence[Change]) -> bool:
-    """Return whether one of these changes still matters after a crash of the machine."""
+    """Return whether one of these changes is needed after a crash of the machine, and so must be synced."""
     for change in changes:
         claim = change.record
         if not change.durable:
@@ -174,16 +177,17 @@ def outlives_boot(changes: Sequence[Change]) -> bool:
 class Ledger:
     """The ledger's file. It is synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    snapshot: all records at the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence` must
-    rebuild it before any grant. If the copy was newer than the ledger, the ledger also has the copy's allocations.
+    snapshot: all records at the last commit. fresh: whether the ledger was empty when it was opened; then
+    `reconcile_evidence` must rebuild it before any grant. If the copy was newer than the ledger, the ledger also has
+    the copy's allocations.
     """
 
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
-        """Wait until no other agent has the ledger, then open or create it. Unusable files are put aside.
+        """Wait until no other agent has the ledger, then open or create it. An unusable file is renamed.
 
-        path: of the database; `path + ".lock"` is the lock. copy: path of the copy of the allocations, "" for none.
-        connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not permit access;
-        another try may succeed.
+        path: of the database; `path + ".lock"` is the lock file. copy: path of the copy of the allocations, "" for
+        none. connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not permit
+        access; a later try may succeed.
         """
         self.path: Final = path
         self.copy: Final = copy
@@ -194,9 +198,9 @@ class Ledger:
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
         self.copy_is_old = False
-        """Whether `write_copy` has something to do."""
+        """Whether the copy lacks allocations of the last commits, so that `write_copy` is due."""
         self._logged = 0
-        """Number of commits since SQLite's log was copied into the database."""
+        """Number of commits since SQLite's log was last copied into the database."""
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
@@ -212,8 +216,8 @@ class Ledger:
                     Change("allocations", (allocation.resource, allocation.device_id), allocation)
                     for allocation in allocations
                 )
-                # New records get a higher sequence than the copy, and than the evidence of the agent that wrote the
-                # copy.
+                # New records get a higher sequence than those of the copy, and than the evidence that the copy's agent
+                # has read.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
             self.write_copy()
@@ -223,16 +227,16 @@ class Ledger:
 
     @property
     def must_tidy(self) -> bool:
-        """Whether `tidy` has something to do."""
+        """Whether SQLite's log has grown so much that `tidy` is due."""
         return self._logged >= _CHECKPOINT
 
     def tidy(self) -> None:
-        """Copy SQLite's log into the database if it has grown. Blocks."""
+        """Copy SQLite's log into the database, if `must_tidy`. Blocks."""
         with self.guard:
             self._empty_log()
 
     def _empty_log(self) -> None:
-        """Copy SQLite's log into the database if it has grown, then begin a new log and sync it."""
+        """Copy SQLite's log into the database, if `must_tidy`, then begin a new log and sync it."""
         connection = self._connection
         if self._logged < _CHECKPOINT:
             return
@@ -241,19 +245,19 @@ class Ledger:
             return
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            # SQLite syncs the first frame of a new log. This write does it here, and not in the event loop.
+            # SQLite syncs the first frame of a new log. This write makes the sync happen here, not in the event loop.
             for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
                 connection.execute(statement)
         except sqlite3.Error as error:
-            # It is not known which frames are on disk. The next call reads and writes all of them again.
+            # It is not known which frames are on the disk. The next call reads the log, and writes all of it again.
             _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
             self._disconnect()
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        """Decide the operations in order and record all of them in one transaction; return one answer for each.
+        """Decide operations in order and record all of them in one transaction. Return one answer for each.
 
-        If an operation fails (a bug in this code), its answer is the exception. Raises LedgerError if the transaction
-        could not be recorded, LedgerLostError if the files were removed, replaced or damaged.
+        If an operation raises an exception (a bug in this code), its answer is this exception. Raises LedgerError if
+        the transaction could not be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
         with self.guard:
             if self._lock_file < 0:
@@ -284,11 +288,10 @@ class Ledger:
             return answers
 
     def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
-        """Decide an operation that needs no sync, and record it.
+        """Decide an operation that needs no sync, record it, and return the decision.
 
-        None means that this is not possible, and nothing was done.
-
-        The operation needs `do_all` if its changes must outlive the boot, or if the file has to be opened again first.
+        None means that nothing was done, and that the operation needs `do_all`: its changes must be synced, or the file
+        must be opened again first.
         """
         with self.guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
@@ -319,7 +322,7 @@ class Ledger:
                 connection.close()
 
     def _found_files(self) -> tuple[tuple[int, int] | None, ...]:
-        """Return the device and inode number of lock, database and log, None for a missing file."""
+        """Return the device and inode number of the lock file, the database and the log; None for a missing file."""
         return inode_of(f"{self.path}.lock"), inode_of(self.path), inode_of(f"{self.path}-wal")
 
     def _lose(self, why: str) -> None:
@@ -331,7 +334,7 @@ class Ledger:
     def _write(self, sequence: int, changes: Sequence[Change], *, synced: bool) -> None:
         connection = self._connection
         assert connection is not None
-        # The last change of each durable record, and the seal that belongs to all of them.
+        # Only the last change of each durable record is written, then the seal of all records.
         last: dict[tuple[str, records.RecordKey], records.Record | None] = {}
         for change in changes:
             if change.durable:
@@ -354,7 +357,7 @@ class Ledger:
             connection.execute("UPDATE seal SET sequence = ?, seal = ? WHERE id = 1", (sequence, seal))
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
-            # The content of the disk is not known now. The next call reads it again.
+            # It is not known what the disk contains now. The next call reads the file again.
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
@@ -362,8 +365,11 @@ class Ledger:
         self.copy_is_old |= allocations
 
     def write_copy(self) -> None:
-        """Copy the allocations. If this fails, recovery depends on the ledger and the checkpoint alone. Blocks."""
-        with self.guard:  # A write that is not yet in the snapshot marks the copy as old again.
+        """Write the copy of the allocations. Blocks.
+
+        If this fails, only the ledger and the kubelet's checkpoint can be used after a restart.
+        """
+        with self.guard:  # A commit after this block sets `copy_is_old` again.
             self.copy_is_old, now = False, self.snapshot
         if not self.copy:
             return
@@ -373,7 +379,7 @@ class Ledger:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
     def _copied(self) -> Copy | None:
-        """Return the copy if it is of this boot and newer than the ledger. Then the ledger is new, or an old one."""
+        """Return the copy if it is of this boot and newer than the ledger, which then is new or has lost commits."""
         try:
             copy = copies.read(self.copy)
         except (OSError, msgspec.MsgspecError) as error:
@@ -389,7 +395,7 @@ class Ledger:
         return copy
 
     def _load_again(self) -> None:
-        """Continue after a failed write: the disk's content counts, and facts that only this process knows are kept."""
+        """Read the file again after a failed write. Facts that only this process knows are kept in the snapshot."""
         before, files = self.snapshot, self._files
         loaded = self._load()
         if self._files[:2] != files[:2] or loaded.sequence < before.sequence:
@@ -407,12 +413,15 @@ class Ledger:
         self.snapshot = replace(loaded.with_changes(kept, loaded.sequence), ended=before.ended)
 
     def _load(self, *, again: bool = False) -> RegisterSnapshot:
-        """Open the database and read all of it. If this is not possible, put it aside."""
+        """Open the database and read all records.
+
+        If the file is damaged, rename it and create a new database.
+        """
         try:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            # A MemoryError has no code; a damaged length field of gigabytes causes it.
+            # A MemoryError has no code. A damaged length field, which asks for gigabytes, causes it.
             code = getattr(error, "sqlite_errorcode", None)
             if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
@@ -436,11 +445,12 @@ class Ledger:
         if (check := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _DamagedError(check)
         snapshot = self._rows(connection)
-        # A file whose header names a newer format for writers can be read but not written. This statement shows it now.
+        # A file whose header names a newer format for writers can be read but not written. This statement detects such
+        # a file.
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
         connection.execute("ROLLBACK")
-        # A commit whose fsync failed may be in the page cache as if it had been written. This statement writes it
+        # After a failed fsync, a commit may be in the page cache but not on the disk. This statement writes the commit
         # again.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._files = self._found_files()
@@ -471,9 +481,12 @@ class Ledger:
         return RegisterSnapshot().with_changes(changes, sequence)
 
     def _put_aside(self) -> str:
-        """Rename the files, and remove older renamed files."""
+        """Rename the database and its journals; return the new path.
+
+        Older renamed files, except the last few, are removed.
+        """
         aside = f"{self.path}.aside-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}"
-        # The database is renamed first: without it, no other program reads its journals.
+        # The database is renamed first, because no program reads the journals without the database.
         suffixes = ("", "-wal", "-shm", "-journal")
         try:
             for suffix in suffixes:

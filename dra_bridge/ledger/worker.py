@@ -17,21 +17,21 @@ _T = TypeVar("_T")
 _Asked = tuple[Operation[Any], asyncio.Future[Any]]
 
 DEADLINE: Final = 5.0
-"""Seconds within which an operation must be recorded. A sync to a slow, busy disk takes one or two."""
+"""Seconds within which an operation must be recorded. A sync to a slow, busy disk takes one or two seconds."""
 CLOSING: Final = 2.0
-"""Seconds that closing the ledger may take. The kernel releases the lock at the end of the process in any case."""
+"""Seconds that closing the file may take. If it takes longer, the kernel releases the lock when the process ends."""
 
 
 class AsyncLedger:
     """The ledger for one event loop, with a thread for its file.
 
-    An operation that needs no sync is written in the event loop itself, by a short call that the kernel keeps in
-    memory. With four pods at once on two busy cores, the return from a thread took longer than the rest of an
+    An operation that needs no sync is written in the event loop itself, by a short call, because the kernel keeps the
+    write in memory. With four pods at once on two busy cores, the return from a thread took longer than the rest of an
     Unprepare. Operations that arrive during a commit are committed together afterwards.
 
-    If the file system does not answer, operations fail after DEADLINE, and later ones at once, until the file system
-    answers again. The operation that the thread was executing may still be recorded. Then a grant without a pod
-    remains, which evidence ends.
+    If the file system does not answer, operations fail after `DEADLINE` seconds, and later operations at once, until
+    the file system answers again. The operation that the thread was executing may still be recorded. Then a grant
+    without a pod remains, which is ended by evidence.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,24 +39,25 @@ class AsyncLedger:
         self.changes = Changes()
         self.looks: Final = Looks(ledger.path, threads=1)
         self.copy_looks: Final = Looks(ledger.copy or "no copy", threads=1)
-        """Runs reads and writes of the copy of the allocations, which is in another file system."""
+        """Writes the copy of the allocations in its own thread, because the copy is in another file system."""
         self.lost = asyncio.Event()
-        """Set when the ledger refuses all grants and the process has to start again."""
+        """Set when the ledger refuses all grants, so that the process has to start again."""
         self.write_failures = 0
-        """Number of failed writes."""
+        """Number of writes of the ledger that failed."""
         self._asked: list[_Asked] = []
         self._batch: list[_Asked] = []
-        """The operations that the thread executes now."""
+        """The operations that the thread is executing."""
         self._first: Look[Decision[Any] | None] | None = None
-        """The look that executes the batch, if the batch needs no sync."""
+        """The running call of `do_at_once` for the operation in `_batch`; None if the batch is not executed by it."""
         self.answering: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, path: str, copy: str = "") -> Self:
-        """Open the ledger as `Ledger` does. Wait while another agent of this node has it."""
+        """Open the ledger as `Ledger` does, without blocking the loop while another agent has the ledger."""
         opening: Future[Ledger] = Future()
-        # A thread that waits for a lock cannot be cancelled. A daemon thread does not keep the process alive.
+        # A thread that waits for a lock cannot be cancelled. So it is a daemon: then it does not keep the process
+        # alive.
         threading.Thread(target=_open, args=(path, copy, opening), name="ledger open", daemon=True).start()
         try:
             return cls(await asyncio.wrap_future(opening))
@@ -71,9 +72,9 @@ class AsyncLedger:
         return self.ledger.snapshot
 
     def do(self, operation: Operation[_T]) -> asyncio.Future[_T]:
-        """Decide and record an operation. The future's answer survives this process.
+        """Decide and record an operation. The future gets its answer once the record survives this process.
 
-        The future has a LedgerError if nothing could be recorded, also after `close`. Cancelling the future undoes
+        The future gets a LedgerError if nothing could be recorded, also after `close`. Cancelling the future undoes
         nothing.
         """
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -81,7 +82,7 @@ class AsyncLedger:
         if self.looks.hanging:
             self._fail([asked], self._unanswered(self.looks.hanging))
         elif self._asked or self._batch:
-            # Operations keep their order: an Unprepare must find the records of its claim's Prepare.
+            # Operations keep their order, because an Unprepare must find the records of its claim's Prepare.
             self._asked.append(asked)
         else:
             look = self.looks.begin("record", self.ledger.do_at_once, operation)
@@ -91,7 +92,7 @@ class AsyncLedger:
         return answered
 
     async def close(self) -> None:
-        """Answer the pending operations, then close the ledger, as far as the file system answers."""
+        """Answer the pending operations, then close the ledger; give up if the file system does not answer in time."""
         going = [
             task
             for task, looks in ((self.answering, self.looks), (self._copying, self.copy_looks))
@@ -103,14 +104,14 @@ class AsyncLedger:
             await self.looks.at("record", self.ledger.close, timeout=CLOSING)
 
     def _go_on(self) -> None:
-        """Start executing pending operations, unless a task already does."""
+        """Start tasks for the pending operations and for the copy, unless such a task is running."""
         if (self._batch or self.ledger.must_tidy) and (self.answering is None or self.answering.done()):
             self.answering = asyncio.create_task(self._answer())
         if self.ledger.copy_is_old and (self._copying is None or self._copying.done()):
             self._copying = asyncio.create_task(self._copy())
 
     async def _answer(self) -> None:
-        """Execute pending operations until there are none. Operations that arrive together share a commit."""
+        """Execute pending operations until there are none. Operations that arrive together share one commit."""
         try:
             while self._batch or self._asked or self.ledger.must_tidy:
                 if (first := self._first) is not None:
@@ -130,16 +131,16 @@ class AsyncLedger:
                     self._answer_batch(look)
                     self._batch = []
         finally:
-            # This task was cancelled, so these operations get no other answer.
+            # If this task was cancelled, the remaining operations get no answer, so their futures are cancelled.
             for _, answered in (*self._batch, *self._asked):
                 answered.cancel()
             self._batch, self._asked, self._first = [], [], None
-        self._go_on()  # Continue with the copy.
+        self._go_on()  # The copy may be due now.
 
     async def _ended(self, look: Look[Any]) -> bool:
-        """Wait for the thread; return whether it was in time.
+        """Wait for the thread's call. Return whether it has ended within `DEADLINE`.
 
-        If it is late, pending operations fail, and the wait continues.
+        If it has not, pending operations fail, and the method waits on until the call ends.
         """
         if not (why := await self.looks.late(look, DEADLINE, give_up=False)):
             return True
@@ -149,13 +150,13 @@ class AsyncLedger:
             self.looks.give_up(first)
         self._fail(asked, self._unanswered(why))
         await self.looks.until_ended(look)
-        self.changes.note()  # The operation may still have been recorded.
+        self.changes.note()  # The late call may have recorded its operation.
         return False
 
     def _answer_batch(self, look: Look[list[Any]]) -> None:
         try:
             answers = look.result
-        except Exception as error:  # All operations of the batch get the LedgerError.
+        except Exception as error:  # All operations of the batch get the exception, a LedgerError.
             self._fail(self._batch, error)
             return
         for (_, answered), answer in zip(self._batch, answers, strict=True):
@@ -163,7 +164,10 @@ class AsyncLedger:
         self.changes.note()
 
     def _decided(self, asked: _Asked, look: Look[Decision[Any] | None]) -> bool:
-        """Answer from a write without a sync. Return False if nothing was written, because a sync is needed."""
+        """Answer an operation by the result of `do_at_once`.
+
+        Return False if nothing was written, as it needs `do_all`.
+        """
         try:
             decision = look.result
         except LedgerError as error:
@@ -179,7 +183,10 @@ class AsyncLedger:
         return decision is not None
 
     async def _copy(self) -> None:
-        """Copy the allocations after they were recorded. The copy matters only if ledger and checkpoint are lost."""
+        """Write the copy of the allocations until it has all commits.
+
+        The copy is needed only if the ledger and the kubelet's checkpoint are both lost.
+        """
         while self.ledger.copy_is_old:
             await self.copy_looks.until_answered("copy", self.ledger.write_copy, timeout=DEADLINE, brief=True)
 
@@ -203,10 +210,10 @@ class AsyncLedger:
 
 
 def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
-    """Open the ledger for `opening`. Close it if `opening` was cancelled meanwhile."""
+    """Open the ledger and pass it to `opening`. If `opening` was cancelled meanwhile, close the ledger."""
     try:
         ledger = Ledger(path, copy)
-    except Exception as error:  # The caller gets the exception.
+    except Exception as error:  # The caller of `open` gets the exception.
         if opening.set_running_or_notify_cancel():
             opening.set_exception(error)
     else:

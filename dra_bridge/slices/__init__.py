@@ -1,1 +1,1 @@
-"""ResourceSlices: `desired` computes the wanted slices, `plan` finds the fewest writes, `Publisher` writes them."""
+"""ResourceSlices: `desired` computes the wanted slices, `plan` the fewest writes, and `Publisher` writes the slices."""

@@ -1,6 +1,7 @@
-"""Computes the ResourceSlices of a driver's pool: a pure function of its devices and their sides.
+"""Computes the ResourceSlices of a driver's pool, by a pure function of the driver's devices and their sides.
 
-Each driver has one pool on a node, named like the node. The limits are Kubernetes 1.36's (k8s.io/api/resource/v1).
+Each driver has one pool on a node, with the node's name. The limits are those of Kubernetes 1.36
+(k8s.io/api/resource/v1).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MAX_DEVICES: Final = 64
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 NAMES: Final = 8
-"""Number of names that a slice may have. The second and later ones are used when another slice has the first name."""
+"""Number of names that each slice can have. The next name is used if a foreign slice already has the one before."""
 
 Feature = Literal["taints", "sharing", "counters", "lists"]
-"""An optional feature of the API server. A server without it drops the feature's fields and returns no error.
+"""An optional feature of the API server. A server without the feature drops the feature's fields and returns no error.
 
-An attribute that is a list has no value then, and such a server refuses it.
+An attribute that is a list then has no value left, so such a server refuses the attribute.
 """
 CounterAmounts = Mapping[str, int | str]
 
@@ -40,9 +41,10 @@ CounterAmounts = Mapping[str, int | str]
 class Offer:
     """The devices of one resource in its driver's pool.
 
-    offered: ids of the devices on the DRA side; None means all devices. replicas: for each device id, the number of
-    claims that may share the device; 1 if the id is missing. order: ids in the order in which the scheduler should take
-    them (it takes devices from the front). qualifier: part of the devices' published names (`deviceplugin.naming`).
+    offered: ids of the devices on the DRA side; None means all devices. replicas: by device id, the number of claims
+    that may share the device; 1 if the id is missing. order: device ids in the order in which the scheduler should take
+    the devices; it takes devices from the front of a slice. qualifier: part of the devices' published names
+    (`deviceplugin.naming`).
     """
 
     snapshot: InventorySnapshot
@@ -53,9 +55,9 @@ class Offer:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices on either side, healthy or not.
+        """All devices of the resource, on either side, healthy or not.
 
-        Those in `order` come first, the others in natural order (gpu2 before gpu10).
+        The devices in `order` come first, then the others in natural order (gpu2 before gpu10).
         """
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
@@ -66,9 +68,10 @@ class Offer:
 class Pool:
     """The pool of one driver on one node.
 
-    offers: one for each resource of the driver, including resources that offer no device now. unhealthy: the effect of
-    the taint `<driver>/unhealthy`. annotations: names under `<driver>/`; the first slice has them with their values,
-    the other slices have them with empty values. empty: whether the pool has a slice even when it offers no device.
+    offers: one for each resource of the driver, also for resources that offer no device now. unhealthy: the effect of
+    the taint `<driver>/unhealthy` on unhealthy devices. annotations: names under `<driver>/`; the first slice has them
+    with their values, the other slices have them with empty values. empty: whether the pool has a slice even if it
+    offers no device.
     """
 
     driver: str
@@ -84,7 +87,7 @@ class Desired:
     """The slices that a pool should have.
 
     slices: bodies in the form of resource.k8s.io/v1, without `spec.pool.generation`, owner and resourceVersion. needs:
-    features that the pool uses where the server has them. problems: what was left out and why, one sentence each.
+    the optional features of the API server that the slices use. problems: what was left out and why, one sentence each.
     """
 
     slices: tuple[Object, ...]
@@ -95,8 +98,8 @@ class Desired:
 def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ()) -> str:
     """Return the name of a pool's slice. The name is constant, so a create whose answer was lost can be repeated.
 
-    taken: names that slices of other programs have. The function returns the first of the `NAMES` candidates that is
-    not taken.
+    number: the slice's place in the pool. taken: names that slices of other programs have. The function returns the
+    first of the `NAMES` candidates that is not taken.
     """
     for variant in range(NAMES):
         seed = f"{node}\0{driver}" + (f"\0{variant}" if variant else "")
@@ -108,7 +111,7 @@ def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ())
 
 
 def own_name(node: str, driver: str, name: str) -> bool:
-    """Return whether this name is one that a slice of this pool can have."""
+    """Return whether `slice_name` can return this name for a slice of this pool."""
     number = name.rpartition("-")[2]
     if not (number.isascii() and number.isdecimal() and len(number) < 6):
         return False
@@ -123,12 +126,12 @@ def own_name(node: str, driver: str, name: str) -> bool:
 def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[str] = ()) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
-    Pure: the same input gives the same bodies. If the API would refuse an attribute, a capacity or a whole device, only
-    that is left out and reported, so that the rest of the pool is published.
+    Pure: the same input gives the same bodies. If the API server would refuse an attribute, a capacity or a whole
+    device, only this item is left out and reported, so that the rest of the pool is published.
 
     Each device has a fixed place in one slice, even while it is not offered. So a change of one device's side, health
-    or taints changes only one slice, and the API server takes it in one atomic write. without: features that the server
-    lacks. taken: names that slices of other programs have.
+    or taints changes only one slice, in one atomic write. without: features that the API server lacks. taken: names
+    that slices of other programs have.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
@@ -168,8 +171,8 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
     for number, part in enumerate(parts):
         metadata: Object = {"name": slice_name(pool.node, pool.driver, number, taken)}
         if pool.annotations:
-            # All slices have the annotations: the admission policies know a slice of this agent by them, and let a
-            # former driver delete it.
+            # All slices have the annotations, because by them the admission policies recognise a slice of this agent,
+            # and let a former driver delete the slice.
             metadata["annotations"] = dict(pool.annotations) if number == 0 else dict.fromkeys(pool.annotations, "")
         whole = {"name": pool.node, "resourceSliceCount": len(parts)}
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
@@ -192,7 +195,7 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[naming.SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    # If not all entries fit, the device's own capacity and attributes go before the NUMA node.
+    # If too many entries are given, the device's own capacity and attributes are kept before the NUMA node.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
     for key, value, amount in wanted:
@@ -231,10 +234,10 @@ def _entry(
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """Return a capacity. A claim that requests no amount of a shared device gets an equal part of the capacity.
+    """Return an entry of a device's capacity. value: the whole amount. replicas: how many claims may share the device.
 
-    Without a request policy such a claim would take the whole capacity, and no other claim could share the device
-    (k8s.io/api/resource/v1, CapacityRequestPolicy).
+    A claim that requests no amount of a shared device gets an equal part. Without a request policy, such a claim would
+    take the whole capacity, and no other claim could share the device (k8s.io/api/resource/v1, CapacityRequestPolicy).
     """
     if replicas == 1:
         return {"value": str(value)}
@@ -244,7 +247,7 @@ def _capacity(value: int | str, replicas: int) -> Object:
 
 
 def _like(text: str, number: Fraction) -> str:
-    """Return an integer as a quantity, with a binary suffix if `text` has one and the result is exact."""
+    """Return an integer as a quantity, with a binary suffix if `text` has one and the quantity is exact."""
     best = str(number)
     if text.endswith("i") and number:
         for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1):
@@ -256,7 +259,7 @@ def _like(text: str, number: Fraction) -> str:
 def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, CounterAmounts]:
     """Return the counter sets of all devices, offered or not, by name.
 
-    Sets that two devices define differently are left out.
+    A set is left out if two devices define it differently, or if the API server would refuse it.
     """
     sets: dict[str, CounterAmounts] = {}
     bad: set[str] = set()
@@ -281,7 +284,7 @@ def _numbers(counters: CounterAmounts) -> dict[str, Fraction]:
 
 
 def _consumed(device: Device, sets: Mapping[str, CounterAmounts], problems: list[str]) -> Mapping[str, CounterAmounts]:
-    """Return the counters that a device consumes. An empty result means that the API would refuse them."""
+    """Return the counters that a device consumes; an empty result if the API server would refuse the counters."""
     try:
         if len(device.consumes) > naming.MAX_CONSUMED_SETS:
             raise NamingError(

@@ -1,4 +1,4 @@
-"""Optional features of the API server: which ones a slice uses, and which ones the server has."""
+"""Optional features of the API server: which features a slice uses, and which features the server has."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ WITHOUT: Final[Mapping[Feature, str]] = {
     "lists": "the API server takes no lists as attributes (feature gate DRAListTypeAttributes is off): "
     "devices with several NUMA nodes have no attribute resource.kubernetes.io/numaNode",
 }
-"""How slices change on a server without the feature, one sentence each."""
+"""How slices change on an API server without the feature, one sentence each."""
 _FIELDS: Final[Mapping[Feature, str]] = {
     "taints": "taints",
     "sharing": "allowMultipleAllocations",
     "counters": "consumesCounters",
 }
-"""For each feature, the field of a device that a server without the feature drops. Lists are in the attributes."""
+"""By feature, the field of a device that a server without the feature drops. "lists" has none: lists are attributes."""
 _REFUSED: Final = frozenset[Feature]({"counters", "lists"})
-"""Features of which a server without them may refuse a slice."""
+"""Features without which an API server may refuse the whole slice instead of dropping a field."""
 
 
 @dataclass(slots=True)
 class ServerFeatures:
-    """The features of slices that the API server has or lacks, as far as this is known.
+    """The optional features that the API server has or lacks, as far as known.
 
-    probe_again: seconds after which a missing feature is tried again, because another server may answer by then.
+    probe_again: seconds after which a missing feature is tried again, because another API server may answer by then.
     """
 
     cluster: Cluster
@@ -49,34 +49,34 @@ class ServerFeatures:
 
     @property
     def missing(self) -> frozenset[Feature]:
-        """The features that the server is known to lack. An unknown feature is not among them."""
+        """The features that the server is known to lack. Features that were not tried are not among them."""
         return frozenset(feature for feature, there in self._known.items() if not there)
 
     def learn(self, body: Object) -> None:
-        """Record the features whose fields the server has kept in the devices of a slice."""
+        """Record as existing the features whose fields a stored slice has in its devices."""
         self._known.update(dict.fromkeys(_used_by(body["spec"].get("devices") or ()), True))
 
     def lacks(self, features: Iterable[Feature]) -> None:
-        """Record that the server has dropped the fields of these features, or has refused them."""
+        """Record as missing these features, whose fields the server has dropped or refused."""
         self._known.update(dict.fromkeys(features, False))
 
     def refused(self) -> None:
-        """Count features as not known for which the server may have refused a slice: it may be another server."""
+        """Forget the features for which the server may have refused a slice: it may be another server without them."""
         for feature in _REFUSED:
             if self._known.get(feature):
                 del self._known[feature]
 
     def forget_missing(self) -> None:
-        """Forget which features are missing, if the last dry run is at least `probe_again` seconds ago."""
+        """Forget which features are missing, if the last test was at least `probe_again` seconds ago."""
         if asyncio.get_running_loop().time() - self._probed_at >= self.probe_again:
             for feature in self.missing:
                 del self._known[feature]
 
     async def probe(self, pool: Pool, wanted: Desired, version: str) -> bool:
-        """Test needed but unknown features by a dry-run create; return whether one is missing.
+        """Test features that are needed but unknown by a dry-run create. Return whether one of them is missing.
 
-        The test comes before the first real write. So the agent never publishes an unhealthy device without its taint,
-        or partitions that exclude each other without their counters.
+        The test precedes the first real write. So the agent never publishes an unhealthy device without its taint, or
+        partitions that exclude each other without their counters.
         """
         unknown = set[Feature]().union(*map(features_of, wanted.slices)) - self._known.keys()
         asked = frozenset(unknown)
@@ -93,9 +93,9 @@ class ServerFeatures:
         body = in_version(_probe_body(pool, unknown), version)
         try:
             kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
-        except InvalidError as error:  # before 1.35 counters had to be in the same slice
+        except InvalidError as error:  # Before 1.35, the counter set had to be in the same slice.
             logger.debug("dry run: %s", error)
-            kept = set(unknown) - _REFUSED  # the answers to real writes show it
+            kept = set(unknown) - _REFUSED  # The answers to real writes show which other features the server has.
         self._known.update({feature: feature in kept for feature in unknown})
 
 

@@ -1,9 +1,9 @@
 """Foreign slices and edits: what other programs write into a driver's pool on this node, and how it is reported.
 
-The scheduler joins all slices of a node that name the same driver and pool, even if different programs wrote them. It
-uses the slices of the highest generation, on two conditions: their number is the one that the first of them states, and
-no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36, structured/internal/stable/pools_stable.go,
-GatherPools).
+The scheduler joins all slices of a node that name the same driver and pool, even if different programs wrote them. The
+scheduler uses the slices of the highest generation, on two conditions: their number is the one that the first of them
+states, and no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36,
+structured/internal/stable/pools_stable.go, GatherPools).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dra_bridge.slices.desired import own_name
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 
 WINDOW: Final = 600.0
-"""Seconds for which a foreign write is remembered."""
+"""Seconds for which a foreign write is remembered, to recognise programs that write again and again."""
 OFTEN: Final = 6
-"""Number of foreign writes within WINDOW from which the agent reports that a program writes again and again."""
+"""Number of foreign writes within `WINDOW` from which the agent reports that a program writes again and again."""
 REMEMBERED: Final = 64
 """Maximum number of foreign writes that are remembered."""
 
@@ -31,17 +31,17 @@ class ForeignKind(Enum):
     """Kinds of foreign writes. The values are the label `kind` of the metric."""
 
     SLICE = "slice"
-    """A foreign slice in the pool that names this node."""
+    """A foreign slice in the driver's pool that names this node."""
     NODELESS = "nodeless"
-    """A slice in the pool that names no node: `allNodes`, `nodeSelector` or `perDeviceNodeSelection`."""
+    """A slice in the driver's pool that names no node: `allNodes`, `nodeSelector` or `perDeviceNodeSelection`."""
     POOL = "pool"
     """A foreign slice of the driver for this node, in a pool of another name. No claim can get its devices."""
     EDITED = "edited"
     """The agent's own slice, to which another program gave other devices, another slice count or another generation."""
     GENERATION = "generation"
-    """A slice in the pool, own or foreign, with a generation so high that the agent may find no higher one."""
+    """A slice in the pool, own or foreign, whose generation is so high that the agent may find no higher one."""
     NAME = "name"
-    """A slice outside the pool that has the name which one of the agent's slices would have."""
+    """A slice outside the pool whose name the agent needs for one of its own slices."""
     DELETED = "deleted"
     """The agent's own slice was deleted by another program. The kubelet does this when it starts."""
 
@@ -59,11 +59,11 @@ _WORDS: Final[Mapping[ForeignKind, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignSlice:
-    """A slice that another program wrote.
+    """A slice in the driver's pool, or of the driver for this node, that another program wrote.
 
-    devices: the devices that it offers in the pool. manager: the program that wrote it last, or "". uid: of the object.
-    finalizers: the finalizers that keep the object while it is being deleted. refused: the API server's message if it
-    refused the deletion, otherwise "".
+    devices: the devices that the slice offers in the pool. manager: the program that wrote the slice last, or "". uid:
+    of the object. finalizers: the finalizers that keep the object while it is being deleted. refused: the API server's
+    message if it refused the deletion, otherwise "".
     """
 
     name: str
@@ -77,7 +77,7 @@ class ForeignSlice:
 
 @dataclass(frozen=True, slots=True)
 class ForeignWrite:
-    """A foreign write that the agent has undone. at: monotonic seconds."""
+    """A foreign write that the agent has undone. at: when it was undone (monotonic seconds)."""
 
     kind: ForeignKind
     name: str
@@ -86,9 +86,9 @@ class ForeignWrite:
 
 
 def is_own(body: Object, driver: str, node: str) -> bool:
-    """Return whether a slice is one of the agent's, by its name and by the fields that nothing can change.
+    """Return whether a slice is the agent's own, by its name and by fields that cannot be changed.
 
-    So an agent that now publishes fewer slices finds the slices that it no longer needs.
+    By these criteria, an agent that now publishes fewer slices also finds the slices that it no longer needs.
     """
     spec = body["spec"]
     where = (spec.get("driver"), spec.get("nodeName"), spec["pool"]["name"])
@@ -96,7 +96,7 @@ def is_own(body: Object, driver: str, node: str) -> bool:
 
 
 def kind_of(body: Object, node: str) -> ForeignKind:
-    """Return the kind of a foreign slice. If its name is one of the agent's, then only its generation is wrong."""
+    """Return the kind of a foreign slice, or GENERATION for any slice in the pool whose generation is too high."""
     spec = body["spec"]
     if spec["pool"]["name"] != node:
         return ForeignKind.POOL
@@ -106,16 +106,16 @@ def kind_of(body: Object, node: str) -> ForeignKind:
 
 
 def offered_in(body: Object, node: str) -> frozenset[str]:
-    """Return the devices that a slice offers in this node's pool."""
+    """Return the published names of the devices that a slice offers in this node's pool."""
     spec = body["spec"]
     return frozenset(device["name"] for device in spec.get("devices") or () if spec["pool"]["name"] == node)
 
 
 def manager_of(body: Object) -> str:
-    """Return the program that changed an object last, by its managedFields; "" if they do not show it.
+    """Return the program that changed an object last, by the object's managedFields; "" if they do not show it.
 
-    The times in managedFields are whole seconds. If the agent and another program wrote in the same second, the result
-    is the other program.
+    The times in managedFields are whole seconds. If the agent and another program wrote in the same second, the
+    function returns the other program.
     """
     entries = body["metadata"].get("managedFields") or ()
     latest: Mapping[str, str] = max(
@@ -142,12 +142,12 @@ def foreign_slices(bodies: Iterable[Object], driver: str, node: str, refused: Ma
 
 
 def remembered(writes: Sequence[ForeignWrite], new: ForeignWrite) -> tuple[ForeignWrite, ...]:
-    """Return the remembered foreign writes and the new one, without those older than WINDOW."""
+    """Return the remembered foreign writes with a new one, without writes that are older than `WINDOW`."""
     return (*(write for write in writes if new.at - write.at < WINDOW), new)[-REMEMBERED:]
 
 
 def sentence(kind: ForeignKind, name: str, manager: str) -> str:
-    """Return the beginning of a sentence that describes the foreign write."""
+    """Return the beginning of a sentence about a foreign write: the slice, the program, and what is wrong."""
     by = f" (written by {manager})" if manager else ""
     return f"slice {name}{by} {_WORDS[kind]}"
 
@@ -157,7 +157,7 @@ def problems(
 ) -> Iterator[str]:
     """Yield a sentence for each foreign slice, and one more if other programs write again and again.
 
-    now: monotonic seconds.
+    present: the foreign slices that exist. writes: the remembered foreign writes. now: monotonic seconds.
     """
     for one in present:
         what = f"driver {driver}: {sentence(one.kind, one.name, one.manager)}"

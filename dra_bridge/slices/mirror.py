@@ -12,20 +12,20 @@ from dra_bridge.slices.foreign import is_own, offered_in
 from dra_bridge.slices.plan import UNGROWABLE, annotations_of, fingerprint, generation_of
 
 MOST_NAMES: Final = 16384
-"""Maximum number of withdrawn devices whose time of withdrawal is remembered."""
+"""Maximum number of withdrawn devices whose time of withdrawal is remembered, so that memory use is limited."""
 
 
 class SliceScope(Enum):
-    """The two groups of a driver's slices that a list or watch can select. Only `spec.nodeName` can select them."""
+    """The two groups of a driver's slices. A list or watch can select one group, only by `spec.nodeName`."""
 
     NODE = "node"
     """Slices that name this node."""
     NODELESS = "nodeless"
-    """Slices that name no node. They can belong to this node's pool."""
+    """Slices that name no node. They can be in this node's pool."""
 
 
 def scope_of(body: Object) -> SliceScope:
-    """Return the scope whose list and watch contain a slice."""
+    """Return the scope of the list and watch that contain a slice."""
     return SliceScope.NODE if body["spec"].get("nodeName") else SliceScope.NODELESS
 
 
@@ -33,13 +33,13 @@ def scope_of(body: Object) -> SliceScope:
 class Mirror:
     """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
-    bodies: all slices by name, foreign ones included. listed: the scopes whose bodies come from a list and its watch;
+    bodies: all slices by name, foreign slices included. listed: the scopes whose bodies come from a list and its watch;
     other scopes must be listed again. generation: the highest generation that was ever written, or that an unanswered
     write makes necessary; a foreign generation counts only below `UNGROWABLE`. mutations: see `plan.ServerMutations`.
-    times: see `plan.Times`. answers: by name, the body that the server returned for the agent's last write. taken:
+    times: see `plan.Times`. answers: by name, the content that the server returned for the agent's last write. taken:
     names of wanted slices that foreign slices have. deletions: by UID, the scope of slices that the agent deleted and
     whose deletion the watch has not reported yet. gone: UIDs of slices whose deletion the watch has reported since the
-    last write began; the writer clears it.
+    last write began; the writer clears this set.
     """
 
     driver: str
@@ -54,18 +54,18 @@ class Mirror:
     deletions: dict[str, SliceScope] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     _withdrawn: dict[str, float] = field(default_factory=dict)
-    """By device name, when a slice offered the device for the last time (monotonic seconds). Only devices that no slice
-    offers now."""
+    """By device name, the time when a slice last offered the device (monotonic seconds). It has only devices that no
+    slice offers now."""
     _floor: float = 0.0
-    """The last time (monotonic seconds) at which a device that is missing in `_withdrawn` may have been offered."""
+    """The last time (monotonic seconds) at which a slice may have offered a device that is missing in `_withdrawn`."""
 
     @property
     def whole(self) -> bool:
-        """Whether the copy has all slices that the API server has."""
+        """Whether the copy has all slices of both scopes."""
         return self.listed == set(SliceScope)
 
     def withdrawn(self, device: str) -> float | None:
-        """Return since when no slice of the pool has offered a device (monotonic seconds); None if one may."""
+        """Return since when no slice of the pool offers a device (monotonic seconds); None if a slice may offer it."""
         if not self.whole or self.offering(device):
             return None
         return self._withdrawn.get(device, self._floor)
@@ -86,7 +86,7 @@ class Mirror:
             self.deletions = {uid: of for uid, of in self.deletions.items() if of is not scope}
 
     def keep(self, body: Object) -> None:
-        """Store a slice as the server's current one, unless a newer version of it is known."""
+        """Store a body as the slice's present state, unless a newer version of the slice is known."""
         if self._has_newer(body):
             return
         name = body["metadata"]["name"]
@@ -105,9 +105,9 @@ class Mirror:
                     self.times[device["name"], taint["key"], taint["effect"]] = taint["timeAdded"]
 
     def observe(self, body: Object, *, deleted: bool) -> bool:
-        """Apply one event of the watch.
+        """Apply one event of the watch to the copy.
 
-        Return False if the event was known, or is older than the agent's last write.
+        Return False if the event changes nothing, because it is known or is older than the agent's last write.
         """
         metadata = body["metadata"]
         name, uid = metadata["name"], metadata.get("uid", "")
@@ -142,7 +142,7 @@ class Mirror:
         return True
 
     def wrote(self, sent: Object, answer: Object) -> bool:
-        """Record the server's answer to a write of the agent. Return whether the server changed the slice."""
+        """Record the server's answer to a write of the agent. Return whether the server has changed the content."""
         name = sent["metadata"]["name"]
         self.answers[name] = _content(answer)
         self.generation = max(self.generation, generation_of(sent))
@@ -162,7 +162,10 @@ class Mirror:
         return name in self.answers and name not in self.bodies
 
     def deleted(self, body: Object) -> None:
-        """Forget a slice that the agent deleted. The watch may already have reported a new slice of the same name."""
+        """Forget a slice that the agent has deleted.
+
+        A new slice of the same name, already reported by the watch, stays.
+        """
         name, uid = body["metadata"]["name"], body["metadata"].get("uid", "")
         if name in self.bodies and self.bodies[name]["metadata"].get("uid", "") == uid:
             self._forget(name)
@@ -174,7 +177,7 @@ class Mirror:
     def unanswered(self, body: Object) -> None:
         """Record a write without an answer.
 
-        The server may carry it out later, so the next write has a newer generation.
+        The server may still carry out the write later. So the next write gets a newer generation.
         """
         self.listed.clear()
         self.answers.pop(body["metadata"]["name"], None)

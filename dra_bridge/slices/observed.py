@@ -1,4 +1,4 @@
-"""Compares the slices of a driver's pool, as they were seen last, with the wanted slices, for metrics and status.
+"""Compares the slices of a driver's pool, as they were last seen, with the wanted slices, for metrics and status.
 
 Moves of devices do not use this comparison. A move needs slices that the API server accepted after the move began
 (`PoolState`).
@@ -19,7 +19,7 @@ from dra_bridge.slices.plan import ServerMutations, Write, generation_of, plan
 
 @dataclass(frozen=True, slots=True)
 class SeenSlices:
-    """A driver's slices as the watch and the answers to writes showed them last. The fields are those of `Mirror`."""
+    """A driver's slices as the watch and the answers to writes last showed them. The fields are those of `Mirror`."""
 
     bodies: tuple[Object, ...] = ()
     generation: int = 0
@@ -28,13 +28,13 @@ class SeenSlices:
 
     @classmethod
     def of(cls, mirror: Mirror) -> Self:
-        """Return the current content of a mirror."""
+        """Return a copy of a mirror's present content, for other threads."""
         return cls(tuple(mirror.bodies.values()), mirror.generation, dict(mirror.mutations), frozenset(mirror.taken))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The slices of a pool as they were seen last. writes: how many slices are missing, differ or are superfluous."""
+    """A pool's slices as they were last seen. writes: how many slices are missing, wrong or superfluous."""
 
     slices: int = 0
     generation: int = 0
@@ -43,9 +43,10 @@ class Comparison:
 
 
 def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collection[Feature]) -> Comparison:
-    """Compare the slices that were seen last with the wanted ones. missing: features that the server lacks.
+    """Compare the slices that were last seen with the wanted ones. missing: features that the API server lacks.
 
-    Until every source of the pool has listed its devices, the existing slices count as the wanted ones.
+    While a source of the pool has not listed its devices, the wanted slices are unknown, and the existing ones count as
+    right.
     """
     wanted = desired(pool, without=missing, taken=seen.taken)
     own = [body for body in seen.bodies if is_own(body, pool.driver, pool.node)]
@@ -53,7 +54,7 @@ def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collect
     if wanted is not None:
         pooled = [body for body in seen.bodies if body["spec"]["pool"]["name"] == pool.node]
         every = plan(wanted.slices, pooled, owner=owner, generation=seen.generation, mutations=seen.mutations)
-        # Foreign slices in the pool are reported elsewhere, so they do not count here.
+        # Foreign slices in the pool have metrics of their own, so their deletion does not count here.
         writes = [write for write in every if write.verb != "delete" or is_own(write.body, pool.driver, pool.node)]
     devices = frozenset(device["name"] for body in own for device in body["spec"].get("devices") or ())
     return Comparison(len(own), max(map(generation_of, own), default=0), devices, len(writes))
@@ -61,10 +62,11 @@ def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collect
 
 @dataclass(frozen=True, slots=True)
 class ObservedPool:
-    """The current knowledge of a driver's pool.
+    """What is known about a driver's pool now.
 
-    seen: the slices as they were seen last. accepted: whether the API server has accepted any slices of this agent.
-    lapse: why `seen` may be out of date; None if it is current. failing: what keeps slices from being written.
+    seen: the slices as they were last seen. accepted: whether the API server has accepted any slices of this agent.
+    lapse: why `seen` may be out of date; None if it is current. failing: the failure that keeps slices from being
+    written.
     """
 
     seen: Comparison
@@ -74,19 +76,19 @@ class ObservedPool:
 
     @property
     def published(self) -> bool:
-        """Whether the API server is known to have the wanted slices."""
+        """Whether the API server is known to have exactly the wanted slices."""
         return self.lapse is None and self.accepted and not self.seen.writes
 
     @property
     def known(self) -> Comparison | None:
-        """The comparison with the API server's current slices; None if the current slices are not known."""
+        """The comparison of the wanted slices with the API server's; None if the server's slices are not known now."""
         return self.seen if self.lapse is None else None
 
     def unready(self, now: float) -> str:
         """Return why the agent is not ready for this pool; "" if it is ready. now: monotonic seconds.
 
-        The agent is ready while the slices are the wanted ones, and while the API server does not answer. It stays
-        ready for some time after slices begin to differ, because most failures pass by themselves.
+        The agent is ready while the API server has the wanted slices, and while the API server does not answer. The
+        agent stays ready for some time after the slices begin to differ, because most failures pass without help.
         """
         if self.published:
             return ""

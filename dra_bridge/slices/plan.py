@@ -1,4 +1,4 @@
-"""Computes the writes that turn the ResourceSlices of the API server into the wanted ones, and compares slices."""
+"""Computes the writes that turn the ResourceSlices of the API server into the wanted slices, and compares slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
 UNGROWABLE: Final = 2**62
-"""From this generation on, the agent undoes a foreign generation. The API server takes none above 2**63 - 1."""
+"""The agent replaces or deletes a foreign slice from this generation on. The API server takes none above 2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:
@@ -27,7 +27,7 @@ def in_version(body: Object, version: str) -> Object:
 
 
 def neutral(body: Object) -> Object:
-    """Convert a slice of any version to resource.k8s.io/v1. All of this package handles slices in that form."""
+    """Convert a slice of any version to resource.k8s.io/v1. This package handles slices only in this form."""
     spec = body.get("spec") or {}
     devices = spec.get("devices") or []
     if any("basic" in device for device in devices):
@@ -37,10 +37,10 @@ def neutral(body: Object) -> Object:
 
 
 def fingerprint(body: Object) -> str:
-    """Return a digest of a slice's content. Equivalent spellings of the content have the same digest.
+    """Return a digest of a slice's content, which is the same for equivalent spellings of the content.
 
-    Quantities are compared by value: 1Gi equals 1024Mi. Empty and missing fields are equal, and the order of keys does
-    not matter. The digest ignores the time at which a taint was added, and the pool's generation.
+    Quantities are compared by value: 1Gi equals 1024Mi. An empty field equals a missing one, and the order of keys does
+    not matter. The digest ignores the times at which taints were added, and the pool's generation.
     """
     spec = body["spec"]
     pool = spec.get("pool") or {}
@@ -106,17 +106,17 @@ def _amounts(counters: Object | None) -> list[Any]:
 
 
 class Write(NamedTuple):
-    """One write. `body` is the slice to send; a delete uses only its metadata."""
+    """A write to the API server. body: the slice to send; of a slice to delete, only the metadata is used."""
 
     verb: Literal["create", "replace", "delete"]
     body: Object
 
 
 ServerMutations = Mapping[str, tuple[str, str]]
-"""By slice name, two fingerprints: of the slice that was sent last, and of the slice that the server stored."""
+"""By slice name, two fingerprints: of the slice that was last sent, and of the slice that the server then stored."""
 
 Times = Mapping[tuple[str, str, str], str]
-"""When a taint was added, by device, key and effect; RFC 3339."""
+"""When a taint was added (RFC 3339), by device, key and effect."""
 
 
 def plan(
@@ -130,17 +130,18 @@ def plan(
 ) -> list[Write]:
     """Return the fewest writes, in their order, that turn a pool's existing slices into the wanted ones.
 
-    The scheduler uses a pool only while all slices of its highest generation are there. A change of one slice is one
-    write, which takes effect at once. A change of several slices goes into a new generation: its first slice supersedes
-    the old generation, and the slices left over are deleted last. The function also continues a plan that was
-    interrupted.
+    The scheduler uses a pool only while it finds all slices of the pool's highest generation. A change of one slice is
+    one write, which takes effect at once. A change of several slices needs a new generation: the first slice of the new
+    generation makes the old generation invalid, and superfluous slices are deleted last. If a plan was interrupted, the
+    function continues it.
 
-    A generation above `generation` and from `UNGROWABLE` on is undone: a wanted slice is replaced by one of the
-    generation before, any other slice is deleted. The scheduler remembers no generation.
+    A generation above `generation` and from `UNGROWABLE` on is undone: a wanted slice is replaced by one of the former
+    generation, any other slice is deleted. This is possible because the scheduler remembers no generation.
 
-    existing: the pool's slices, foreign ones included. Foreign slices are deleted; none of them has a wanted name.
+    existing: the pool's slices, foreign slices included. Foreign slices are deleted; none of them has a wanted name.
     owner: ownerReference of each slice. generation: the highest generation that was ever written. mutations:
-    differences that the server itself makes; they are not written again.
+    differences that the server itself makes; they are not written again. times: when the taints of devices were added,
+    to keep these times.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}
     current = {body["metadata"]["name"]: body for body in existing}
@@ -154,7 +155,7 @@ def plan(
     extras = [body for name, body in current.items() if name not in bodies]
     changed = [name for name in bodies if name not in same & in_latest]
     if in_latest <= same:
-        target = max(latest, 1)  # All slices of this generation are right; the missing ones are added.
+        target = max(latest, 1)  # All existing slices of this generation are right; only missing slices are added.
     elif len(bodies) > 1 and len(changed) == 1 and in_latest == current.keys() == bodies.keys():
         target = latest
     else:
@@ -166,17 +167,17 @@ def plan(
         if name in changed or present is None or not owned or annotations_of(body)[0] != annotations_of(present)[0]:
             verb: Literal["create", "replace"] = "create" if present is None else "replace"
             writes.append(Write(verb, _body(body, present, target, owner, times or {})))
-    # A slice that is already being deleted waits for its finalizers.
+    # A slice that is already being deleted, and waits for its finalizers, is not deleted again.
     return writes + [Write("delete", body) for body in extras if not body["metadata"].get("deletionTimestamp")]
 
 
 def generation_of(body: Object) -> int:
-    """Return the generation of the pool that a slice states, 0 if it states none."""
+    """Return the pool's generation that a slice states, 0 if it states none."""
     return int((body["spec"].get("pool") or {}).get("generation") or 0)
 
 
 def annotations_of(body: Object) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts: the slice's annotations that belong to the driver, and the other annotations."""
+    """Return two dicts of a slice's annotations: those under `<driver>/`, and the others."""
     prefix = f"{body['spec']['driver']}/"
     annotations = body["metadata"].get("annotations") or {}
     own = {key: value for key, value in annotations.items() if key.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The publisher's state of each driver: the progress of its writes, and the limit of their rate."""
+"""The publisher's state of each driver: how far the writes of the slices are, and the limit of their rate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dra_bridge.slices.observed import Comparison, ObservedPool, SeenSlices, com
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The progress of the writes of a driver's pool. `ObservedPool` has the current slices of the API server.
+    """How far the writes of a driver's pool are. `ObservedPool` has the API server's present slices.
 
-    wanted, accepted: the tickets of the newest `want`, and of the newest pool that the API server has accepted. slices:
-    their number. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
-    left out and why, or what keeps the server from accepting the pool. writes: number of successful writes. foreign:
-    foreign slices that are in the pool now. overcome: number of foreign writes that were undone, by kind. recent: the
-    last of these writes.
+    wanted, accepted: the tickets of the newest `want`, and of the newest pool that the API server has accepted.
+    generation, slices, devices: of the accepted pool, its generation, the number of its slices and the names of its
+    devices. unsupported: needed features that the server lacks. problems: what was left out and why, or what keeps the
+    server from accepting the pool. writes: number of successful writes. foreign: foreign slices that are in the pool
+    now. overcome: number of foreign writes that were undone, by kind. recent: the last of these foreign writes.
     """
 
     wanted: int = 0
@@ -40,9 +40,9 @@ class PoolState:
 
 
 class RateLimit:
-    """Delays rounds of writes after too many recent ones. So two conflicting agents do not flood the server.
+    """Delays rounds of writes after too many recent rounds, so that two conflicting agents do not flood the server.
 
-    The first round for a ticket carries a change that this node itself wants, such as a move of a device, which takes
+    The first round for a ticket writes a change that this node itself wants, such as a move of a device, which takes
     two or three rounds. Ten times as many of these rounds are allowed.
     """
 
@@ -51,11 +51,11 @@ class RateLimit:
         self._per_second = per_second
         self._ticket = 0
         self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """Start times of recent rounds: of rounds repeated for the same ticket, and of the first round of each ticket.
+        """Start times of recent rounds: of further rounds for the same ticket, and of the first round for each ticket.
         """
 
     async def round(self, ticket: int) -> bool:
-        """Count a round of writes. If there were too many recently, wait first and return True."""
+        """Count a round of writes. If there were too many recent rounds, first wait and return True."""
         now = asyncio.get_running_loop().time()
         first = ticket != self._ticket
         self._ticket = ticket
@@ -71,9 +71,9 @@ class RateLimit:
 class PublishedDriver:
     """The publisher's state of one driver.
 
-    left_out: what is not in the slices and why. failing: the failure since the slices were last the wanted ones.
-    failures: number of failed tries by HTTP status, 0 for tries without an answer. seen: the mirror's slices, for other
-    threads. compared: the values that were compared last, and the result.
+    left_out: what is not in the slices and why. failing: the failure that has repeated since the slices were last the
+    wanted ones. failures: number of failed tries by HTTP status, 0 for tries without an answer. seen: the mirror's
+    slices, for other threads. compared: the input of the last comparison, and its result.
     """
 
     pool: Pool
@@ -85,7 +85,7 @@ class PublishedDriver:
     """Set once the watch of slices without a node has listed them."""
     warned: set[str] = field(default_factory=set)
     reported: dict[ForeignKind, float] = field(default_factory=dict)
-    """When the last line about each kind of foreign writes was logged (monotonic seconds)."""
+    """By kind of foreign write, when the last line about it was logged (monotonic seconds)."""
     refused: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By UID, why a foreign slice could not be deleted, and when to try again (monotonic seconds)."""
     nodeless: WatchState = field(default_factory=WatchState)
@@ -98,20 +98,20 @@ class PublishedDriver:
     compared: tuple[tuple[object, ...], Comparison] = ((), Comparison())
 
     def show(self) -> None:
-        """Publish the mirror's current slices to other threads."""
+        """Copy the mirror's present slices to `seen`, which other threads read."""
         self.seen = SeenSlices.of(self.mirror)
 
     def failed(self, error: Exception) -> None:
-        """Record a failed try to write."""
+        """Record a failed try to write the slices."""
         self.failing = Failing.after(self.failing, error)
         self.failures[self.failing.code] += 1
 
     def observed(
         self, watch: WatchState, owner: Object | None, missing: Collection[Feature], now: float
     ) -> ObservedPool:
-        """See `Publisher`. watch: state of the watch of slices that name the node.
+        """See `Publisher.observed`. watch: the state of the watch of slices that name the node.
 
-        missing: features that the server lacks.
+        missing: features that the API server lacks.
         """
         of = (self.pool, self.seen, owner, missing)
         before, seen = self.compared

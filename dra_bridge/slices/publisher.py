@@ -1,4 +1,4 @@
-"""Keeps this node's ResourceSlices on the API server equal to the desired ones."""
+"""Keeps this node's ResourceSlices on the API server equal to the wanted slices."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from dra_bridge.slices.published import PublishedDriver, RateLimit
 logger: Final = logging.getLogger(__name__)
 
 ROUNDS: Final = 6
-"""Maximum number of rounds of writes in a row, before the publisher waits."""
+"""Maximum number of rounds of writes in a row. If the slices then still differ, the publisher waits."""
 DELETES: Final = 16
 """Maximum number of foreign slices that are deleted in one round of writes."""
 LINES: Final = 10.0
-"""Minimum seconds between two WARNING lines about the same kind of foreign writes."""
+"""Minimum seconds between two log lines at WARNING about the same kind of foreign writes."""
 
 
 class Publisher:
-    """Makes this node's slices on the API server equal to the desired ones, and keeps them so.
+    """Makes this node's slices on the API server equal to the wanted slices, and keeps them equal.
 
     One watch for all drivers covers the slices that name this node. One watch for each driver covers the slices that
     name no node. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37). The
     publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node when it
     starts. A failed write is repeated until it succeeds.
 
-    A driver's pool belongs to the agent. The agent undoes what other programs write into it, see
+    A driver's pool belongs to the agent. The agent undoes what other programs write into the pool, see
     `dra_bridge.slices.foreign`. It does not touch slices of other drivers, nodes and pools.
     """
 
@@ -64,12 +64,11 @@ class Publisher:
         probe_again: float = 60.0,
         noticed: Callable[[str, ForeignKind, str], None] = lambda driver, kind, what: None,
     ) -> None:
-        """Create a publisher that writes nothing yet: `want` sets the desired slices, `run` writes them.
+        """Create a publisher that writes nothing yet: `want` sets the wanted slices, `run` writes them.
 
-        burst: number of rounds of writes that a driver may make at once. per_second: rounds that it may make again per
-        second. probe_again: see `ServerFeatures`. noticed: a function that the publisher calls after a foreign write
-        was undone, or when it cannot be undone. Its arguments are the driver, the kind of the write, and a sentence
-        that describes it.
+        burst: number of rounds of writes that a driver may make without a wait. per_second: rounds per second after
+        that. probe_again: see `ServerFeatures`. noticed: a function that is called after a foreign write was undone, or
+        when it cannot be undone, with the driver, the kind of the write, and a sentence that describes it.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -85,7 +84,7 @@ class Publisher:
         """Whether the watch of the slices that name the node is alive."""
 
     def want(self, pool: Pool) -> int:
-        """Set the desired pool of a driver; return a ticket for `accepted`.
+        """Set the wanted pool of a driver. Return a ticket for `accepted`.
 
         Raises ValueError if the pool is for another node.
         """
@@ -106,15 +105,15 @@ class Publisher:
         return driver.state.wanted
 
     def state(self, driver: str) -> PoolState:
-        """Return the state of a driver's pool."""
+        """Return how far the writes of a driver's pool are."""
         entry = self._drivers.get(driver)
         return entry.state if entry else PoolState()
 
     def withdrawn(self, driver: str, device: str) -> float | None:
-        """Return since when (monotonic seconds) no slice of the API server has offered a device of a pool.
+        """Return since when (monotonic seconds) no slice on the API server offers a device of a driver's pool.
 
         None means that a slice offers the device, or that the API server's slices are not known. A foreign slice of any
-        generation counts, because the scheduler may use it once other slices are gone. device: its published name.
+        generation counts, because the scheduler may use this slice once others are gone. device: its published name.
         """
         entry = self._drivers.get(driver)
         seen = entry is not None and all(watch.lapse(time.monotonic()) is None for watch in self.watches.values())
@@ -126,33 +125,33 @@ class Publisher:
         return next(found, "")
 
     def observed(self, driver: str, now: float) -> ObservedPool:
-        """Return the current knowledge of a driver's slices. Any thread may call it. now: monotonic seconds."""
+        """Return what is known about a driver's slices. Any thread may call this method. now: monotonic seconds."""
         if (entry := self._drivers.get(driver)) is None:
             return ObservedPool(Comparison(), accepted=False, lapse=self.watch.lapse(now))
         return entry.observed(self.watch, self._owner, self._features.missing, now)
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """The state of each watch, by the name of what it watches. Any thread may read it."""
+        """The state of each watch, by the name of what it watches. Any thread may read this property."""
         nodeless = {f"slices of {name} without a node": of.nodeless for name, of in list(self._drivers.items())}
         return {RESOURCE_SLICES.plural: self.watch, **nodeless}
 
     def failures(self, driver: str) -> Mapping[int, int]:
-        """Return how many tries to write a driver's slices failed, by HTTP status.
+        """Return how many tries to write a driver's slices have failed, by HTTP status.
 
-        0 stands for tries without an answer.
+        The status 0 stands for tries without an answer.
         """
         entry = self._drivers.get(driver)
         return dict(entry.failures) if entry is not None else {}
 
     async def accepted(self, driver: str, ticket: int) -> PoolState:
-        """Wait until the API server has accepted the pool of this ticket or of a later one."""
+        """Wait until the API server has accepted the pool of this ticket or of a later one. Return the pool's state."""
         while (state := self.state(driver)).accepted < ticket:
             await self._changed.wait()
         return state
 
     async def run(self) -> None:
-        """Publish until cancelled. The slices remain afterwards, because claims in use need them."""
+        """Publish until cancelled. The slices stay afterwards, because prepared claims need them."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for driver in self._drivers.values():
@@ -160,7 +159,7 @@ class Publisher:
             try:
                 await self._watch()
             finally:
-                self._group = None  # A task group that is ending takes no more workers.
+                self._group = None  # From now on, the task group is ending and accepts no new workers.
 
     async def _watch(self) -> None:
         selector = f"spec.nodeName={self._node}"
@@ -238,7 +237,7 @@ class Publisher:
             try:
                 done = await self._try(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
-                # The watch did not report the server's current slices: list them, and try again.
+                # The mirror was not up to date: list the server's slices, and try again.
                 driver.mirror.listed.clear()
                 conflicts += 1
                 if isinstance(error, NotFoundError):
@@ -251,8 +250,8 @@ class Publisher:
                 self._features.refused()
                 causes = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
                 self._problem(driver, f"the API server refuses the slices: {causes or error.message}")
-                # A policy may just have changed, and not every API server may know it yet. When the waits have reached
-                # their maximum, only a change of the wanted slices can help.
+                # A policy may just have changed, and some API servers may not know the change yet. So try again, until
+                # the waits have reached their maximum. Then only a change of the wanted slices can help.
                 wait = backoff.next()
                 if wait > backoff.most / 2:
                     wait = 10 * backoff.longest()
@@ -262,7 +261,7 @@ class Publisher:
                 wait = backoff.next()
                 if isinstance(error, ApiError):
                     wait = max(wait, min(error.retry_after, backoff.most))
-            except Exception as error:  # A failure with one driver's devices must not end the other drivers' workers.
+            except Exception as error:  # A failure with one driver's devices must not end other drivers' workers.
                 self._problem(driver, f"the slices cannot be made: {type(error).__name__}: {error}")
                 wait = backoff.next()
             else:
@@ -275,9 +274,12 @@ class Publisher:
                 await self._pause(driver, wait)
 
     async def _try(self, driver: PublishedDriver) -> bool:
-        """List the slices if necessary, and write the wanted ones. Return False if the slices do not become stable."""
+        """List the slices if necessary, and write the wanted ones.
+
+        Return False if the server keeps changing the slices.
+        """
         try:
-            # The driver was added after the watch began, or the server's slices are not known for certain.
+            # A scope is not listed if the driver was added after the watch began, or if a write had no certain result.
             for scope in set(SliceScope) - driver.mirror.listed:
                 selector = self._selector(driver, scope)
                 listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
@@ -295,7 +297,7 @@ class Publisher:
         return done
 
     async def _pause(self, driver: PublishedDriver, seconds: float) -> None:
-        """Wait after a failure. End early if the desired slices change while the server answers."""
+        """Wait after a failure. End early if the wanted slices change while the API server answers."""
         ticket = driver.state.wanted
 
         async def newer() -> None:
@@ -310,7 +312,7 @@ class Publisher:
                 task.cancel()
 
     async def _reconcile(self, driver: PublishedDriver) -> bool:
-        """Write the desired slices; return False if they do not become stable."""
+        """Write the wanted slices. Return False if the server's slices still differ after `ROUNDS` rounds."""
         pool, ticket, mirror = driver.pool, driver.state.wanted, driver.mirror
         version = await self.cluster.version()
         for _ in range(ROUNDS):
@@ -331,20 +333,20 @@ class Publisher:
                 times=mirror.times,
             )
             writes = [write for write in writes if not self._is_foreign(write)]
-            # A foreign slice may stay for ever, so it does not keep the pool from being accepted.
+            # A foreign slice may never disappear, so the pool counts as accepted even while a foreign slice exists.
             clearing = self._clearing(driver)
             if not writes:
                 self._finish(driver, wanted, ticket)
                 if not clearing:
                     return True
             if await driver.rate_limit.round(ticket) and driver.state.wanted != ticket:
-                return True  # The desired slices have changed, and the change has woken the worker.
+                return True  # The wanted slices changed during the wait, and the change has woken the worker.
             for write in writes:
                 await self._write(driver, write, version)
             for body in clearing:
                 await self._clear(driver, body)
         if driver.state.accepted >= ticket:
-            # Only other programs write again and again. The rate limit bounds how often the agent undoes that.
+            # Only other programs write again and again. The rate limit bounds how often the agent undoes their writes.
             driver.wake.set()
             return True
         text = f"the API server still has other slices after {ROUNDS} rounds of writes"
@@ -356,7 +358,7 @@ class Publisher:
         return write.verb == "delete" and not is_own(write.body, write.body["spec"]["driver"], self._node)
 
     def _see_foreign(self, driver: PublishedDriver) -> None:
-        """Record the foreign slices in the pool, and avoid the names that they have."""
+        """Record the foreign slices in the pool. Wanted slices will not get the names of these slices."""
         bodies, name = driver.mirror.bodies, driver.pool.driver
         driver.refused = {uid: why for uid, why in driver.refused.items() if uid in set(map(_uid, bodies.values()))}
         refused = {uid: why for uid, (why, _) in driver.refused.items()}
@@ -370,7 +372,7 @@ class Publisher:
                     self._report(driver, one.kind, sentence(one.kind, one.name, one.manager))
 
     def _clearing(self, driver: PublishedDriver) -> list[Object]:
-        """Return the foreign slices to delete now, those of the highest generation first."""
+        """Return the foreign slices to delete now, at most `DELETES`, those of the highest generation first."""
         now = time.monotonic()
         found = [
             body
@@ -383,7 +385,7 @@ class Publisher:
         return sorted(found, key=generation_of, reverse=True)[:DELETES]
 
     async def _clear(self, driver: PublishedDriver, body: Object) -> None:
-        """Delete a foreign slice. A slice that may not be deleted, or that waits for finalizers, is left for now."""
+        """Delete a foreign slice. If it may not be deleted, try again later. If it has finalizers, wait for them."""
         kind, name, manager = kind_of(body, self._node), body["metadata"]["name"], manager_of(body)
         try:
             await self._delete(driver, body)
@@ -402,7 +404,7 @@ class Publisher:
         self._report(driver, kind, what)
 
     def _report(self, driver: PublishedDriver, kind: ForeignKind, what: str) -> None:
-        """Report a foreign write. A program that writes many slices causes few lines."""
+        """Report a foreign write. Within `LINES` seconds, only one line for each kind is logged at WARNING."""
         now = time.monotonic()
         rarely = now - driver.reported.get(kind, -math.inf) < LINES
         if not rarely:
@@ -411,7 +413,7 @@ class Publisher:
         self._noticed(driver.pool.driver, kind, what)
 
     def _overcame(self, driver: PublishedDriver, kind: ForeignKind, name: str, manager: str) -> None:
-        """Count a foreign write that the agent has undone."""
+        """Count and report a foreign write that the agent has undone."""
         state, what = driver.state, sentence(kind, name, manager)
         recent = remembered(state.recent, ForeignWrite(kind, name, manager, time.monotonic()))
         self._set(driver, overcome={**state.overcome, kind: state.overcome.get(kind, 0) + 1}, recent=recent)
@@ -430,7 +432,7 @@ class Publisher:
             }
 
     async def _write(self, driver: PublishedDriver, write: Write, version: str) -> None:
-        """Write one of the agent's slices."""
+        """Create, replace or delete one of the agent's own slices."""
         mirror, name = driver.mirror, write.body["metadata"]["name"]
         if write.verb == "delete":
             await self._delete(driver, write.body)
@@ -445,7 +447,7 @@ class Publisher:
         except kube.UnavailableError as error:
             if error.code != 429:
                 # The server may have carried out the write, or may do so later. So the slices are listed again and
-                # written in a generation above all others. A late write then fails, because it names an older
+                # written in a generation above all others. A late write then fails, because it states an older
                 # resourceVersion; or it creates a slice of an older generation, which the scheduler does not use.
                 mirror.unanswered(write.body)
             raise
@@ -454,14 +456,14 @@ class Publisher:
                 mirror.taken.add(name)
                 self._overcame(driver, ForeignKind.NAME, name, "")
             raise
-        # Fields that the server dropped or changed are not sent again.
+        # Fields that the server has dropped or changed are not sent again: they count as missing features or mutations.
         missing = features_of(write.body) - features_of(answer)
         self._features.lacks(missing)
         if mirror.wrote(write.body, answer) and not missing:
             text = "the API server or a webhook changes the slices that are written; they are not written again"
             self._warn_once(driver, text)
         if _uid(answer) in mirror.gone:
-            # The slice has been deleted since. The watch reported it before the answer to the write arrived.
+            # Meanwhile, the slice was deleted. The watch reported the deletion before the answer to the write arrived.
             driver.wake.set()
         else:
             self._keep(answer)
@@ -470,7 +472,7 @@ class Publisher:
             self._overcame(driver, undone, name, manager)
 
     def _undone(self, mirror: Mirror, name: str) -> ForeignKind | None:
-        """Return what another program did to one of the agent's slices, if a write now undoes it."""
+        """Return what another program did to an own slice, if a write now undoes it; None if nothing was done."""
         if mirror.lost(name):
             return ForeignKind.DELETED
         if (body := mirror.bodies.get(name)) is None:
@@ -482,7 +484,7 @@ class Publisher:
     async def _is_taken(self, driver: PublishedDriver, name: str) -> bool:
         """Return whether a slice outside the pool has this name.
 
-        No list and no watch of the agent shows such a slice.
+        The agent has to ask for the name, because its lists and watches do not contain such a slice.
         """
         try:
             found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
@@ -498,7 +500,7 @@ class Publisher:
                 left = await self.cluster.delete(RESOURCE_SLICES, metadata["name"], uid=metadata.get("uid", ""))
         except kube.UnavailableError as error:
             if error.code != 429:
-                driver.mirror.listed.clear()  # The server may have carried out the delete, or may do so later.
+                driver.mirror.listed.clear()  # The server may have deleted the slice, or may do so later: list again.
             raise
         if left is not None and left["metadata"].get("finalizers"):
             driver.mirror.keep(neutral(left))
@@ -523,7 +525,7 @@ class Publisher:
         driver.left_out = wanted.problems
 
     def _problem(self, driver: PublishedDriver, message: str) -> None:
-        """Report why the last try to write failed. The report replaces the previous one."""
+        """Record why the last try to write failed, in place of the reason of the try before."""
         self._set(driver, problems=(*driver.left_out, message))
         self._warn_once(driver, message)
 
@@ -545,9 +547,9 @@ def _uid(body: Object) -> str:
 
 
 async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = "") -> int:
-    """Delete the slices of these drivers, on one node or on all; return how many were deleted.
+    """Delete the slices of these drivers, on one node or on all nodes. Return how many were deleted.
 
-    Use it to uninstall, when no publisher runs: a running publisher writes the slices again.
+    The function is for the uninstallation, when no publisher runs: a running publisher writes the slices again.
     """
     removed = 0
     for driver in drivers:
