@@ -1,5 +1,6 @@
 """Serves vendors' unmodified plugins as the kubelet does, by a kubelet.sock in a directory of the agent.
 
-A vendor's plugin registers at the kubelet.sock in a directory. In the agent's directory it registers with the agent.
-The agent then lists the plugin's devices and forwards the kubelet's calls to the plugin.
+A vendor's plugin registers at the kubelet.sock in the directory that is mounted into its container. If this is the
+agent's directory, the plugin registers with the agent. The agent then lists the plugin's devices and forwards the
+kubelet's calls to the plugin.
 """

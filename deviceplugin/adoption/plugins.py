@@ -1,10 +1,11 @@
 """Follows the vendors' plugins that register in the agent's directory: sockets, device lists, calls to the plugins.
 
 Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the sockets in its directory,
-then makes kubelet.sock. During Register it connects to the endpoint and calls GetDevicePluginOptions; it ignores the
-options in Register itself. The newest endpoint of a resource counts. A plugin supports one reader of its list: a second
-stream takes updates from the first, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others). So each endpoint
-gets one stream, which lives as long as the plugin.
+then creates kubelet.sock. During Register the kubelet connects to the plugin's endpoint and calls
+GetDevicePluginOptions; it ignores the options in Register itself. The endpoint of a resource that registered last
+replaces the former ones. A plugin supports one reader of its list: a second ListAndWatch stream takes updates from the
+first, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others). So the agent opens one stream for each endpoint,
+which stays open as long as the plugin runs.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_Re
 _LOG: Final = logging.getLogger(__name__)
 
 REGISTRY: Final = "plugins_registry"
-"""A subdirectory of the agent's directory. Plugins that do not call Register have their sockets in it."""
+"""A subdirectory of the agent's directory, in which plugins that do not call Register have their sockets."""
 DIAL: Final = 10.0
-"""Seconds for the call to a plugin during Register, as in the kubelet."""
+"""Seconds for GetDevicePluginOptions during Register, as in the kubelet."""
 PRE_START: Final = 30.0
 """Seconds for PreStartContainer, as in the kubelet."""
 TURN: Final = 20.0
-"""Seconds after which other plugins are called although one has not answered. A claim waits for some seconds more."""
+"""Seconds for which an unanswered call to one plugin blocks calls to others; less than a claim waits for its answer."""
 KEPT: Final = 45.0
-"""Seconds for which an unused answer to a claim is kept. The kubelet waits as long for one call."""
+"""Seconds for which an unused answer to a claim is kept for the next try. The kubelet waits as long for one call."""
 GRACE: Final = 300.0
-"""Seconds for which listed devices are shown Unhealthy after their plugin lists none, or is gone."""
+"""Seconds for which devices stay listed as Unhealthy after their plugin has dropped them from its list, or is gone."""
 TAKEOVER: Final = 5.0
 """Seconds that an agent waits for another agent of the same directory to end, before it fails."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 
 class ListedDevice(NamedTuple):
-    """A device as a plugin lists it. problem: why it is not healthy, "" if it is."""
+    """A device in a plugin's list. problem: why the device is not healthy, "" if it is healthy."""
 
     problem: str
     numa: tuple[int, ...]
@@ -66,7 +67,7 @@ VendorList = Mapping[str, ListedDevice]
 
 
 def listed(message: pb.ListAndWatchResponse) -> VendorList:
-    """Return a list as a mapping in the order of ids, so that repeated or reordered lists compare equal."""
+    """Return a plugin's list as a mapping in the order of ids, so that repeated or reordered lists compare equal."""
     devices = {
         device.ID: ListedDevice(
             "" if device.health == "Healthy" else "its plugin lists it as unhealthy",
@@ -84,10 +85,10 @@ _UNANSWERED: Final = {
 
 
 class VendorCallError(Exception):
-    """Raised when a plugin refuses a call (its message) or does not answer (a message that names the plugin).
+    """Raised when a plugin refuses a call (the plugin's message) or does not answer (a message that names the plugin).
 
     code: the status that the kubelet gets; a gRPC client reports a lost connection as UNAVAILABLE. unanswered: whether
-    there was no answer. details: gRPC's message.
+    the plugin did not answer. details: gRPC's message.
     """
 
     def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
@@ -102,9 +103,9 @@ class AdoptionError(Exception):
 
 @dataclass(eq=False)
 class VendorPlugin:
-    """An endpoint that a plugin has registered. devices: its last list. alive: whether its stream is open.
+    """An endpoint that a plugin has registered. devices: the plugin's last list. alive: whether its stream is open.
 
-    since: when it registered, or when its stream ended (Unix seconds).
+    since: when the plugin registered, or when its stream ended (Unix seconds).
     """
 
     resource: str
@@ -118,7 +119,7 @@ class VendorPlugin:
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
     """By a claim's UID and ids, calls of `VendorPlugins.allocate_claim`, until their answers are used or dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held until a call is answered, without a time limit."""
+    """Locked by a caller of `call_in_turn` until its call is answered, without a time limit."""
     pending: dict[object, float] = field(default_factory=dict)
     """When each unanswered call began (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
@@ -136,15 +137,16 @@ class VendorPlugin:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            # `_follow` has closed the channel. A handler that is cancelled would never answer the kubelet.
+            # `_follow` has closed the channel. If this handler were cancelled, the kubelet would never get an answer.
             raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
         finally:
             del self.pending[this]
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
-        """Make a call after earlier calls are answered, but at most `TURN` seconds later.
+        """Call the plugin after earlier calls are answered, or after `TURN` seconds. Raises VendorCallError.
 
-        The plugin may hang in an Allocate for a claim, and the kubelet admits no other pod until this call is answered.
+        The wait is limited, because the plugin may hang in an Allocate for a claim, and the kubelet admits no other pod
+        until this call is answered.
         """
         async with contextlib.AsyncExitStack() as stack:
             with contextlib.suppress(TimeoutError):
@@ -159,7 +161,7 @@ class VendorPlugin:
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Handle a new list.
+        """Store a new list, and drop answers that are out of date.
 
         An id that left the list or came back may stand for other hardware than at its Allocate.
         """
@@ -172,13 +174,13 @@ class VendorPlugin:
             del self.claimed[key]
 
     def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
-        """Drop those of these answers that contain one of these ids, because they are out of date."""
+        """Drop, of the answers with these keys, those for one of these ids, because such answers are out of date."""
         for key in keys:
             if not set(key[1]).isdisjoint(ids):
                 del self.claimed[key]
 
     def lists(self) -> Any:
-        """Open the only ListAndWatch stream."""
+        """Open a ListAndWatch stream; called once for each endpoint."""
         call = self.channel.unary_stream(
             _SERVICE + "ListAndWatch",
             request_serializer=pb.Empty.SerializeToString,
@@ -190,8 +192,8 @@ class VendorPlugin:
 class VendorPlugins(RegistrationServicer):
     """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
 
-    The subdirectory `plugins_registry` stands for the kubelet's directory of that name. registered: a function to call
-    with a resource whenever a plugin has registered it.
+    The subdirectory `plugins_registry` stands for the kubelet's directory of that name. registered: called with the
+    name of a resource whenever a plugin has registered the resource.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -199,7 +201,7 @@ class VendorPlugins(RegistrationServicer):
         self._looks = Looks(str(directory))
         self.registered: Callable[[str], None] = lambda resource: None
         self._turn = asyncio.Lock()
-        """Held while a plugin allocates, for at most `TURN` seconds.
+        """Locked while a plugin allocates, for at most `TURN` seconds.
 
         The kubelet calls one plugin after another, and plugins rely on that. The agent cannot find out which endpoints
         belong to one process: in a pod, SO_PEERCRED has no pid for a process of another pod.
@@ -211,7 +213,7 @@ class VendorPlugins(RegistrationServicer):
         self._began = time.time()
 
     def connection(self, resource: str) -> VendorConnection:
-        """Return whether the plugin of a resource is connected, and since when. Any thread may call it."""
+        """Return whether a resource's plugin is connected, and since when. Any thread may call this method."""
         plugin = self._plugins.get(resource)
         if plugin is None:
             return VendorConnection(False, self._began)
@@ -228,21 +230,21 @@ class VendorPlugins(RegistrationServicer):
         return {resource for resource, plugin in self._plugins.items() if plugin.alive}
 
     def bypassed(self, resource: str) -> None:
-        """Record that a plugin registered a resource with the kubelet.
+        """Record that a plugin registered a resource with the kubelet instead of the agent.
 
-        The agent no longer waits for it until it registers here.
+        Until the plugin registers with the agent, the agent no longer waits for it.
         """
         self._bypassed.add(resource)
         self._notify()
 
     def registered_elsewhere(self, resource: str) -> bool:
-        """Return whether a plugin registered a resource with the kubelet, and has not registered it here since."""
+        """Return whether a resource's plugin registered with the kubelet, and not with the agent since."""
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
         """Allocate devices to containers, one after another; return one AllocateResponse with the plugin's bytes.
 
-        Raises VendorCallError if the plugin refuses, or is gone.
+        wanted: the device ids of each container. Raises VendorCallError if the plugin refuses, or is gone.
         """
 
         async def work() -> bytes:
@@ -251,9 +253,9 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """Call one plugin at a time.
+        """Do work that calls a plugin, for one plugin at a time.
 
-        A call that hangs first blocks all plugins, and after `TURN` seconds only its own.
+        A call that hangs blocks calls to all plugins for `TURN` seconds, and then only calls to its own plugin.
         """
         ended = False
 
@@ -277,9 +279,10 @@ class VendorPlugins(RegistrationServicer):
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
         """Allocate devices to a claim, and call PreStartContainer if the plugin needs it; return the answer.
 
-        Allocate has no deadline. The call continues after its caller has timed out. Within `KEPT` seconds, the next try
-        of the claim (uid) for the same devices gets the answer. The answer is dropped as out of date if the claim has
-        ended, or if one of the devices was allocated to another holder or left the list meanwhile.
+        Allocate has no deadline. The call continues after its caller has timed out. If the same claim asks again for
+        the same devices within `KEPT` seconds, it gets this call's answer. uid: the claim's UID. ids: the device ids.
+        The answer is dropped as out of date if the claim has ended, or if one of the devices was allocated to another
+        holder or left the list meanwhile.
 
         Raises VendorCallError if the plugin refuses or is gone, TimeoutError if there is no answer within `timeout`
         seconds, ConnectionError if the agent ends, LookupError if the answer is out of date.
@@ -301,7 +304,7 @@ class VendorPlugins(RegistrationServicer):
         return answer
 
     def _allocated(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]], task: asyncio.Task[bytes]) -> None:
-        """Keep an answer until a caller uses it or it is too old. A failed call is not kept."""
+        """Keep an answer until a caller uses it, for at most `KEPT` seconds. A failed call is not kept."""
         self._tasks.discard(task)
 
         def drop() -> None:
@@ -319,7 +322,7 @@ class VendorPlugins(RegistrationServicer):
 
         async def work() -> bytes:
             if plugin.claimed.get(key) is not mine:
-                # No caller needs the answer any more, or the devices left the plugin's list meanwhile.
+                # No caller needs the answer any more, or a device left the plugin's list meanwhile.
                 raise LookupError
             answer = await plugin.allocate(ids)
             if plugin.options.pre_start_required:
@@ -343,7 +346,7 @@ class VendorPlugins(RegistrationServicer):
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:
-        """Lock the directory. Otherwise plugins of another agent would register here and not return to that agent."""
+        """Lock the directory. Otherwise plugins of another agent would register here and stay away from that agent."""
         until = time.monotonic() + TAKEOVER
         while not await self._looks.at("sockets", lock.acquire):
             if time.monotonic() > until:
@@ -354,8 +357,9 @@ class VendorPlugins(RegistrationServicer):
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
 
-        gRPC unlinks the path of its socket when it stops. So gRPC gets another path, and kubelet.sock is a hard link to
-        it. A rename replaces a former kubelet.sock by it. Plugins see this as a creation (inotify).
+        When a gRPC server stops, it unlinks the path of its socket. So the server gets another path, and kubelet.sock
+        is a hard link to that path. A rename replaces a former kubelet.sock by the link. Plugins see this as a creation
+        of kubelet.sock (inotify).
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"
         own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
@@ -384,13 +388,13 @@ class VendorPlugins(RegistrationServicer):
             raise AdoptionError(f"--adopt: plugins cannot register in {self.directory}: {why}") from error
         _LOG.info("plugins can register in %s", self.directory)
 
-    # The names of the methods are those of the kubelet's API.
+    # The names of these methods are those of the kubelet's API.
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
         """Register a plugin's endpoint as the kubelet does, with the same refusals.
 
-        A socket that is not in the directory may be in `plugins_registry`. The Kubernetes sample registers by the name
-        of its socket, wherever the socket is, if the file DEPRECATION does not exist.
+        The plugin's socket is in the agent's directory or in `plugins_registry`. The Kubernetes sample plugin registers
+        by the name of its socket, wherever the socket is, if the file DEPRECATION does not exist.
         """
         places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
         try:
@@ -401,7 +405,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.Empty()
 
     async def _take(self, resource: str, versions: Sequence[str], socket: Path) -> None:
-        """Follow the plugin of a resource at this socket from now on. Raises RefusedError."""
+        """Follow the resource's plugin at this socket, instead of a former one. Raises RefusedError."""
         extra = {"resource": printable(resource)}
         if VERSION not in versions:
             raise RefusedError(f"API version {', '.join(versions)!r} is not {VERSION}")
@@ -411,7 +415,7 @@ class VendorPlugins(RegistrationServicer):
             raise RefusedError(str(error)) from error
         file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
-            # The same server registers again. Its one stream continues.
+            # The plugin's same server has registered again. Its only stream continues.
             former.options = await self._options(former)
             _LOG.info("its plugin registered again at %s", socket.name, extra=extra)
         else:
@@ -432,7 +436,7 @@ class VendorPlugins(RegistrationServicer):
         self.registered(resource)
 
     async def _options(self, plugin: VendorPlugin) -> pb.DevicePluginOptions:
-        """Return a plugin's options. Raises RefusedError if it does not answer."""
+        """Return a plugin's options. Raises RefusedError if the plugin does not answer."""
         try:
             answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
         except VendorCallError as error:
@@ -442,7 +446,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.DevicePluginOptions.FromString(answer)
 
     async def _follow(self, plugin: VendorPlugin) -> None:
-        """Read a plugin's lists until its stream ends; ignore them once another plugin has replaced it."""
+        """Read a plugin's lists until its stream ends; ignore these lists once another plugin has replaced it."""
         why = "ended the stream"
         try:
             async for message in plugin.lists():
@@ -466,11 +470,11 @@ class VendorPlugins(RegistrationServicer):
         self._changed = asyncio.Event()
 
     async def lists(self, resource: str) -> AsyncGenerator[VendorList]:
-        """Yield the devices of a resource now and after each change.
+        """Yield the devices of a resource's plugin now and after each change.
 
-        Devices that left the list, and all devices of a plugin that is gone, stay in the list as Unhealthy for `GRACE`
-        seconds. An empty first list does not prove that there are no devices: the method waits as long for the next
-        list, unless the plugin is `bypassed`.
+        Devices that left the plugin's list, and all devices of a plugin that is gone, are yielded as Unhealthy for
+        `GRACE` seconds. An empty first list does not prove that there are no devices: the method waits up to `GRACE`
+        seconds for the next list, unless the plugin is `bypassed`.
         """
         absent: dict[str, float] = {}
         shown: VendorList | None = None

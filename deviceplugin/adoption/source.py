@@ -1,4 +1,4 @@
-"""An adopted resource: its source, whose devices a vendor's plugin lists, and the endpoint that forwards calls."""
+"""Serves an adopted resource: its source has the devices of a vendor's plugin, its endpoint forwards calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class VendorDevice(Device):
 
 
 ANSWER: Final = 25.0
-"""Seconds that a claim waits for its plugin's answer. The driver allows 30 s for a claim, the kubelet 45 s for a call.
+"""Seconds that a claim waits for its plugin's answer: less than the driver's 30 s for a claim and the kubelet's 45 s.
 """
 
 
@@ -38,10 +38,11 @@ ANSWER: Final = 25.0
 class Adopted:
     """The config of an adopted resource, for claims.
 
-    attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: whether all requests of
-    a claim are allocated in one call. dropped_annotations: patterns of annotations to leave out. pre_start_once:
-    whether one PreStartContainer, when a claim is prepared, is enough for the plugin. ids: a regular expression for the
-    ids of the plugin that is known to serve claims, "" for any; a device with another id belongs to another plugin.
+    attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: whether one Allocate is
+    for all requests of a claim. dropped_annotations: patterns of annotations to leave out of the plugin's answers.
+    pre_start_once: whether one PreStartContainer, when a claim is prepared, is enough for the plugin. ids: a regular
+    expression for the ids of the plugin that is known to serve claims, "" for any; a device with another id belongs to
+    another plugin.
     """
 
     driver: str | None = None
@@ -64,7 +65,7 @@ class AdoptedSource(DeviceSource):
         self._looks = Looks(resource, resource=resource)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the plugin's lists. A repeated or reordered list counts as no change."""
+        """Yield the devices in the plugin's lists. A repeated or reordered list causes no new yield."""
         async for devices in self.plugins.lists(self.resource):
             yield [self._device(name, devices) for name in devices]
 
@@ -84,7 +85,7 @@ class AdoptedSource(DeviceSource):
         """Let the plugin allocate devices to a request of the claim with this UID; return the edits of its containers.
 
         A repeated request does not call the plugin again while the first call is unanswered. Raises AnswerError if
-        there is no answer, or the answer has parts that claims cannot transport.
+        there is no answer, or the answer has fields that claims cannot transport.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
@@ -131,7 +132,10 @@ class AdoptedSource(DeviceSource):
 
 
 def _missing(mounts: Sequence[Mount]) -> str:
-    """Return the path of a mount that does not exist; "" if all exist. In a pod the agent sees only the host's /dev."""
+    """Return the host path of a mount that does not exist; "" if all exist.
+
+    In a pod the agent sees only the host's /dev, so it checks no other paths.
+    """
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     hosts = (mount.host for mount in mounts if not in_pod or mount.host.startswith("/dev/"))
     return next((host for host in hosts if not _is_there(host)), "")
@@ -143,7 +147,7 @@ def _is_there(path: str) -> bool:
 
 
 class VendorIds(DeviceIds):
-    """The ids of a vendor's plugin, unchanged. Even an id that looks like a replica's id is the id of a device."""
+    """The ids of a vendor's plugin, unchanged. Even an id in the form of a replica's id is the id of a device."""
 
     def device_id_of(self, name: str) -> str:
         """Return the id itself."""
@@ -154,7 +158,7 @@ class VendorIds(DeviceIds):
         return name
 
     def names_of(self, device: Device) -> tuple[str, ...]:
-        """Return the id alone."""
+        """Return the device's id as its only id."""
         return (device.id,)
 
 
@@ -169,7 +173,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The plugin's options. PreStartContainer is among them only while pods may have its devices."""
+        """The plugin's options. PreStartContainer is among them only while pods may have the resource's devices."""
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)
@@ -179,19 +183,20 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin is connected. If not, the agent's endpoint ends, as the plugin's own endpoint would.
+        """Whether the plugin is connected. Otherwise the agent's endpoint ends, as the plugin's own endpoint would.
 
-        So a plugin that returns to the kubelet is the only endpoint there, unless devices are `kept_back`. A kubelet up
-        to 1.36 drops such a plugin if the stream of another endpoint of the resource ends after its registration.
+        So if the plugin registers with the kubelet, its endpoint is the only one there, unless devices are `kept_back`.
+        A kubelet up to 1.36 drops such a plugin if the stream of another endpoint of the resource ends after its
+        registration.
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
 
     @property
     def awaits(self) -> str:
-        """The plugin that this endpoint waits for.
+        """The plugin that this endpoint waits for, for messages.
 
-        If the plugin has registered with the kubelet, a kubelet 1.36 cannot use it once the agent leaves.
+        If the plugin has registered with the kubelet, a kubelet 1.36 cannot use the plugin once the agent leaves.
         """
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "its plugin"
@@ -202,11 +207,11 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """Ids of devices that claims hold or may get. A plugin that returns to the kubelet would allocate them to pods.
+        """Ids of devices that claims hold or may get. The plugin would allocate them to pods if it left the agent.
 
-        The plugin that registered last gets the kubelet's Allocates; this endpoint refuses them for these ids. In the
-        last list of a former agent these devices were not healthy, because that is a condition of their move to DRA.
-        For a claim of which only the file is known, there is no record of the devices.
+        The endpoint that registered last gets the kubelet's Allocates; this endpoint refuses Allocates for these ids.
+        In the last list of a former agent these devices were not healthy, because that is a condition of their move to
+        DRA. If only the file of a claim is known, the register has no records of its devices, so they are added here.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -215,7 +220,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def plugin_socket(self) -> str:
-        """The name of the plugin's socket; also of one that has disconnected."""
+        """The name of the socket of the plugin that registered last, even if it has disconnected; "" if none has."""
         plugin = self.source.plugins.plugin(self.resource)
         return "" if plugin is None else plugin.socket.name
 
@@ -226,14 +231,14 @@ class AdoptedEndpoint(Endpoint):
     def keep_registered(self, registered: Collection[str]) -> None:
         """Keep ids in the list as unhealthy that the plugin does not list, but that pods have or may be getting.
 
-        The kubelet may be calling Allocate for one of them at another plugin of the resource. It crashes if a list
-        without the id comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
+        The kubelet may be calling Allocate for one of these ids at another plugin of the resource. The kubelet crashes
+        if a list without the id comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
         """
         held = self._holders.snapshot.of(self.resource) if self._holders is not None else ()
         self.ids.keep({*registered, *held, *self._register.snapshot.of(self.resource)})
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add this endpoint to a server. Forwarded requests and answers stay bytes."""
+        """Register this endpoint's calls at a gRPC server. Forwarded requests and answers stay bytes."""
         handlers = {
             "GetDevicePluginOptions": grpc.unary_unary_rpc_method_handler(
                 self.GetDevicePluginOptions, pb.Empty.FromString, pb.DevicePluginOptions.SerializeToString
@@ -251,7 +256,7 @@ class AdoptedEndpoint(Endpoint):
         return await self.allocate(request, context, self._forward)
 
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
-        """Record the grant, then call the plugin. If that fails or hangs, the grant ends like that of a rejected pod.
+        """Record the grant, then call the plugin's Allocate. If that fails, the grant ends like that of a rejected pod.
 
         The ids are checked against the plugin's list, because some plugins accept unknown ids.
         """
@@ -268,7 +273,7 @@ class AdoptedEndpoint(Endpoint):
             raise Refusal(error.code, "plugin", self._words(error)) from error
 
     def _words(self, error: VendorCallError) -> str:
-        """Return the error for the kubelet; the plugin's own message is unchanged."""
+        """Return the text of an error for the kubelet; a plugin's own message stays unchanged."""
         return f"{self.resource}: {error}" if error.unanswered else str(error)
 
     def _plugin(self) -> VendorPlugin:
@@ -286,7 +291,7 @@ class AdoptedEndpoint(Endpoint):
             return await self._pass("PreStartContainer", request, context)
 
     async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
-        """Forward a call. The plugin's answer or error is returned to the kubelet."""
+        """Forward a call to the plugin, and the plugin's answer or error to the kubelet."""
         try:
             return await self._plugin().call_in_turn(method, request)
         except Refusal as refusal:

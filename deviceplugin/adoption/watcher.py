@@ -1,17 +1,17 @@
-"""Finds plugins that do not call Register, by their sockets in `plugins_registry`, and calls them.
+"""Finds plugins that do not call Register, by their sockets in `plugins_registry`, and registers these plugins.
 
-The plugins of SR-IOV and of Mellanox's RDMA do so if that directory is mounted into their container. The Kubernetes
-sample does so if the file DEPRECATION is in the device plugin directory.
+The plugins of SR-IOV and of Mellanox's RDMA register this way if that directory is mounted into their container. The
+Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
 
-Facts (kubelet 1.36.3, pluginmanager): it uses every socket below the directory whose name does not begin with a dot,
-including sockets that exist at its start, and removes none. It connects to the socket (10 s) and calls GetInfo (1 s).
-Then it connects to the endpoint, or to the same socket if no endpoint is named, and reports the result by
+Facts (kubelet 1.36.3, pluginmanager): the kubelet uses every socket below the directory whose name does not begin with
+a dot, including sockets that exist at its start, and removes none. It connects to the socket (10 s) and calls GetInfo
+(1 s). Then it connects to the endpoint, or to the same socket if no endpoint is named, and reports the result by
 NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5 s to 2 min. A plugin that gets a failure ends its
-server (RDMA) or starts it again (SR-IOV). Here, as with the kubelet, the plugin gets a failure each time that its
-registration is refused.
+server (RDMA) or starts its server again (SR-IOV). Here, as with the kubelet, the plugin gets a failure each time that
+its registration is refused.
 
-The endpoint is a path within the plugin's container, so only its last element counts here. The socket of that name is
-in the directory of the first socket, or in the directory of plugins that call Register.
+The endpoint in the answer to GetInfo is a path within the plugin's container, so only its last element is used here.
+The socket of that name is in the directory of the first socket, or in the directory of plugins that call Register.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _LOG: Final = logging.getLogger(__name__)
 
 TYPE: Final = "DevicePlugin"
 ASK: Final = 10.0
-"""Seconds for GetInfo, from the appearance of the socket."""
+"""Seconds from the appearance of a plugin's socket within which the plugin must answer GetInfo."""
 TELL: Final = 5.0
-"""Seconds for NotifyRegistrationStatus."""
+"""Seconds for a plugin to answer NotifyRegistrationStatus."""
 CHECK: Final = 10.0
-"""Seconds between two looks at the directory, in case the file watch misses a change."""
+"""Seconds between two reads of the directory, in case the file watch misses a change."""
 Found = tuple[Path, FileIdentity]
 
 
 class RefusedError(Exception):
-    """Raised when a registration is refused. The kubelet would refuse it for the same reason."""
+    """Raised when the agent refuses a registration, which the kubelet would refuse for the same reason."""
 
 
 class PluginWatcher:
-    """Asks every socket below a directory for its plugin, once for each file.
+    """Calls GetInfo at every socket below a directory, once for each socket file, and registers the plugin.
 
     elsewhere: another directory in which an endpoint's socket may be. take: a function that registers a plugin, by its
-    resource, its versions of the API, and the socket of its service; it raises RefusedError. looks: runs work on the
+    resource, its versions of the API, and the socket of its service; it raises RefusedError. looks: runs reads of the
     directory.
     """
 
@@ -71,7 +71,7 @@ class PluginWatcher:
         self._asked: dict[Found, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Follow the directory, which exists, until cancelled."""
+        """Find and register plugins until cancelled. The directory must exist."""
         with filewatch.shared().watch([str(self.directory)]) as watch:
             try:
                 while True:
@@ -91,7 +91,7 @@ class PluginWatcher:
                 await cancel_all(self._asked.values())
 
     async def _register(self, socket: Path) -> None:
-        """Register a plugin, with as many tries as necessary."""
+        """Register the plugin at this socket; try again until it succeeds."""
         backoff, logged = Backoff(first=0.5, most=120.0), ""
         while True:
             try:
@@ -108,8 +108,8 @@ class PluginWatcher:
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
-        """Ask a plugin for its resource, register it, and notify it. Raises RefusedError, grpc.aio.AioRpcError."""
-        # Most nodes have no such plugin, so they do not need the memory for this import.
+        """Get a plugin's resource, register it, notify the plugin. Raises RefusedError, grpc.aio.AioRpcError."""
+        # Most nodes have no such plugin, so the memory for this import is used only when a plugin is found.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 
@@ -140,7 +140,7 @@ def first_socket(places: Sequence[Path]) -> Path:
 
 
 def _sockets(directory: Path) -> tuple[list[str], set[Found]]:
-    """Return the directories at and below one, and the sockets in them."""
+    """Return a directory with all directories below it, and the sockets in them. Blocks."""
     directories, sockets = [], set()
     for where, below, names in os.walk(directory):
         directories.append(where)

@@ -1,13 +1,14 @@
-"""Decides how long Allocate waits for a former holder of an id. The kubelet no longer counts the holder's pod.
+"""Decides how long Allocate waits for a former holder of a device id whose pod the kubelet counts as ended.
 
 The kubelet admits pods one after another in its main loop, and calls Allocate from there (kubelet 1.36, kubelet.go:
-HandlePodAdditions). So a wait delays the starts of all pods of the node. A refusal fails the pod, and its controller
-creates the next one at once. This one fails as well, until the holder has ended or the scheduler knows of it; the
-kubelet reports every 10 s by default.
+HandlePodAdditions). So a wait delays the starts of all pods of the node. If the agent refuses an Allocate, the kubelet
+fails the pod, and the pod's controller creates the next pod at once. The next pod fails as well, until the holder has
+ended or the scheduler knows that the device is unhealthy; by default the kubelet reports the node's status every 10 s.
 
 Measured on a real node (kubelet 1.36.3, two cores) with a Deployment of one pod that is deleted by force again and
-again: without the wait, each deletion left 6 to 13 failed pods; with the wait, none. The kubelet ends such a pod within
-3 s, even if the pod ignores SIGTERM. Other pods of the node started after 1 s, and after up to 3.7 s during a wait.
+again: without the wait, each deletion left 6 to 13 failed pods; with the wait, none. The kubelet ends a pod that was
+deleted by force within 3 s, even if the pod ignores SIGTERM. Other pods of the node started after 1 s without a wait,
+and after up to 3.7 s during a wait.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 PATIENCE: Final = 4.0
-"""Seconds for which all Allocates together wait for one holder."""
+"""Seconds for which all Allocates together wait for one former holder. After that, the agent refuses the device id."""
 
 LOOK: Final = 0.1
-"""Seconds between two looks at the holder's processes."""
+"""Seconds between two checks of whether the holder's processes still run."""
 
 EXPECTED: Final = 40.0
-"""Seconds after a refusal in which the next pod is expected. During that time, the end of the holder is noticed soon.
-"""
+"""Seconds after a refusal in which the next pod is expected. During that time, scans read the holder's state often."""
 
 
 class EndingHolders:
-    """The ids of one resource whose former holders Allocate has waited for."""
+    """Records for one resource since when Allocate has waited for the former holders of device ids."""
 
     def __init__(self) -> None:
         self.since: Mapping[str, float] = {}
-        """When an Allocate first found each id held (monotonic seconds), until an Allocate finds it free."""
+        """By device id, when an Allocate first found the id held (monotonic seconds). A later Allocate that finds the
+        id free removes the entry."""
 
     def waits(self, held: Collection[str], dropped: Collection[str], names: Collection[str]) -> bool:
-        """Return whether to wait: all held ids will soon be free, and the wait for them was not too long yet.
+        """Return whether Allocate waits: the kubelet has dropped the holders of all held ids, and no wait was too long.
 
-        held: those of the requested ids that are held. dropped: ids whose holders the kubelet no longer counts.
+        held: those of the requested ids that are held. dropped: ids whose holders the kubelet no longer counts. names:
+        all requested ids.
         """
         now = time.monotonic()
         waiting = {name: since for name, since in self.since.items() if name in held or name not in names}

@@ -1,12 +1,13 @@
 """Reads whether a process of a pod can still run: from pod cgroups, or from pod directories if cgroups are invisible.
 
-The kubelet makes a pod's cgroup before the pod's sandbox and removes it after the pod has terminated (kubelet
+The kubelet creates a pod's cgroup before the pod's sandbox and removes the cgroup after the pod has terminated (kubelet
 1.36, cm/pod_container_manager_linux.go). The cgroup lies below a directory `kubepods` (cgroupfs driver:
-`kubepods/burstable/pod<uid>`; systemd driver: `kubepods.slice/kubepods-burstable.slice/
-kubepods-burstable-pod<uid, - as _>.slice`), which may itself lie below the kubelet's cgroup root.
+`kubepods/burstable/pod<uid>`; systemd driver:
+`kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid, - as _>.slice`). The directory `kubepods` may
+itself lie below the kubelet's cgroup root.
 
-A tree may belong to another kubelet, or be unused. `deviceplugin.kubelet.pod_evidence` decides whether it counts as
-evidence.
+A `kubepods` tree may belong to another kubelet, or be unused. `deviceplugin.kubelet.pod_evidence` decides whether such
+a tree counts as evidence.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
-"""Number of levels below the cgroup file system in which `kubepods` is searched."""
+"""Number of directory levels below the cgroup file system's mount point in which `kubepods` is searched."""
 TREES: Final = 0.3
-"""Seconds for which found trees are not searched again. The search takes longer than reading them.
+"""Seconds for which found `kubepods` trees are not searched again, because the search takes longer than reading them.
 
-A new kubelet with another tree takes longer to start a pod there, to get a forced deletion of it, and to allocate its
-device again.
+A new kubelet with another tree takes longer to start a pod there, to process the pod's deletion by force, and to
+allocate the pod's device again. So no holder is missed.
 """
 
 
 class ContainerCgroup(NamedTuple):
-    """A cgroup below a pod's with a process in it. made: when it was created, or changed last, in Unix seconds."""
+    """A cgroup below a pod's cgroup with a process in it. made: when it was created or last changed (Unix seconds)."""
 
     name: str
     made: float
@@ -50,9 +51,9 @@ class ContainerCgroup(NamedTuple):
 class PodReader:
     """Reads which pods' processes may run, from cgroups and pod directories. Blocks.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod that the cgroups would not show counts as
-    ended. This is safe only without claims, because the kubelet itself allocates devices by the checkpoint alone. boot:
-    the node's boot, for facts that are kept over restarts.
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod counts as ended if the visible cgroups would
+    not contain it. This is safe only without claims, because the kubelet itself allocates devices by the checkpoint
+    alone. boot: the id of the node's boot, which marks facts that are kept over restarts of the agent.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool, boot: str = "") -> None:
@@ -63,22 +64,23 @@ class PodReader:
         self._boot = boot
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
-        """By UID, since when each running pod has been seen to run (monotonic seconds)."""
+        """By UID, since when each running pod has had processes in its cgroup at every read (monotonic seconds)."""
         self.shown = PodsShown()
-        """The result of the last look. Each look continues the former result, and `PodProcesses` contains it."""
+        """The facts about pods after the last read. Each read updates these facts, and its `PodProcesses` contains
+        them."""
         self._looking = threading.Lock()
         self._last = PodProcesses()
         self._trees: Sequence[str] = ()
         self._searched = -math.inf
-        """When the trees were searched (monotonic seconds)."""
+        """When the `kubepods` trees were last searched (monotonic seconds)."""
 
     def read(self, named: Collection[str] = ()) -> PodProcesses:
-        """Return the pods with processes now. named: pods that a checkpoint of this kubelet names."""
+        """Return the pods that have processes now. named: pods that a checkpoint of this kubelet names."""
         look = self._look(named)
         if look.running is not None:
             self._cgroups_seen = True
         elif self._cgroups_seen:
-            return PodProcesses()  # Cgroups exist, and cannot be read now.
+            return PodProcesses()  # Cgroups were visible before, and cannot be read now.
         return look
 
     def in_cgroups(self) -> frozenset[str] | None:
@@ -86,7 +88,7 @@ class PodReader:
         return self._look(()).running
 
     def _look(self, named: Collection[str]) -> PodProcesses:
-        # Directories are read first, because a pod's cgroup is older than its directory.
+        # Pod directories are read first, because the kubelet creates a pod's cgroup before the pod's directory.
         directories, root = read_directories(self.kubelet_root), self._root()
         with self._looking:
             now, before = time.monotonic(), self.seen
@@ -103,18 +105,18 @@ class PodReader:
             return self._last
 
     def known(self, places: Mapping[str, frozenset[str]]) -> None:
-        """Add facts about pods that a former agent has seen."""
+        """Add the facts about pods that a former agent process has recorded."""
         with self._looking:
             self.shown = replace(self.shown, places={**places, **self.shown.places})
 
     def hide(self, look: PodProcesses, uids: Collection[str]) -> PodProcesses:
-        """Record that these pods run and that the cgroups do not show them; return the updated look."""
+        """Record that these pods run although the cgroups do not contain them; return `look` with these facts."""
         with self._looking:
             self.shown = self.shown.hide(uids)
             return replace(look, shown=look.shown.hide(uids))
 
     def answered(self) -> None:
-        """Record that the kubelet of this root directory answers at its sockets. So its pods' directories are there."""
+        """Record that this root directory is the kubelet's: it answers at sockets there, so its pods are there."""
         with self._looking:
             self.shown = replace(self.shown, roots=self.shown.roots | ({self._root()} - {""}))
 
@@ -124,25 +126,25 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return whether a pod may have a cgroup; quick. A pod has none if its last known cgroups are gone."""
+        """Return whether a pod may have a cgroup; quick. It has none if all its last known cgroups were removed."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
-        """Return the cgroups of a pod's containers and sandbox that have processes; None if they are not known.
+        """Return a pod's cgroups of containers and sandbox that have processes; None if these cgroups are not known.
 
         Raises OSError if a subtree cannot be read.
         """
         levels = (pods for tree in _trees(str(self.cgroups)) for _, pods in _levels(tree))
         paths = [path for pods in levels for uid, path in pods if uid == pod_uid]
         if not paths or any(_text(path, "cgroup.procs") != "" for path in paths):
-            return None  # The cgroups are invisible, another mount covers them, or a process is in none of them.
+            return None  # Cgroups are invisible or covered by a mount, or the pod's own has a process.
         below = [directory for path in paths for directory in _subdirectories(path)]
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
     def running(self) -> frozenset[str]:
-        """Return `in_cgroups`, or an empty set.
+        """Return the pods of `in_cgroups`; an empty set if cgroups have never been visible.
 
         Raises OSError if cgroups were visible before and cannot be read now.
         """
@@ -154,7 +156,7 @@ class PodReader:
 
 
 def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
-    """Return the pods with and without a process in their cgroup; None if no tree is visible."""
+    """Return the pods with and without a process in their cgroup; None if no `kubepods` tree is visible."""
     runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
     places: dict[str, frozenset[str]] = {}
@@ -164,7 +166,7 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
             for directory, pods in _levels(tree):
                 try:
                     place = frozenset({place_of(directory, boot)})
-                except FileNotFoundError:  # The cgroup was removed meanwhile, with all below it.
+                except FileNotFoundError:  # The directory was removed meanwhile, with all cgroups below it.
                     continue
                 visible |= place
                 for uid, path in pods:
@@ -181,17 +183,15 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
 
 
 def place_of(directory: str, boot: str) -> str:
-    """Return the identity of a directory in this boot of the node. Raises OSError."""
+    """Return a text that identifies a directory within this boot of the node. Raises OSError."""
     status = os.stat(directory)
     return f"{boot[:8]}:{status.st_dev}:{status.st_ino}"
 
 
 def cgroup_trees(root: Path) -> list[str]:
-    """Return the directories `kubepods`.
+    """Return the paths of the directories `kubepods`; empty if a subtree cannot be read.
 
-    With cgroup v1, they are in the hierarchy `pids`, or in the first one that has any.
-
-    The result is empty if a subtree cannot be read.
+    With cgroup v1, the directories are in the hierarchy `pids`, or in the first hierarchy that has any.
     """
     with contextlib.suppress(OSError):
         return _trees(str(root))
@@ -220,7 +220,7 @@ def _kubepods(root: str) -> list[str]:
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the directories of a `kubepods` tree that contain pods, with UID and path of each pod.
 
-    They are the root of the tree and its QoS classes.
+    These directories are the root of the tree and its QoS classes.
     """
     pods: list[tuple[str, str]] = []
     classes: list[str] = []
@@ -241,7 +241,7 @@ def _pod_of(name: str) -> str | None:
 
 
 def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
-    """Return whether a cgroup was removed from one of these places: it does not exist, and its parent is unchanged."""
+    """Return whether a pod's cgroup was removed: it does not exist, and its parent is one of these directories."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -255,10 +255,11 @@ def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
 def _populated(path: str) -> bool:
     """Return whether a pod's cgroup has a process in it or below it; True if that cannot be read.
 
-    Version 2 has cgroup.events. In version 1, the controller `pids` counts the processes of the whole subtree. Other
-    controllers have only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
-    pidlist_array_load), so an agent in a container sees no processes of other pods there. In that case the existence of
-    a container's cgroup counts, although the runtime sometimes fails to remove it after its last process.
+    Cgroup version 2 has the file cgroup.events. In version 1, the controller `pids` counts the processes of the whole
+    subtree. Other controllers have only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
+    pidlist_array_load), so an agent in a container sees no processes of other pods there. In that case a pod counts as
+    running while a container's cgroup exists, although the runtime sometimes fails to remove that cgroup after its last
+    process.
     """
     try:
         if (events := _text(path, "cgroup.events")) is not None:
@@ -291,7 +292,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
 
 
 def read_directories(kubelet_root: Path) -> frozenset[str] | None:
-    """Return the UIDs of pods with a directory under the kubelet's root; None if that is invisible."""
+    """Return the UIDs of pods with a directory under the kubelet's root; None if the directories are unreadable."""
     looked_at.at(kubelet_root / "pods")
     try:
         return frozenset(os.listdir(kubelet_root / "pods"))
@@ -300,7 +301,7 @@ def read_directories(kubelet_root: Path) -> frozenset[str] | None:
 
 
 def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
-    """Return the UID of this process's pod; "" if this kubelet has no pod with it.
+    """Return the UID of the pod in which this process runs; "" if this kubelet has no such pod.
 
     The kubelet mounts `<root>/pods/<uid>/etc-hosts` into each container (kubelet 1.36, kubelet_pods.go: makeMounts).
     """

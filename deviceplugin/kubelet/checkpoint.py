@@ -1,14 +1,14 @@
-"""The device manager's checkpoint: the device ids of each container, and the devices that they stood for.
+"""Reads the device manager's checkpoint: the device ids of each container, and which devices were granted for the ids.
 
-The kubelet writes it on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet 1.36,
-devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). It names
-ended pods until the first write after `UpdateAllocatedDevices`. PodResources `List` calls that function, which does
-nothing before all of the kubelet's pod sources are ready.
+The kubelet writes its checkpoint on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
+1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). The
+checkpoint names ended pods until the first write after `UpdateAllocatedDevices`. PodResources `List` calls that
+function, which does nothing before all of the kubelet's pod sources are ready.
 
-The kubelet keeps the answer to Allocate with the allocation (`AllocResp`; devicemanager/checkpoint). An annotation in
-it identifies the granted devices. The kubelet merges the annotations of several resources, so each resource has its own
-key. Answers without the annotation (of other plugins or of another boot) name host paths of device nodes. The present
-numbers of these paths count.
+The kubelet keeps the plugin's answer to Allocate with the allocation (`AllocResp`; devicemanager/checkpoint). An
+annotation in the answer identifies the granted devices. The kubelet merges the annotations of several resources, so
+each resource has its own annotation key. Answers without the annotation (of other plugins or of another boot) name host
+paths of device nodes. For such answers, the present device numbers of these paths count.
 """
 
 from __future__ import annotations
@@ -40,21 +40,25 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 REWRITE: Final = 1.0
-"""Seconds in which the kubelet should write its checkpoint after it got a list. It usually takes some milliseconds."""
-NODE_LOOK: Final = 0.5
-"""Seconds for a look at device nodes in another plugin's answer."""
-UNHINTED: Final = 0.2
-"""Seconds between two looks for a new checkpoint without an event. Some file systems cause no events of other writers.
+"""Seconds in which the kubelet should write its checkpoint after a device list was sent. It usually takes milliseconds.
 """
+NODE_LOOK: Final = 0.5
+"""Seconds for a stat of the device nodes in another plugin's answer, so that a hanging node delays no reading longer.
+"""
+UNHINTED: Final = 0.2
+"""Seconds between two checks for a new checkpoint file, because some file systems cause no events for other writers."""
 
 
 class CheckpointError(Exception):
-    """Raised when the checkpoint is missing, unreadable or not a checkpoint. Then no allocation is known."""
+    """Raised when the checkpoint is missing, unreadable or damaged. Then the kubelet's allocations are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointVersion:
-    """One version of the file. registered: healthy ids by resource. responses: the answers to Allocate, in base64."""
+    """The content of one checkpoint file.
+
+    registered: healthy ids by resource. file: the identity of the file. responses: the answers to Allocate, in base64.
+    """
 
     allocations: frozenset[Allocation]
     registered: Mapping[str, frozenset[str]]
@@ -63,10 +67,10 @@ class CheckpointVersion:
 
 
 def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
-    """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
+    """Parse a checkpoint: `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
-    The kubelet replaces the file by a rename, so it is complete. The checksum is a hash of Go values, which only the
-    kubelet can compute. Raises CheckpointError if the text is not a checkpoint.
+    The kubelet replaces the file by a rename, so the text is complete. The checksum is not checked: it is a hash of Go
+    values, which only the kubelet can compute. Raises CheckpointError if the text is not a checkpoint.
     """
     try:
         data = msgspec.json.decode(text)["Data"]
@@ -75,7 +79,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
         for entry in data["PodDeviceEntries"] or ():
             holder = str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"])
             response = str(entry.get("AllocResp") or "")
-            for ids in (entry["DeviceIDs"] or {}).values():  # By NUMA node.
+            for ids in (entry["DeviceIDs"] or {}).values():  # The keys are NUMA nodes.
                 for name in ids or ():
                     responses[Allocation(*holder, str(name))] = response
         for resource, ids in (data["RegisteredDevices"] or {}).items():
@@ -87,7 +91,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
 
 def identity(directory: Path) -> FileIdentity | None:
     """Return the identity of the checkpoint file in the device plugin directory; None if it cannot be read."""
-    # Each Allocate calls this function, and to construct a Path takes longer than the look.
+    # Each Allocate calls this function, and to construct a Path takes longer than the stat.
     return file_identity(f"{directory}/{FILE_NAME}")
 
 
@@ -106,13 +110,14 @@ def read(directory: Path) -> CheckpointVersion:
 
 
 def shows_present(written: Collection[CheckpointVersion]) -> bool:
-    """Return whether the kubelet composed at least one of these files after the first request.
+    """Return whether the kubelet composed at least one of these checkpoints after the agent's first request.
 
-    The kubelet composes the content under its lock, but writes the file without the lock. So an older state can replace
-    a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer writes at most one file at a
-    time. The writers are the list of each resource, which the file names, and the node's status (GetCapacity).
-    Admissions run one after another, and each has written its file before the next begins. Containers that start after
-    the kubelet lost its checkpoint also cause writes, because they get devices again; they are not counted here.
+    The kubelet composes the content under its lock, but writes the file without the lock. So a checkpoint with an older
+    state can replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). The number of such late
+    writes is limited by the number of writers, because each writes at most one file at a time. The writers are the
+    ListAndWatch handler of each resource that the file names, and the node's status (GetCapacity). Admissions run one
+    after another, and each has written its file before the next begins. Containers that start after the kubelet lost
+    its checkpoint also cause writes, because devices are allocated to them again; these writes are not counted here.
 
     written: the different files that were seen since the first request; each was followed by another request.
     """
@@ -120,18 +125,18 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
     return len(written) > len(resources) + 1
 
 
-# The answers to Allocate in the checkpoint.
+# Functions for the answers to Allocate in the checkpoint.
 
 
 def annotation(resource: str) -> str:
-    """Return the key of a resource's annotation."""
+    """Return the annotation key under which an answer to Allocate identifies the devices of a resource."""
     return f"{resource}.identity"
 
 
 def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str) -> None:
-    """Add the annotation to an answer: the identities and amounts of the granted devices.
+    """Add an annotation with the identities and amounts of the granted devices to the answer of Allocate.
 
-    devices: by the kubelet's id.
+    devices: the granted devices, by the kubelet's device id.
     """
     by_id: dict[str, object] = {}
     for device_id, wanted in devices.items():
@@ -155,9 +160,9 @@ def granted(
 ) -> Wanted:
     """Return a device's identity and amount from the answer to Allocate in the checkpoint. May block for device nodes.
 
-    Without an annotation of this boot, the identity consists of the answer's paths: those of all its devices, and of
-    control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers of those paths
-    that are device nodes.
+    Without an annotation of this boot, the identity consists of all device nodes in the answer: those of all its
+    devices, and control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers of
+    those of the paths that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
@@ -165,19 +170,19 @@ def granted(
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
-    """Return whether an answer of another boot names device nodes, none of which existed when it was `granted`."""
+    """Return whether an answer of another boot names device nodes, of which none existed when `granted` was called."""
     of, _, paths = _decoded(response, resource)
     return of != boot and bool(paths) and not wanted.identity.tokens
 
 
 def ours(wanted: Wanted) -> bool:
-    """Return whether this framework has granted the device, by the result of `granted`."""
+    """Return whether this framework, not another plugin, granted the device. wanted: the result of `granted`."""
     return bool(wanted.key[1])
 
 
 @functools.lru_cache(maxsize=256)
 def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], tuple[str, ...]]:
-    """Return the boot and the devices in the annotation, and the answer's host paths of device nodes."""
+    """Return the boot and the devices in the answer's annotation, and the host paths of the answer's device nodes."""
     try:
         message = pb.ContainerAllocateResponse.FromString(base64.b64decode(response))
     except (ValueError, DecodeError):
@@ -210,28 +215,28 @@ class _Annotation(msgspec.Struct, frozen=True):
 
 
 _DECODER: Final = msgspec.json.Decoder(_Annotation)
-"""It is made here, because msgspec 0.22 crashes if several threads decode a type for the first time."""
+"""The decoder is made at import, because msgspec 0.22 crashes if several threads decode a type for the first time."""
 
 
-# Read the checkpoint, and make the kubelet write it.
+# Classes that read the checkpoint, and make the kubelet write it.
 
 
 class DeviceLists(Protocol):
-    """The device lists that this process sends to the kubelet (`deviceplugin.node.agent.Agent`)."""
+    """Access to the device lists that this process sends to the kubelet (`deviceplugin.node.agent.Agent`)."""
 
     def resend(self) -> bool:
-        """Send the lists again; return whether the kubelet receives the list of any resource."""
+        """Send the device lists again; return whether the kubelet receives the list of any resource."""
 
     def adopted(self, resource: str) -> bool:
         """Return whether a vendor's plugin answers Allocate for a resource."""
 
 
 class KnownCheckpoint(NamedTuple):
-    """The facts from the checkpoints that were read.
+    """The facts that the agent keeps from the checkpoints that were read.
 
     last: the newest of these checkpoints. grants: by allocation, the identity and amount of its device, with the answer
-    to Allocate that they come from. missing_nodes: allocations of an earlier boot whose device nodes were all missing;
-    each reading looks for the nodes again.
+    to Allocate from which both were read. missing_nodes: allocations of an earlier boot whose device nodes were all
+    missing; each reading checks these nodes again.
     """
 
     last: CheckpointVersion = CheckpointVersion(frozenset(), {})
@@ -243,11 +248,11 @@ class CheckpointReader:
     """Reads the kubelet's checkpoint, makes the kubelet write it, and keeps the identities of granted devices.
 
     A device list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
-    known: returns the allocations that count as held; the identities of their devices are remembered. Answers of
-    adopted resources identify no device, because all of them contain control nodes.
+    known: returns the allocations that count as held; the identities of their devices are kept. Answers of adopted
+    resources identify no device, because all these answers contain control nodes.
 
-    Several threads read at the same time. The known facts are one value, which only `take` replaces, for one reading
-    after another. All other threads see either the former value or the new one.
+    Several threads read at the same time. The attribute `known` is one immutable value. Only `take` replaces it, under
+    a lock, so all other threads see either the former value or the new one.
     """
 
     def __init__(
@@ -262,16 +267,16 @@ class CheckpointReader:
         self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
 
     def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the numbers of device nodes. Nodes that do not answer are looked at again at the next reading."""
+        """Return the numbers of device nodes; empty if a stat does not return in time. The next reading tries again."""
         try:
             return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
         except LookTimeoutError:
             return frozenset()
 
     def newest(self, *, nodes: bool = False) -> CheckpointVersion:
-        """Return the file's present content. It is read only if it has changed. Blocks. Raises CheckpointError.
+        """Return the checkpoint file's present content; read the file only if it has changed. Blocks.
 
-        nodes: whether to look again for missing device nodes.
+        nodes: whether to check again for missing device nodes. Raises CheckpointError.
         """
         last, _, missing = self.known
         if identity(self._directory) == last.file and not (nodes and missing):
@@ -279,7 +284,7 @@ class CheckpointReader:
         return self.read()
 
     def read(self) -> CheckpointVersion:
-        """Read the file now. Blocks. Raises CheckpointError if it cannot be read."""
+        """Read the checkpoint file now. Blocks. Raises CheckpointError if it cannot be read."""
         now = read(self._directory)
         self.take([now])
         return now
@@ -301,14 +306,14 @@ class CheckpointReader:
                 for allocation, (response, what) in grants.items()
                 if nodes_missing(response, allocation.resource, what, boot_id())
             )
-            # Another thread may have read a newer checkpoint since.
+            # Another thread may have stored a newer checkpoint meanwhile.
             is_newest = last.file is not None and identity(self._directory) == last.file
             self.known = KnownCheckpoint(last if is_newest else checkpoints[-1], grants, missing)
 
     async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
         """Return checkpoints that the kubelet wrote at the agent's request, or the reason why there are none.
 
-        patience: seconds in which the kubelet should write each, by default REWRITE.
+        patience: seconds to wait for each checkpoint, by default REWRITE.
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
@@ -326,7 +331,7 @@ class CheckpointReader:
     async def _rewritten(
         self, watch: filewatch.Watch, before: FileIdentity | None, patience: float
     ) -> CheckpointVersion | None:
-        """Wait until the kubelet has replaced the checkpoint file; None if it does not do so in time."""
+        """Wait until the kubelet has replaced the checkpoint file; None if it has not within `patience` seconds."""
         until = time.monotonic() + patience
         while True:
             if (after := await self._looks.at("checkpoint", self._newer, before)) is not None:
@@ -336,7 +341,7 @@ class CheckpointReader:
             await watch.wait(min(rest, UNHINTED), unwatched=filewatch.SOON)
 
     def _newer(self, before: FileIdentity | None) -> CheckpointVersion | None:
-        """Return the checkpoint if its file is not `before`, and can be read."""
+        """Return the checkpoint if it is readable and its file is another than `before`; otherwise None."""
         if identity(self._directory) == before:
             return None
         with contextlib.suppress(CheckpointError):

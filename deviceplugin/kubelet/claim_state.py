@@ -1,8 +1,9 @@
-"""The kubelet's own record of prepared claims: `<kubelet root>/dra_manager_state`.
+"""Reads the kubelet's own record of prepared claims: `<kubelet root>/dra_manager_state`.
 
-It names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared. The kubelet writes it
-before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36, cm/dra/manager.go). It exists from
-the kubelet's first start on. Until NodePrepareResources has answered, a claim is in the file without devices.
+The file names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared. The kubelet
+writes the file before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36,
+cm/dra/manager.go). The file exists from the kubelet's first start on. Until NodePrepareResources has answered, a claim
+is in the file without devices.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ FILE_NAME: Final = "dra_manager_state"
 
 
 class ClaimStateError(Exception):
-    """Raised when the kubelet's claim state cannot be read or is damaged. Then no prepared claim is known."""
+    """Raised when the kubelet's claim state cannot be read or is damaged. Then the prepared claims are unknown."""
 
 
 class ClaimStateMissingError(ClaimStateError):
-    """Raised when the file is missing: the kubelet has no Dynamic Resource Allocation, or the file was lost."""
+    """Raised when the claim state is missing: the kubelet has no Dynamic Resource Allocation, or the file was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,15 @@ class PreparedClaim:
 
     @property
     def title(self) -> str:
-        """Namespace and name, for messages."""
+        """Namespace and name of the claim, for messages."""
         return f"{self.namespace}/{self.name}"
 
 
 def parse(text: bytes) -> tuple[PreparedClaim, ...]:
-    """Read `{"Data": JSON, "Checksum": its crc32}` (kubelet 1.36, dra/state/checkpoint.go); raise ClaimStateError."""
+    """Parse a claim state: `{"Data": JSON, "Checksum": crc32 of Data}`. Raises ClaimStateError.
+
+    The format is that of kubelet 1.36, dra/state/checkpoint.go.
+    """
     try:
         outer = msgspec.json.decode(text)
         data = outer["Data"]
@@ -88,7 +92,7 @@ def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
 
 
 def read(kubelet_root: Path) -> tuple[PreparedClaim, ...]:
-    """Read the claim state. Raises ClaimStateMissingError or ClaimStateError."""
+    """Read the kubelet's claim state. Raises ClaimStateMissingError or ClaimStateError."""
     path = kubelet_root / FILE_NAME
     looked_at.at(path)
     try:

@@ -1,13 +1,14 @@
-"""Finds ended containers of running pods, by the kubelet's links to container logs, and by cgroups.
+"""Finds ended containers of running pods, from the kubelet's links to container logs, and from cgroups.
 
 A kubelet that has lost its checkpoint calls Allocate again before it restarts a container, and the call does not name
-the container. So a container holds no device if it has ended and the checkpoint does not name it.
+the container. So a container counts as holding no device if the container has ended and the checkpoint does not name
+it.
 
-When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory to
-`<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`; it removes the link together with the container, and keeps the
-last ended container (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go, kuberuntime_gc.go). A cgroup
-without a link belongs to the sandbox, or to a container that is just starting. The sandbox's cgroup is older than the
-links of its pod.
+When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory of
+log links to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet removes the link together with the
+container, and keeps the last ended container (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go,
+kuberuntime_gc.go). A cgroup without a link belongs to the sandbox, or to a container that is just starting. The
+sandbox's cgroup is older than the links of its pod.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
-"""The kubelet cuts names that exceed the limit of file names, so the id may be incomplete."""
+"""The kubelet shortens link names that exceed the length limit of file names, so the container id may be incomplete."""
 
 
 class LogLink(NamedTuple):
-    """A container that has started. id: the runtime's id, or its beginning. made: time of the link, in Unix seconds."""
+    """A container that has started.
+
+    id: the runtime's id of the container, or the first characters of the id. made: when the link was created, in Unix
+    seconds.
+    """
 
     pod_uid: str
     container: str
@@ -36,7 +41,7 @@ class LogLink(NamedTuple):
 
 
 def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
-    """Return the containers of these pods that have a link. Blocks. Raises OSError if the directory cannot be read."""
+    """Return the containers of these pods that have a log link. Blocks. Raises OSError if `directory` is unreadable."""
     links = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -48,14 +53,14 @@ def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
                 if uid in pods:
                     links.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
             except (OSError, ValueError):
-                continue  # The link was removed meanwhile, or is not one of the kubelet's.
+                continue  # The link was removed meanwhile, or was not created by the kubelet.
     return links
 
 
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
-    """Return whether no process of a container can run. links, running: those of its pod.
+    """Return whether no process of a container can run. links, running: log links and cgroups of the pod's containers.
 
-    A container without a link may just have started, or may be unknown, so it may run.
+    A container without a link may just have started, or may be unknown, so its processes may run.
     """
     links = tuple(links)
     last = max((link.made for link in links if link.container == container), default=None)
@@ -77,7 +82,7 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
         links = log_links(directory, uids)
         running = {uid: pods.containers(uid) for uid in uids}
     except OSError:
-        return frozenset()  # The logs cannot be read, so no container counts as ended.
+        return frozenset()  # The log links cannot be read, so no container counts as ended.
     over = set()
     for uid, name in containers:
         cgroups = running[uid]
@@ -87,9 +92,9 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
 
 
 class LostAllocations:
-    """The allocations that the kubelet has lost and whose containers have ended since. Several threads may use it.
+    """Finds allocations that the kubelet has lost and whose containers have ended since. Several threads may use it.
 
-    directory: of the links to container logs.
+    directory: the directory of the links to container logs.
     """
 
     def __init__(self, pods: PodReader, directory: Path) -> None:
@@ -97,7 +102,8 @@ class LostAllocations:
         self._directory = directory
         self._noting = threading.Lock()
         self._noted: Mapping[Allocation, int | None] = {}
-        """Allocations whose containers had ended, with the sequence of their records at that time."""
+        """The lost allocations whose containers had ended, each with the sequence number of the id's record at that
+        time."""
 
     def ended(
         self,
@@ -105,13 +111,14 @@ class LostAllocations:
         named: Collection[RecordKey],
         records: Mapping[RecordKey, AllocationRecord],
     ) -> frozenset[Allocation]:
-        """Return those of these allocations whose containers have ended. Blocks.
+        """Return those of the lost allocations whose containers have ended. Blocks.
 
-        The result for a container stays until a checkpoint names its allocations again, because the kubelet calls
-        Allocate before the container starts. While a grant of the id waits to be named, this container may be the one
-        that got it.
+        A container that has ended stays in the result until a checkpoint names its allocations again, because the
+        kubelet calls Allocate before the container starts. While the latest grant of an id is in no checkpoint yet,
+        this container may be the one that the grant is for, so it is left out.
 
-        lost: allocations of running pods that no checkpoint names. named: the ids that checkpoints name.
+        lost: allocations of running pods that no checkpoint names. named: the ids that checkpoints name. records: the
+        register's records.
         """
         with self._noting:
             noted = {holder: sequence for holder, sequence in self._noted.items() if holder in lost}

@@ -1,4 +1,4 @@
-"""The device list for the kubelet: its ids, and the ListAndWatch streams that send it."""
+"""Makes the device list for the kubelet: the ids of the devices, and the ListAndWatch streams that send the list."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 _LOG: Final = logging.getLogger(__name__)
 
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
-"""Maximum bytes of a list. The kubelet accepts no larger message, and shows a capacity of 0 (kubernetes#109304)."""
+"""Maximum bytes of a device list. The kubelet accepts no larger message, and shows a capacity of 0 (kubernetes#109304).
+"""
 _TOO_LARGE: Final = (
     "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2  # Any number above 1 is enough to find the device of a replica's id.
+ANY_REPLICAS: Final = 2  # Any number above 1 makes `device_of` find the device of a replica's id.
 
 
 class Entry(NamedTuple):
-    """One line of the list that the kubelet gets."""
+    """One device id in the list for the kubelet."""
 
     name: str
     healthy: bool
@@ -38,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
-    """Return the message of the list."""
+    """Return the ListAndWatch message that contains these entries."""
     response = pb.ListAndWatchResponse()
     for line in lines:
         device = response.devices.add(ID=line.name, health="Healthy" if line.healthy else "Unhealthy")
@@ -50,9 +51,9 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    The number of replicas of a device changes only while the device has no holder. A legacy id comes from a time before
-    the configured number changed. A pod may have it, so it stays in the list. held: returns whether a device has a
-    holder.
+    The number of replicas of a device changes only while the device has no holder. A legacy id was offered before the
+    configured number of replicas changed. A legacy id stays in the list, because a pod may hold it. held: returns
+    whether a device has a holder.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class DeviceIds:
         self._held = held
         self._times: dict[str, int] = {}
         self._refused: dict[str, int] = {}
-        self.legacy: Mapping[str, str] = {}  # By id, its device.
+        self.legacy: Mapping[str, str] = {}  # By legacy id, its device.
 
     def entries(self, offers: Callable[[str], bool], withheld: Collection[str]) -> tuple[Entry, ...]:
-        """Return the present list for the kubelet. offers: returns whether a device is offered. withheld: other ids.
+        """Return the present list for the kubelet.
 
-        A device of unknown health is listed as healthy: only a device that is known to be broken is withdrawn. A device
-        that is not offered, and a legacy id, is listed as unhealthy and never left out.
+        A device of unknown health is listed as healthy: only a device that is known to be broken is withdrawn. Ids of a
+        device that is not offered, and legacy ids, are listed as unhealthy and never left out. offers: returns whether
+        a device is offered. withheld: further ids to list as unhealthy.
         """
         shown: dict[str, Entry] = {}
         numa: dict[str, tuple[int, ...]] = {}
@@ -88,7 +90,7 @@ class DeviceIds:
         return tuple(name for device in self._inventory.snapshot.devices.values() for name in self.names_of(device))
 
     def replace(self, source: DeviceSource) -> None:
-        """Use the ids of another source; ids that it would not offer become legacy ids."""
+        """Replace the source; ids that the new source does not offer become legacy ids."""
         before = {**{name: self.device_id_of(name) for name in self.offered()}, **self.legacy}
         self._source = source
         self._inventory.share(shares(source, self._inventory.snapshot.devices.values()))
@@ -102,12 +104,12 @@ class DeviceIds:
         self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget legacy ids."""
+        """Remove these legacy ids from the list."""
         drop = set(names)
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Mark ids that pods had before this agent began as legacy ids; return those of unlisted devices."""
+        """Make ids that pods had before this agent legacy ids; return ids whose devices are not in the inventory."""
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in devices}
@@ -115,26 +117,26 @@ class DeviceIds:
         return frozenset(ids.keys() - adopted.keys())
 
     def device_id_of(self, name: str) -> str:
-        """Return the device of one of the kubelet's ids, including legacy ids."""
+        """Return the device of a device id that the kubelet knows, including legacy ids."""
         listed = self._inventory.snapshot.devices.get(self.offered_as(name))
         if name in self.legacy and (listed is None or name not in self.names_of(listed)):
             return self.legacy[name]
         return listed.id if listed is not None else device_of(name, ANY_REPLICAS)
 
     def names_of(self, device: Device) -> tuple[str, ...]:
-        """Return the kubelet's present ids of a device."""
+        """Return the ids under which a device is in the kubelet's list now, without legacy ids."""
         if not (replicas := self._inventory.snapshot.replicas):
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
-            # The device's id looks like that of another device's replica.
+            # The device's id has the form of a replica's id, which would belong to another device.
             return replicas_of(device.id, ANY_REPLICAS)[:1]
         return names
 
     def _times_of(self, device: Device, times: int) -> int:
-        """Return the number of replicas.
+        """Return how often a device is offered; the configured `times` counts only while the device has no holder.
 
-        While the device has a holder, the number stays; otherwise it is the source's.
+        While the device has a holder, the former number stays.
         """
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
@@ -155,7 +157,7 @@ class DeviceIds:
         return (*now, *(name for name, of in self.legacy.items() if of == device))
 
     def offered_as(self, name: str) -> str:
-        """Return the device of an id that the kubelet may know now; the id itself if there is none."""
+        """Return the device of an id in the present list; the id itself if it is no device's id."""
         listed = self._inventory.snapshot.devices.get(name)
         if listed is not None and self.names_of(listed) == (name,):
             return name
@@ -164,7 +166,7 @@ class DeviceIds:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One ListAndWatch. shown: when the last list was sent (monotonic seconds), and the healthy ids in it."""
+    """One ListAndWatch call. shown: when the last list was sent (monotonic seconds), and the healthy ids in it."""
 
     ending: bool = False
     shown: tuple[float, frozenset[str]] | None = None
@@ -173,8 +175,8 @@ class Stream:
 class ListStreams:
     """The ListAndWatch streams of a resource. begun: number of streams so far.
 
-    lines: returns the present list, None before the first. in_flight: the running Allocates; a longer list waits for
-    their end.
+    lines: returns the present list, None before the first list. in_flight: the running Allocates; a list with more
+    healthy ids is sent after their end.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class ListStreams:
     ) -> None:
         self.begun = 0
         self.sent: tuple[SentList, ...] = ()
-        """The last list, and lists that were replaced recently; the oldest first."""
+        """The last sent list, and lists that were replaced less than LATE seconds ago; the oldest first."""
         self._resource = resource
         self._lines = lines
         self._in_flight = in_flight
@@ -194,27 +196,28 @@ class ListStreams:
         self._wake = asyncio.Event()
         self._resends = 0
         self._version = 0
-        """Grows with each `refresh`, and with each stream."""
+        """Number of the list's version; grows with each `refresh`, and with each new stream."""
         self._made: tuple[int, tuple[Entry, ...] | None] = (-1, None)
-        """The last computed list, and the version that it was computed for."""
+        """The last computed list, after the version for which it was computed."""
 
     def start(self, on_end: Callable[[], None]) -> None:
-        """Accept streams. on_end: a function to call when a stream ends and no other one is open."""
+        """Accept streams. on_end: called when a stream ends and no other stream is open."""
         self._serving, self._on_end = True, on_end
 
     def stop(self) -> None:
-        """Let every present and new stream end at its next list."""
+        """Let every open and every new stream end instead of sending its next list."""
         self._serving, self._on_end = False, lambda: None
 
     @property
     def live(self) -> bool:
-        """Whether a stream is open."""
+        """Whether a ListAndWatch stream is open."""
         return bool(self.open)
 
     def shown(self) -> tuple[float, frozenset[str]] | None:
         """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
 
-        None without a stream, or before its first list was sent. With several streams, the ids of all of them count.
+        None without a stream, or while a stream has not sent its first list. With several streams, the ids of all
+        streams count.
         """
         shown = [stream.shown for stream in self.open if stream.shown is not None]
         if not shown or len(shown) < len(self.open):
@@ -222,7 +225,7 @@ class ListStreams:
         return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
     def healthy(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy in the list sent last or in the next one.
+        """Return the ids that are Healthy in the last sent list or in the next list.
 
         None in the same cases as `shown`.
         """
@@ -231,7 +234,7 @@ class ListStreams:
         return shown[1].union(line.name for line in self._lines() or () if line.healthy)
 
     def staying(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy both in the list sent last and in the next one.
+        """Return the ids that are Healthy both in the last sent list and in the next list.
 
         None in the same cases as `shown`.
         """
@@ -240,14 +243,14 @@ class ListStreams:
         return shown[1].intersection(line.name for line in self._lines() or () if line.healthy)
 
     async def end(self, timeout: float) -> bool:
-        """End every stream; return whether all were gone within `timeout` seconds."""
+        """End every stream; return whether all streams have ended within `timeout` seconds."""
         for stream in self.open:
             stream.ending = True
         self.refresh()
         return await in_time(self._none_open.wait(), timeout)
 
     def refresh(self) -> None:
-        """Compute the list again, and send it on every stream if it has changed."""
+        """Compute the list again, and send the list on every stream if it has changed."""
         self._version += 1
         self._wake.set()
         self._wake = asyncio.Event()
@@ -260,23 +263,23 @@ class ListStreams:
         return any(stream.shown is not None for stream in self.open)
 
     def _now(self) -> tuple[Entry, ...] | None:
-        """Return the present list. It is computed once for each version."""
+        """Return the present list, computed once for each version."""
         if self._made[0] != self._version:
             self._made = self._version, self._lines()
         return self._made[1]
 
     def _note(self, now: SentList) -> None:
-        """Record the list that is sent now. Of former lists, keep only those that were replaced recently."""
+        """Record the list that is sent now. Drop former lists that were replaced more than LATE seconds ago."""
         replaced = itertools.pairwise((*self.sent, now))
         self.sent = (*(sent_list for sent_list, after in replaced if after.at > now.at - LATE), now)
 
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
-        """Open a stream: yield the list now and after each change, until the stream is ended."""
+        """Open a ListAndWatch stream: yield the list now and after each change, until the stream is ended."""
         stream = Stream()
         self.open.add(stream)
         self._none_open.clear()
         self.begun += 1
-        self._version += 1  # The options in the last Register count.
+        self._version += 1  # The new list is computed with the options that the kubelet read last.
         _LOG.debug("the kubelet listens", extra={"resource": self._resource})
         try:
             sent: tuple[Entry, ...] | None = None
@@ -288,7 +291,8 @@ class ListStreams:
                     resends, sent = self._resends, None
                 if lines is not None and lines not in (sent, refused):
                     healthy = frozenset(line.name for line in lines if line.healthy)
-                    # A withdrawal does not wait. Otherwise the next pod in a burst would get a withdrawn device.
+                    # A list that withdraws a device is sent at once. Otherwise the next pod in a burst could get the
+                    # withdrawn device.
                     if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
                         await self._in_flight.pause()
                         paused = True
@@ -303,7 +307,7 @@ class ListStreams:
                         refused = lines
                         _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
                     del message
-                await wake.wait()  # It is already set if the list changed while it was sent.
+                await wake.wait()  # The event is already set if the list changed while it was sent.
                 paused = False
         finally:
             self.open.discard(stream)

@@ -1,8 +1,9 @@
 """Decides from evidence which allocations still hold devices. Pure functions. No other module decides this.
 
-An allocation ends on two conditions: checkpoints that were written at the agent's requests do not name it, and no
-process of its pod can run any more. Evidence that is missing, late or unreadable means "unknown", and unknown counts as
-held. PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` says why).
+An allocation ends on two conditions: checkpoints that the kubelet wrote at the agent's requests do not name the
+allocation, and no process of its pod can run any more. Evidence that is missing, late or unreadable makes the state of
+an allocation "unknown", and an unknown allocation counts as held. PodResources `List` is no evidence for this decision
+(`deviceplugin.kubelet.podresources` says why).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
 class EvidenceSource(enum.Enum):
-    """The sources of evidence about the holders of devices. The value is the label of the metric."""
+    """The sources of evidence about the holders of devices. Each value is a value of the metric's label."""
 
     CHECKPOINT = "checkpoint"
     CGROUPS = "cgroups"
@@ -33,7 +34,11 @@ class EvidenceSource(enum.Enum):
 
 
 class HoldReason(NamedTuple):
-    """Why an allocation counts as held. named: by the checkpoint. certain: not only by an old checkpoint."""
+    """Why an allocation counts as held.
+
+    named: whether the checkpoint names the allocation. certain: whether more than an old checkpoint shows that it is
+    held.
+    """
 
     named: bool
     certain: bool
@@ -44,10 +49,10 @@ class HoldReason(NamedTuple):
 class HolderEvidence:
     """The evidence of one scan.
 
-    checkpoints: the checkpoint files that were read; empty if none was readable. current: whether they were written
-    after the agent's own request, and `shows_present` is true for them. problem: why there is no checkpoint, or why it
-    is not current. ended: allocations that no checkpoint names and whose containers have ended, although their pods
-    run.
+    checkpoints: the checkpoint files that were read; empty if none was readable. current: whether the kubelet wrote the
+    checkpoints after the agent's own request, and `shows_present` is true for them. problem: why there is no
+    checkpoint, or why the checkpoint is not current. ended: allocations that no checkpoint names and whose containers
+    have ended, although their pods run.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -61,10 +66,10 @@ class HolderEvidence:
 class HolderSnapshot:
     """The allocations that counted as held at one moment.
 
-    at: when reading the evidence began (monotonic seconds). current: whether a missing name in the checkpoints proves
-    the end of an allocation. held: the allocations that count as held. registered: by resource, the ids that the
-    kubelet counts as healthy in any of the checkpoints; None if none was readable. problem: the unknown facts, "" if
-    there are none. shown: where the pods have been seen until then.
+    at: when reading the evidence began (monotonic seconds). current: whether an allocation has ended if the checkpoints
+    do not name it. held: the allocations that count as held. registered: by resource, the ids that the kubelet counts
+    as healthy in any of the checkpoints; None if no checkpoint was readable. problem: why the checkpoint is missing or
+    not current; "" if neither. shown: where cgroups and directories of pods have been seen until then.
     """
 
     at: float = 0.0
@@ -83,10 +88,10 @@ class HolderSnapshot:
         return by_id
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the ids that the kubelet may allocate although they are in use: unnamed, but with running processes.
+        """Return the ids in use that the kubelet may allocate again: no checkpoint names a holder whose processes run.
 
-        An unnamed holder without processes has probably ended. If its device were listed as unhealthy until the end is
-        proved, pods would fail. The next grant reads its processes again.
+        A holder that no checkpoint names and that has no processes has probably ended. If its device were listed as
+        unhealthy until the end is proved, pods would fail. The next grant reads the processes of the holder again.
         """
         mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -94,7 +99,7 @@ class HolderSnapshot:
 
 
 def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
-    """Return the allocations that count as held. before: those held until now. at: when reading began."""
+    """Return the allocations that count as held. before: those held until now. at: when reading the evidence began."""
     current = seen.current and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in seen.checkpoints))
     held: dict[Allocation, HoldReason] = {}
@@ -102,10 +107,11 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         there = bool(runs) and seen.pods.has(allocation.pod_uid)
         if allocation in named:
-            # An allocation that an older file names, and a newer one does not, may have ended.
+            # An allocation that an older checkpoint names, and a newer one does not, may have ended.
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
-        # This is also the case if no checkpoint is requested, because a newer one would not end the allocation.
+        # This reason also applies if no checkpoint is requested, because a newer checkpoint would not end the
+        # allocation.
         elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
@@ -119,7 +125,10 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 
 
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
-    """Return the evidence that did not show whether these allocations have ended. asked: a checkpoint was requested."""
+    """Return the sources of evidence that did not show whether these allocations have ended.
+
+    asked: whether a checkpoint was requested.
+    """
     found = set()
     if not seen.checkpoints or (asked and not seen.current):
         found.add(EvidenceSource.CHECKPOINT)
@@ -133,7 +142,7 @@ def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) 
 def running(
     allocations: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return the ids whose recorded holder still has processes, with its pod. pods: pods with processes."""
+    """Return by id the UID of the pod that holds it and still has processes. pods: pods with processes."""
     return {
         allocation.device_id: allocation.pod_uid
         for allocation in of_ids(allocations, resource, device_ids)
@@ -142,7 +151,7 @@ def running(
 
 
 def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collection[str]) -> list[Allocation]:
-    """Return the allocations of some of a resource's ids."""
+    """Return those allocations that hold one of these device ids of the resource."""
     return [
         allocation
         for allocation in allocations
@@ -151,17 +160,17 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 
 
 def ended(allocations: Iterable[Allocation], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations of pods that have no process any more. The admission of these pods has ended."""
+    """Return the allocations of pods that have no process any more. Call it only for pods whose admission has ended."""
     return frozenset(allocation for allocation in allocations if not pods.may_run(allocation.pod_uid))
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
-    """Return whether a claim is unused on this node: not in the kubelet's claim state, and no pod of it can run."""
+    """Return whether a claim is unused on this node: not in the kubelet's claim state, and none of its pods can run."""
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 
 def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations for which a newer checkpoint might help: it might show an end, or a hidden pod."""
+    """Return the allocations for which a newer checkpoint might show that they have ended or that a pod is hidden."""
 
     def settled(uid: str) -> bool:
         return bool(pods.may_run(uid)) and not pods.is_undecided(uid)
@@ -172,9 +181,9 @@ def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> 
 
 
 class UnrecordedEvidence(NamedTuple):
-    """The input of `unrecorded`. Two inputs are equal if nothing has changed.
+    """The input of `unrecorded`. Two inputs are equal if no evidence has changed.
 
-    held: allocations that count as held. named: those in the checkpoint. answers: grants read from the answers to
+    held: allocations that count as held. named: allocations in the checkpoint. answers: grants read from the answers to
     Allocate. copied: grants read from other agents' copies. unscanned: allocations that a copy has named only since the
     last scan. observed: resources whose allocations the register has compared with evidence. records: the register's
     records of these allocations.
@@ -191,12 +200,13 @@ class UnrecordedEvidence(NamedTuple):
 
 
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
-    """Return allocations of pods that are not in the register: of other plugins, or with lost records.
+    """Return the uses of pods' allocations that the register lacks: of other plugins, or with lost records.
 
     title: returns a pod's name by its UID, for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
-    # An old answer has the nodes of all devices of its container. For these devices, the records count.
+    # An old answer names the nodes of all devices of its container. Nodes of recorded devices count only for the
+    # record.
     recorded: dict[tuple[str, str], Tokens] = {}
     for allocation in allocations:
         if (record := seen.records.get(allocation[2:])) is not None:
@@ -233,7 +243,7 @@ def kubelet_snapshot(
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # The most certain holder is shown. An entry in the checkpoint needs no further reason.
+        # The most certain holder is the one in messages. A holder in the checkpoint needs no further reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

@@ -1,9 +1,9 @@
 """Finds claims of drivers that this process does not serve, so that pods do not get the claims' devices.
 
 Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
-or removed from the configuration. For each of these, a file of this project states its devices. There are also claims
-of other vendors' drivers. Their devices are known only by the device nodes in their CDI files, because the names of
-their devices have no meaning here.
+or removed from the configuration. For each of these claims, a file of this project names the claim's devices. There are
+also claims of other vendors' drivers. The devices of these claims are known only by the device nodes in their CDI
+files, because this process does not know the devices' names.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 FRESH: Final = 0.005
-"""Seconds for which the files count as unchanged. A device list checks each device, and a look costs two system calls.
+"""Seconds for which the files count as unchanged. Each device in a list is checked, and a check costs two system calls.
 """
 ENDING: Final = 1.0
-"""Seconds between two looks at the processes of claims that the kubelet does not name."""
+"""Seconds between two checks for running processes of claims that the kubelet's claim state does not name."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
-"""Nanoseconds within which a directory may change twice without a new time."""
-_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # By the type in a CDI file.
+"""Nanoseconds within which two changes of a directory may leave the same modification time."""
+_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # The type of a node in a CDI file.
 
 
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
     """Return the device nodes that a claim's containers got through drivers not in `excluded`. Reads CDI files.
 
     The name of a claim's CDI file contains its kind and the claim's UID (the convention of the CDI library). The
-    containers got the device numbers in the file. If a node has no number there, its present number counts.
+    containers got the device numbers in the file. If the file has no number for a node, the node's present number
+    counts.
     """
     ours = tuple(cdi.qualified(driver, "") for driver in excluded)
     nodes: set[str] = set()
@@ -59,14 +60,14 @@ def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = c
                     for node in device["containerEdits"].get("deviceNodes") or ():
                         nodes |= _numbers(node)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # The devices of this claim are not known.
+            continue  # Without the CDI file, the claim's devices stay unknown.
     return frozenset(nodes)
 
 
 def _is_ours(claim: PreparedClaim, driver: str) -> bool:
-    """Return whether an agent of this project prepared a claim's devices of a driver, by the CDI ids in the answer.
+    """Return whether the CDI ids of a claim show that an agent of this project prepared the driver's devices for it.
 
-    A claim whose containers get no edits has no CDI ids, so it looks like another vendor's claim.
+    A claim whose containers get no edits has no CDI ids, so the claim looks like one of another vendor's driver.
     """
     kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
     names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids)
@@ -83,9 +84,9 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 class _Held(NamedTuple):
     """The devices that claims of unserved drivers hold.
 
-    unknown: why any device may be held. lost: why a claim of this project's agent may hold any device, because no file
-    states its devices. drivers: drivers with claims of unknown devices, and why. sources: the sources of evidence that
-    leave holders unknown.
+    unknown: why a claim may hold any device, whatever the driver. lost: why a claim of this project's agent may hold
+    any device, because no file states its devices. drivers: by driver with a claim whose devices are unknown, why they
+    are. sources: the sources of evidence that leave holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -99,8 +100,8 @@ class _Held(NamedTuple):
 class OrphanedClaims:
     """The claims of drivers that are not `served` now, by the claims' files and the kubelet's claim state.
 
-    A claim with a file of this project holds the devices in the file, while the claim state names the claim or cannot
-    be read, or while processes of its pods may run. boot: the node's boot. fresh: see `FRESH`.
+    A claim with a file of this project holds the devices in the file while the claim state names the claim or cannot be
+    read, or while processes of its pods may run. boot: the node's boot. fresh: see `FRESH`.
     """
 
     kubelet_root: Path
@@ -113,16 +114,16 @@ class OrphanedClaims:
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
     _read_for: frozenset[str] = field(default=frozenset(), init=False)
-    """The drivers whose files were left out."""
+    """The drivers that were served at the last reading of the claim files, and whose files were left out."""
     _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
     _remembered: dict[tuple[str, str], ClaimFile] = field(default_factory=dict, init=False)
-    """The last files of claims that the claim state names, by driver and UID."""
+    """The last read files of claims that the claim state names, by driver and claim UID."""
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
-    """Whether a file belongs to a claim that the claim state does not name."""
+    """Whether there is a file of a claim that the claim state does not name."""
     _held: _Held = field(default=_Held(unknown=f"{_UNKNOWN}: the claims' files have not been read yet"), init=False)
     looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1), init=False)
     _own: str = field(default="", init=False)
@@ -131,7 +132,7 @@ class OrphanedClaims:
         self._own = cdi.own_directory(self.cdi_directory)
 
     def problem(self, driver: str | None = None) -> str:
-        """Return why the devices of a resource that such claims hold are not known; "" if they are.
+        """Return why it is unknown which devices of a resource such claims hold; "" if it is known.
 
         driver: the driver that the resource's configuration names.
         """
@@ -139,33 +140,33 @@ class OrphanedClaims:
         return held.unknown or held.lost or held.drivers.get(driver or "", "")
 
     def lost(self) -> str:
-        """Return why a claim of this project's agent may hold any device; "" if none does.
+        """Return why a claim that an agent of this project prepared may hold any device; "" if there is no such claim.
 
-        The claim state names it, its file is lost or damaged, and its driver is not served.
+        The claim state names such a claim, its file is lost or damaged, and its driver is not served.
         """
         return self._current().lost
 
     def unknown(self) -> frozenset[EvidenceSource]:
-        """Return the sources of evidence that leave the devices of such claims unknown."""
+        """Return the sources of evidence whose failure leaves the devices of such claims unknown."""
         return self._current().sources
 
     def uses(self) -> tuple[Use, ...]:
-        """Return the holdings of such claims. The object stays the same until they change.
+        """Return the device uses by such claims. The returned object stays the same until a use changes.
 
-        While the claim state cannot be read, the claims that it last named stay.
+        While the claim state cannot be read, the claims that it named last count.
         """
         return self._current().uses
 
     async def reread(self) -> None:
-        """Look at the files again, for an answer that must not be older than the question.
+        """Check the files again, for an answer that must not be older than the question.
 
-        While the files do not answer, the known holdings stay, because no agent can write there either.
+        If the file system does not answer, the known uses stay, because no agent can write claim files there either.
         """
         with contextlib.suppress(LookTimeoutError):
             await self.looks.at("claims", self._refresh, frozenset(self.served), True, brief=True)
 
     def _current(self) -> _Held:
-        """Return the holdings. Look at the files unless that was done just now."""
+        """Return the claims' device uses. Check the files unless the last check is less than `fresh` seconds old."""
         now, served = time.monotonic(), frozenset(self.served)
         ending = self._unnamed and now - self._made_at >= ENDING
         if now - self._looked_at >= self.fresh or served != self._read_for or ending:
@@ -173,7 +174,7 @@ class OrphanedClaims:
         return self._held
 
     def _refresh(self, served: frozenset[str], again: bool = False) -> None:
-        """Read the changed files, in the thread of `looks`. again: even if that was done just now."""
+        """Read the changed files, in a thread of `looks`. again: whether to read even within `fresh` seconds."""
         now = time.monotonic()
         if again or now - self._looked_at >= self.fresh or served != self._read_for:
             state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
@@ -207,11 +208,11 @@ class OrphanedClaims:
             self._files = error
 
     def _counted(self, claims: Sequence[PreparedClaim], served: Collection[str]) -> list[ClaimFile]:
-        """Return the files of claims that may still hold the devices in them. claims: in the claim state."""
+        """Return the claim files whose devices may still be held. claims: of unserved drivers, in the claim state."""
         files = () if isinstance(self._files, OSError) else self._files
         current = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in claims for driver in claim.devices}
-        # When a claim is unprepared, its file is removed before the claim state drops the claim.
+        # When a claim is unprepared, its file is removed before the kubelet drops the claim from its claim state.
         self._remembered = {key: file for key, file in (self._remembered | current).items() if key in named}
         foreign = [file for key, file in (self._remembered | current).items() if key[0] not in served]
         unnamed = [file for file in foreign if (file.driver, file.uid) not in named]

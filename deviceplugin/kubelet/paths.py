@@ -13,8 +13,8 @@ class Paths:
     """The paths of the kubelet's files and sockets, and of the host's cgroup file system.
 
     The device plugin directory is /var/lib/kubelet/device-plugins with any --root-dir of the kubelet, but the path of
-    the PodResources socket depends on it (kubernetes#68567; k3s, k0s and microk8s differ). So both can be set
-    separately. pod_log_dir: the kubelet's podLogsDir, with a directory namespace_name_uid for each pod.
+    the PodResources socket depends on --root-dir (kubernetes#68567; k3s, k0s and microk8s differ). So both paths can be
+    set separately. pod_log_dir: the kubelet's podLogsDir, with a directory `<namespace>_<name>_<uid>` for each pod.
     container_log_dir: the directory of the links that `deviceplugin.kubelet.containers` reads; a constant in the
     kubelet's source. cdi_dir: the directory in which the container runtime finds CDI specs.
     """
@@ -29,10 +29,10 @@ class Paths:
 
     @property
     def plugins(self) -> Path:
-        """The device plugin directory."""
+        """The path of the kubelet's device plugin directory."""
         return self.device_plugin_dir or self.kubelet_root / "device-plugins"
 
     @property
     def pod_resources(self) -> Path:
-        """The PodResources service's socket."""
+        """The path of the PodResources service's socket."""
         return self.pod_resources_socket or self.kubelet_root / "pod-resources" / "kubelet.sock"

@@ -21,12 +21,15 @@ from deviceplugin.looks import Looks
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 GATHER: Final = 0.02
-"""Seconds for which changes of the checkpoint are collected. The kubelet replaces it several times for a pod."""
+"""Seconds for which changes are collected before a read, because the kubelet replaces its checkpoint often."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContents:
-    """The content of the directory at one moment. kubelet: the kubelet's socket. sockets: by name, of all plugins."""
+    """The content of the device plugin directory at one moment.
+
+    kubelet: the kubelet's socket. sockets: all sockets by name, those of plugins included.
+    """
 
     kubelet: FileIdentity | None
     sockets: Mapping[str, FileIdentity]
@@ -34,7 +37,7 @@ class DirectoryContents:
 
 
 def sockets_in(directory: Path) -> dict[str, FileIdentity]:
-    """Return the sockets in a directory by name; empty if it cannot be read. Blocks."""
+    """Return the sockets in a directory by name; empty if the directory cannot be read. Blocks."""
     looked_at.at(directory)
     sockets: dict[str, FileIdentity] = {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
@@ -47,16 +50,16 @@ def sockets_in(directory: Path) -> dict[str, FileIdentity]:
 
 
 def contents(directory: Path) -> DirectoryContents:
-    """Look at the device plugin directory. Blocks."""
+    """Read the device plugin directory now. Blocks."""
     kubelet = file_identity(f"{directory}/{KUBELET_SOCKET}")
     return DirectoryContents(kubelet, sockets_in(directory), checkpoint.identity(directory))
 
 
 class PluginDirectory(DirectoryWatch[DirectoryContents]):
-    """The device plugin directory.
+    """Watches the kubelet's device plugin directory.
 
-    turn: held while a resource registers. The kubelet connects to the plugin during the call, and leaks memory when
-    registrations follow too fast (kubernetes#124716).
+    turn: held while a resource registers. The kubelet connects to the plugin during a registration, and leaks memory
+    when registrations follow each other too fast (kubernetes#124716).
     """
 
     def __init__(self, path: Path, poll: float = POLL) -> None:
@@ -67,5 +70,5 @@ class PluginDirectory(DirectoryWatch[DirectoryContents]):
 
     @property
     def kubelet(self) -> FileIdentity | None:
-        """The kubelet's socket at the last look. Any thread may read it."""
+        """The identity of kubelet.sock at the last read; None if there was no such socket. Any thread may read it."""
         return self.latest.kubelet if self.latest is not None else None

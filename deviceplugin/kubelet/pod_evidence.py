@@ -1,12 +1,13 @@
 """Decides whether a process of a pod can still run, by present and earlier cgroups and pod directories. Pure.
 
-The absence of a pod from a place is evidence only if the place would show the pod. The place can be wrong or old
-(`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were changed), belong to another kubelet, or be hidden by a mount or a
-cgroup namespace. So the rules are: (1) The absence of a pod's cgroup counts if the pod was seen before, in a directory
-that is still listed. (2) For a pod that was never seen, the absence counts if pods of this kubelet have run in
-directories that are listed now, and no pod runs outside of them. (3) Otherwise the pod's directory decides, which the
-kubelet removes after the pod was deleted and has ended. Its absence counts if this kubelet's pods have their
-directories there. (4) Otherwise the pod may run.
+A place is a directory in which cgroups or directories of pods are listed. The absence of a pod from a place is evidence
+only if the place would contain the pod. The place can be wrong or old (`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were
+changed), belong to another kubelet, or be hidden by a mount or a cgroup namespace. So the rules are: (1) The absence of
+a pod's cgroup is evidence if the cgroup was seen before, in a directory that is still listed. (2) For a pod that was
+never seen, the absence is evidence if pods of this kubelet have run in directories that are listed now, and no pod runs
+outside of them. (3) Otherwise the pod's directory decides, which the kubelet removes after the pod was deleted and has
+ended. Its absence is evidence if this kubelet's pods have their directories in the listed place. (4) Otherwise the pod
+may run.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 HIDDEN: Final[frozenset[str]] = frozenset()
-"""The place of a pod that the kubelet counted as running and that the cgroups did not show."""
+"""The set of places of a pod that the kubelet counted as running and that the cgroups did not contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodsShown:
     """The facts about this kubelet's pods that cgroups and pod directories have shown until now.
 
-    places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays hidden, because
-    a cgroup that the kubelet creates for it later does not contain its processes. trusted: the directories of cgroups
-    in which pods of this kubelet have run. roots: the parents of its pods' directories. cgroups: whether the cgroups
-    that are visible now would show an unknown pod. directories: whether the pod directories would show it.
+    places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays HIDDEN, because
+    a cgroup that the kubelet creates later for the pod does not contain its processes. trusted: the directories of
+    cgroups in which pods of this kubelet have run. roots: the parent directories of this kubelet's pod directories.
+    cgroups: whether the cgroups that are visible now would contain a pod that was never seen. directories: whether the
+    visible pod directories are those of this kubelet.
     """
 
     places: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -37,27 +39,27 @@ class PodsShown:
 
     @property
     def hidden(self) -> frozenset[str]:
-        """The pods that run, or have run, and that the cgroups do not show."""
+        """The UIDs of pods that run, or have run, and that the cgroups do not contain."""
         return frozenset(uid for uid, places in self.places.items() if not places)
 
     def of(self, uids: Collection[str]) -> frozenset[tuple[str, str]]:
-        """Return (UID, place) of these pods, for the register; the place of a hidden pod is ""."""
+        """Return (UID, place) of these pods, as the register records them; the place of a hidden pod is ""."""
         known = {uid: self.places[uid] for uid in uids if uid in self.places}
         return frozenset((uid, place) for uid, places in known.items() for place in places or {""})
 
     def hide(self, uids: Collection[str]) -> PodsShown:
-        """Return these facts after pods turned out to be hidden."""
+        """Return these facts, changed so that the pods `uids` are HIDDEN."""
         if not uids:
             return self
         return replace(self, places={**self.places, **dict.fromkeys(uids, HIDDEN)}, cgroups=False)
 
 
 SHOWN: Final = PodsShown(cgroups=True, directories=True)
-"""The facts if cgroups and pod directories belong to this kubelet."""
+"""The facts if all visible cgroups and pod directories belong to this kubelet."""
 
 
 def recorded(shown: Collection[tuple[str, str]], boot: str) -> dict[str, frozenset[str]]:
-    """Return the places of pods from (UID, place) in the register. Those of another boot are ignored."""
+    """Return the places of pods from (UID, place) in the register. Places of another boot are ignored."""
     places: dict[str, frozenset[str]] = {}
     for uid, place in shown:
         if place.startswith(f"{boot[:8]}:"):
@@ -73,9 +75,10 @@ class PodProcesses:
     """The pods with processes at one moment, by UID, and the earlier facts about pods.
 
     running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
-    None if these are not visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places: the
-    directories of these cgroups. visible: the directories that were listed. root: the parent of the pods' directories,
-    "" if it is not visible. checkpoint_decides: whether a pod counts as ended if no cgroups would show it.
+    None if no pod directories are visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places:
+    the directories of these cgroups. visible: the directories that were listed. root: the parent of the pods'
+    directories, "" if it is not visible. checkpoint_decides: whether a pod counts as ended if the visible cgroups would
+    not contain it.
     """
 
     running: frozenset[str] | None = None
@@ -89,7 +92,7 @@ class PodProcesses:
     checkpoint_decides: bool = False
 
     def may_run(self, pod_uid: str) -> str:
-        """Return why a process of this pod may still run, as text; "" if none can.
+        """Return why a process of this pod may still run, as text; "" if no process can run.
 
         The pod's directory does not distinguish a completed pod from a pod that was deleted by force and still runs.
         """
@@ -105,43 +108,44 @@ class PodProcesses:
         return "" if self.shown.directories else f"{why}, and the pod directories have shown no pod of this kubelet"
 
     def has(self, pod_uid: str) -> bool:
-        """Return whether a cgroup or directory of this pod exists, or no pod can be seen at all."""
+        """Return whether a running process or a directory of this pod is visible, or neither kind is visible at all."""
         if self.running is None and self.directories is None:
             return True
         return pod_uid in (self.running or ()) or pod_uid in (self.directories or ())
 
     def shows(self, pod_uid: str) -> bool:
-        """Return whether the cgroups would show a process of this pod."""
+        """Return whether the visible cgroups would contain a process of this pod, if one ran."""
         places = self.shown.places.get(pod_uid)
         if self.running is None or places is None:
             return self.running is not None and self.shown.cgroups
         return bool(places) and places <= self.visible
 
     def is_unknown(self, pod_uid: str) -> bool:
-        """Return whether the cgroups do not show if the pod runs."""
+        """Return whether the visible cgroups leave it unknown if processes of this pod run."""
         return not (self.running is not None and pod_uid in self.running) and not self.shows(pod_uid)
 
     def is_undecided(self, pod_uid: str) -> bool:
-        """Return whether another look and another checkpoint may show if the cgroups contain the pod (`hidden`)."""
+        """Return whether another read of the cgroups and another checkpoint may show that this pod is hidden."""
         return self.running is not None and pod_uid not in self.running and pod_uid not in self.shown.places
 
     @property
     def whole(self) -> bool:
-        """Whether the cgroups would show each pod of this kubelet, including pods without a cgroup."""
+        """Whether the visible cgroups would contain each pod of this kubelet, including pods without a cgroup yet."""
         return self.running is not None and (
             self.shown.cgroups or (self.shown.directories and self.directories is not None and not self.directories)
         )
 
     @property
     def candidates(self) -> frozenset[str]:
-        """The pods that may run, by all evidence."""
+        """The UIDs of the pods of which a process may run, by all evidence."""
         return (self.running or frozenset()) | (frozenset() if self.whole else self.directories or frozenset())
 
 
 def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collection[str]) -> PodsShown:
-    """Return the facts about pods after another look.
+    """Return the facts about pods after another read of cgroups and pod directories.
 
-    own: the UID of the agent's pod, or "". named: pods that a checkpoint of this kubelet names.
+    before: the facts until then. look: the result of the read. own: the UID of the agent's pod, or "". named: pods that
+    a checkpoint of this kubelet names.
     """
     of_kubelet = {*named, own} - {""}
     there = look.directories or frozenset()
@@ -153,7 +157,7 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
         places[uid] = former and former | look.places[uid]
     if own and look.running is not None and own not in look.places:
         places[own] = HIDDEN
-    if directories and look.directories is not None:  # A pod whose directory is gone has ended.
+    if directories and look.directories is not None:  # Pods whose directory is gone have ended.
         places = {uid: where for uid, where in places.items() if uid in look.places or uid in there}
     mine = (look.running or frozenset()) & (of_kubelet | (there if directories else frozenset()))
     trusted = before.trusted.union(*(look.places.get(uid, HIDDEN) for uid in mine))
@@ -162,11 +166,12 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
 
 
 def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
-    """Return the pods that ran between two looks at the cgroups, and that neither look shows.
+    """Return the pods that ran between two reads of the cgroups, and whose cgroups neither read found.
 
-    named: pods in a checkpoint that the kubelet composed between the looks, after it had dropped ended pods. The
-    kubelet creates a pod's cgroup before the pod's directory, and keeps it until the pod has ended (kubelet 1.36,
-    kubelet.go: SyncPod, SyncTerminatedPod). So the first look should already show a pod that has a directory.
+    named: pods in a checkpoint that the kubelet composed between the reads, after it had dropped ended pods. The
+    kubelet creates a pod's cgroup before the pod's directory, and keeps the cgroup until the pod has ended (kubelet
+    1.36, kubelet.go: SyncPod, SyncTerminatedPod). So if a pod has a directory, the first read should already find its
+    cgroup.
     """
     if before.running is None or after.running is None:
         return frozenset()
@@ -175,9 +180,10 @@ def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) ->
 
 
 def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
-    """Describe which pods of this node cannot be seen, the effects, and the right options; "" if all can be seen.
+    """Describe which pods of this node are not visible, the effects, and the right options; "" if all pods are visible.
 
-    cgroups: the mount point of the cgroup file system. title: the known names of pods, by UID.
+    look: the last read of the cgroups. cgroups: the mount point of the cgroup file system. title: the known names of
+    pods, by UID.
     """
     if look.running is None:
         what = f"no pod cgroups (kubepods) are visible in {cgroups}"

@@ -12,11 +12,12 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.looks import Looks, LookTimeoutError
 
 SHORTLY: Final = 1.0
-"""Seconds for a look in a thread that also reads other evidence."""
+"""Seconds for a read of the log directories in a thread that also reads other evidence, so that it is not delayed long.
+"""
 
 
 class PodNames:
-    """Names of pods by UID, from the kubelet's log directories (`<namespace>_<name>_<uid>`)."""
+    """Reads the names of pods by UID from the kubelet's log directories (`<namespace>_<name>_<uid>`)."""
 
     def __init__(self, directory: Path) -> None:
         self.known: dict[str, tuple[str, str]] = {}
@@ -24,25 +25,25 @@ class PodNames:
         self._directory = directory
 
     async def update(self, uids: Collection[str]) -> None:
-        """Keep the names of these pods that can be read, and drop all others."""
+        """Read the names of these pods, and remove all other names from `known`."""
         if not self.known.keys() >= set(uids):
             with contextlib.suppress(LookTimeoutError):
                 self.known |= await self.now(uids)
         self.known = {uid: name for uid, name in self.known.items() if uid in uids}
 
     async def now(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the present names of these pods. Raises LookTimeoutError."""
+        """Return (namespace, name) of those of these pods with a log directory, by UID. Raises LookTimeoutError."""
         return await self.looks.at("pod names", self.read, uids)
 
     def read_shortly(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the present names of these pods; empty if the directory does not answer. Blocks shortly."""
+        """Return (namespace, name) of these pods by UID; empty if the read takes longer than SHORTLY. Blocks."""
         try:
             return self.looks.within(SHORTLY, "pod names", self.read, uids)
         except LookTimeoutError:
             return {}
 
     def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the present names of these pods. Blocks."""
+        """Return (namespace, name) of those of these pods with a log directory, by UID. Blocks."""
         try:
             # Namespaces and names of pods contain no underscore.
             split = [name.split("_") for name in os.listdir(self._directory)]
@@ -51,12 +52,12 @@ class PodNames:
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
 
     def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with the names that can be read now. Blocks shortly."""
+        """Return these pods, with the names that can be read within SHORTLY. Blocks shortly."""
         names = self.read_shortly(uids) if uids else {}
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
     def changed(self) -> dict[str, float]:
-        """Return when pods' log directories last changed (Unix seconds). Blocks."""
+        """Return by pod UID when the pod's log directory last changed (Unix seconds). Blocks."""
         times: dict[str, float] = {}
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:
@@ -65,7 +66,7 @@ class PodNames:
         return times
 
     def missing(self) -> str:
-        """Return why no names can be read, and the consequences; "" if they can."""
+        """Return why no names of pods can be read, and the consequences; "" if the names can be read."""
         if os.path.isdir(self._directory):
             return ""
         return (

@@ -1,11 +1,12 @@
-"""The kubelet's PodResources service: names of pods for messages, and a way to make the kubelet drop ended pods.
+"""Calls the kubelet's PodResources service, for names of pods in messages and to make the kubelet drop ended pods.
 
-`List` proves nothing about the holders of devices: it is empty after the kubelet's start. It also leaves out pods that
-were deleted by force, and init containers that are not sidecars (kubelet 1.36, apis/podresources/server_v1.go).
+`List` proves nothing about the holders of devices: its answer is empty after the kubelet's start. The answer also
+leaves out pods that were deleted by force, and init containers that are not sidecars (kubelet 1.36,
+apis/podresources/server_v1.go).
 
-`List` makes the device manager compute its allocated devices again, and the chosen devices of a running Allocate are
-not among them yet (kubernetes#137534). So the agent calls `List` only while it answers no Allocate
-(`AllocationsInFlight`).
+`List` makes the device manager compute its allocated devices again, and the devices that a running Allocate has chosen
+are not yet among these allocated devices (kubernetes#137534). So the agent calls `List` only while it answers no
+Allocate (`AllocationsInFlight`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 LIST_TRIES: Final = 20
-"""Maximum tries of a `List` that the kubelet refuses, because all clients together exceed 100 calls a second."""
+"""Maximum number of tries of one `List`: the kubelet refuses calls while all its clients exceed 100 calls a second."""
 CHANNEL_OPTIONS: Final = (
-    # Otherwise a socket's path becomes a percent-encoded authority, which Go servers refuse.
+    # Without this option, a socket's path becomes a percent-encoded authority, which Go servers refuse.
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
@@ -43,13 +44,13 @@ SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_lengt
 
 
 def unix_address(path: str | Path) -> str:
-    """Return gRPC's name of a socket. In the name, a percent sign begins a character's code (RFC 3986)."""
+    """Return the address of a Unix socket for gRPC. A percent sign in it begins a character's code (RFC 3986)."""
     return f"unix:{quote(str(path))}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PodContainer:
-    """A container that holds devices. The checkpoint has only the UIDs of pods."""
+    """A container that holds devices. Unknown names are "": the kubelet's checkpoint has only the UIDs of pods."""
 
     namespace: str = ""
     pod: str = ""
@@ -59,7 +60,7 @@ class PodContainer:
 
 @dataclass(frozen=True, slots=True)
 class ClaimUse:
-    """A container's use of a device through a claim. device: its published name."""
+    """A container's use of a device through a claim. device: the name under which the driver has published it."""
 
     driver: str
     pool: str
@@ -95,14 +96,14 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
 
 
 class AllocationsInFlight:
-    """Keeps `List` from running during allocations. The process has one object of this class."""
+    """Keeps `List` from running during allocations. One object of this class serves the whole process."""
 
-    # The kubelet asks for a preference, chooses, and calls Allocate. This takes some milliseconds.
+    # Seconds after GetPreferredAllocation: the kubelet chooses devices and calls Allocate some milliseconds later.
     AFTER_PREFERENCE: Final = 0.5
-    # After Allocate, the kubelet records the allocation, which takes some milliseconds.
+    # Seconds after Allocate: the kubelet records the allocation some milliseconds later.
     AFTER_ALLOCATE: Final = 0.05
-    # When pods start together, the next call comes some milliseconds after the last. Other work waits for them for a
-    # short time.
+    # When pods start together, their calls follow each other within milliseconds. `pause` waits BETWEEN_CALLS seconds
+    # for the next call, and LONGEST_PAUSE seconds in all.
     BETWEEN_CALLS: Final = 0.02
     LONGEST_PAUSE: Final = 0.1
 
@@ -128,11 +129,11 @@ class AllocationsInFlight:
                 self._idle.set()
 
     def none_since(self, moment: float) -> bool:
-        """Return whether no such call was running from `moment` (monotonic seconds) until now."""
+        """Return whether no Allocate or GetPreferredAllocation was running since `moment` (monotonic seconds)."""
         return not self._calls and self._last < moment
 
     async def pause(self) -> None:
-        """Wait for running calls, and for calls that follow them at once.
+        """Wait for running calls, and for calls that follow them within BETWEEN_CALLS seconds; at most LONGEST_PAUSE.
 
         Work that can be delayed calls this method.
         """
@@ -142,7 +143,7 @@ class AllocationsInFlight:
                     await (self._idle.wait() if self._calls else asyncio.sleep(rest))
 
     async def wait(self) -> None:
-        """Wait until no such call is running, and none was running for a moment."""
+        """Wait until no Allocate or GetPreferredAllocation is running, and the pause after the last call is over."""
         while True:
             await self._idle.wait()
             rest = self._until - time.monotonic()
@@ -152,22 +153,22 @@ class AllocationsInFlight:
 
 
 class PodResources:
-    """The kubelet's PodResources service. A channel is kept until a call fails, because it would be slow to recover."""
+    """Calls the kubelet's PodResources service. After a failed call, the next call opens a new gRPC channel."""
 
     def __init__(self, socket: Path, timeout: float = 10.0) -> None:
         self.socket = socket
         self._timeout = timeout
         self._last_logged = ""
         self.answers: bool | None = None
-        """Whether the kubelet answered the last `List`; None if there is no socket, or no call was made yet."""
+        """Whether the kubelet answered the last `List`; None if the socket does not exist, or no call was made yet."""
         self.silent_since: float | None = None
-        """When the first unanswered `List` began, if the kubelet has answered none since (Unix seconds)."""
+        """When the first unanswered `List` began (Unix seconds); None if the kubelet has answered the last call."""
         self._idle: list[grpc.aio.Channel] = []
 
     async def list(self) -> PodResourcesReport | None:
-        """Call `List`, which makes the kubelet drop ended pods.
+        """Call `List`, which makes the kubelet drop ended pods, and return the answer.
 
-        None if it fails: no safe decision depends on its answer.
+        None if the call fails; the caller goes on, because no safe decision depends on the answer.
         """
         for _ in range(LIST_TRIES):
             began = time.time()
@@ -190,7 +191,7 @@ class PodResources:
         return None
 
     def _answered(self, code: grpc.StatusCode, began: float) -> None:
-        """Record the result of a call. A kubelet that hangs accepts connections, and answers no calls on them."""
+        """Record the result of a `List`. A kubelet that hangs accepts connections, but calls exceed their deadline."""
         late = code is grpc.StatusCode.DEADLINE_EXCEEDED
         self.answers = None if code is grpc.StatusCode.UNAVAILABLE else not late
         self.silent_since = (self.silent_since or began) if late else None
@@ -224,7 +225,7 @@ class PodResources:
         except BaseException:
             await channel.close(None)
             raise
-        if self._idle:  # The channel of a simultaneous call.
+        if self._idle:  # A simultaneous call has left its channel.
             await channel.close(None)
         else:
             self._idle.append(channel)

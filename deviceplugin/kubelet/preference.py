@@ -11,13 +11,16 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
 
 MANY: Final = 64
-"""Number of devices without links above which NUMA nodes are compared as groups, not pair by pair."""
+"""Number of devices without links above which `choice` compares NUMA nodes as groups, not devices pair by pair."""
 
 
 def avoiding(
     avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
 ) -> tuple[list[str], list[str]]:
-    """Change the available and the included ids so that devices to be avoided come last."""
+    """Return `available` and `must_include`, changed so that avoided devices are chosen only if others do not suffice.
+
+    size: number of devices that the container gets.
+    """
     if not avoided:
         return available, must_include
     first = [name for name in available if name in must_include or ids.offered_as(name) not in avoided]
@@ -34,8 +37,8 @@ def choice(
     must_include: list[str],
     size: int,
 ) -> list[str]:
-    """Return the devices that the source's policy chooses."""
-    # It is imported only when the kubelet asks, because vendors' plugins answer by themselves.
+    """Return the ids that the source's policy chooses for a container. size: number of ids."""
+    # The module is imported only when the kubelet asks, because vendors' plugins choose by themselves.
     from deviceplugin import topology
 
     devices = snapshot.devices
@@ -47,7 +50,7 @@ def choice(
             nodes = {name: numa.get(device, ()) for name, device in physical.items()}
             return topology.numa_compact(nodes, available, must_include, size)
         score = topology.numa_scores(numa)
-    if source.policy == "distributed":  # Ids in use count as well.
+    if source.policy == "distributed":  # Devices of ids in use count too.
         physical = {name: device.id for device in devices.values() for name in ids.names_of(device)}
     return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
@@ -55,7 +58,7 @@ def choice(
 def as_names(
     ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Convert the device ids that a hook prefers to the kubelet's ids; None if one is not available."""
+    """Convert the device ids that a hook prefers to the kubelet's ids; None if one of the devices is not available."""
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:
@@ -66,7 +69,7 @@ def as_names(
     for device_id in ids:
         if device_id in chosen:
             continue
-        if included[device_id] > 0:  # The id stands for one that must be included.
+        if included[device_id] > 0:  # An id of this device is in must_include already.
             included[device_id] -= 1
             continue
         first = next((name for name in free.get(device_id, ()) if name not in chosen), None)

@@ -1,14 +1,14 @@
-"""Keeps one resource registered with the kubelet, in a loop: serve, register, watch.
+"""Keeps one resource registered with the kubelet, in a loop: serve the socket, register, watch the directory.
 
 The kubelet loses registrations when it restarts, and sometimes without a restart. Every event wakes the same loop. The
-next step is a pure function of the present state (`next_step`), so a restart is handled as the start is.
+next step is a pure function of the present state (`next_step`), so a restart of the kubelet is handled as its start is.
 
 Facts (kubelet 1.36.3): at its start, the kubelet deletes every socket in the directory, its own last, and then creates
-kubelet.sock. It connects to the plugin before it answers Register. When an old ListAndWatch ends after the same name
-was registered again, it drops the new registration, so the old stream is ended first. A recreated kubelet.sock does not
-prove that plugins' sockets were deleted. Kubelet 1.37.1 refuses a socket whose disconnection it has not noticed, and
-after the first such try it refuses the socket for ever (handler.go, connectClient). So each Register has its own
-socket.
+kubelet.sock. It connects to the plugin before it answers Register. When an old ListAndWatch ends after the same
+resource was registered again, the kubelet drops the new registration, so the agent ends the old stream first. A
+recreated kubelet.sock does not prove that plugins' sockets were deleted. Kubelet 1.37.1 refuses a socket whose
+disconnection it has not noticed, and after the first such try it refuses the socket for ever (handler.go,
+connectClient). So each Register has its own socket.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _LOG: Final = logging.getLogger(__name__)
 
 VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
-"""Seconds between two checks for another plugin of the resource. Each Allocate changes the directory several times."""
+"""Seconds between two checks for another plugin of the resource, because each Allocate changes the directory often."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""The same while claims may get devices, which the other plugin may allocate to pods until the next registration."""
+"""Seconds between two such checks while claims may get devices, because the other plugin may allocate these to pods."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
 class RegistrationError(Exception):
-    """Raised when the directory or another process, but not the kubelet, makes it impossible to serve a resource."""
+    """Raised when the plugin directory or another process, not the kubelet, makes it impossible to serve a resource."""
 
 
 def slug(resource: str) -> str:
@@ -68,7 +68,7 @@ def slug(resource: str) -> str:
 
 
 def socket_name(resource: str, directory: str, instance: str) -> str:
-    """Return the file name of an instance's socket. Raises RegistrationError if the directory's path is too long."""
+    """Return a socket's file name. instance: its unique part. Raises RegistrationError if the path is too long."""
     try:
         return socket_path(directory, slug(resource), f"-{instance}.sock").name
     except ValueError as error:
@@ -77,11 +77,11 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state at one moment. ready: whether there is a list to serve.
+    """The facts from which `next_step` decides. ready: whether there is a device list to register.
 
     kubelet: the file kubelet.sock. served: whether the agent's socket is in its place. live: whether a ListAndWatch is
-    open. listened: whether one was open since the last successful Register. registered: the kubelet.sock of that
-    Register. since: seconds since then. foreign: whether another plugin has registered the resource since then.
+    open. listened: whether one was open since the last successful Register. registered: that Register's kubelet.sock.
+    since: seconds since it. foreign: whether another plugin has registered the resource since then.
     """
 
     kubelet: FileIdentity | None
@@ -95,7 +95,7 @@ class Seen:
 
 
 class Step(enum.Enum):
-    """The next step of a registration."""
+    """The next step of the loop that keeps a resource registered."""
 
     WAIT_FOR_DEVICES = "wait for the first list of devices"
     WAIT_FOR_KUBELET = "wait for the kubelet"
@@ -105,7 +105,7 @@ class Step(enum.Enum):
 
 
 def next_step(seen: Seen, patience: float) -> Step:
-    """Return the next step. patience: seconds after Register in which the kubelet should open ListAndWatch."""
+    """Return the next step. patience: seconds after Register within which the kubelet should open ListAndWatch."""
     if not seen.ready:
         return Step.WAIT_FOR_DEVICES
     if seen.kubelet is None:
@@ -120,7 +120,7 @@ def next_step(seen: Seen, patience: float) -> Step:
 class InstanceLock:
     """Locks a resource for one process on this node. The kernel releases the lock at the end of the process.
 
-    The file is in the device plugin directory, which all instances share; the kubelet deletes only sockets there.
+    The lock file is in the device plugin directory, which all instances share; the kubelet deletes only sockets there.
     """
 
     def __init__(self, directory: Path, resource: str) -> None:
@@ -133,9 +133,9 @@ class InstanceLock:
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
-        """Try to get the lock; return whether this process has it.
+        """Try to lock the resource; return whether this process has the lock.
 
-        Raises RegistrationError if the file cannot be created.
+        Raises RegistrationError if the lock file cannot be created.
         """
         if self.held:
             return True
@@ -146,20 +146,20 @@ class InstanceLock:
             return False
         except OSError as error:
             raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
-        with contextlib.suppress(OSError):  # The text is for the user. The lock works without it.
+        with contextlib.suppress(OSError):  # The text helps users. The lock works without it.
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
     def owner(self) -> str:
-        """Return the text in the lock file, written by the process that has the lock."""
+        """Return the text about the process that has the lock, which that process has written into the lock file."""
         try:
             return self.path.read_text(errors="replace").strip() or "unknown"
         except OSError:
             return "unknown"
 
     def release(self) -> None:
-        """Release the lock. The file stays, because its removal could interfere with the next instance."""
+        """Release the lock. The lock file stays: its removal could break the lock of the next instance."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -173,33 +173,33 @@ class RegistrationStatistics:
     failures: int = 0
     kubelet_restarts: int = 0
     foreign: int = 0
-    """Number of times at which another plugin had registered the resource."""
+    """How often another plugin had certainly registered the resource."""
     registered: bool = False
     awaits_kubelet: bool = False
-    """Whether only the kubelet is missing: the first list exists, and the socket as well, if its directory exists."""
+    """Whether only the kubelet is missing: there is a list, and the socket if the plugin directory exists."""
     contested: str = ""
-    """The proof that another plugin has registered the resource; "" after the agent has registered it again."""
+    """The proof that another plugin has registered the resource; "" after the agent has registered again."""
     error: str = ""
-    """Why the resource is not registered: the error of the last try, or what is missing; "" while it is registered."""
+    """Why the resource is not registered: the last Register's error, or what is missing; "" while it is registered."""
 
 
 @dataclass(slots=True)
 class RegistrationTiming:
-    """Waits of a registration, in seconds; tests make them short."""
+    """Time limits of a registration, in seconds; tests shorten them."""
 
-    poll: float = 10.0  # Between two checks of inodes, in case every hint is lost.
-    patience: float = 5.0  # From Register to ListAndWatch.
+    poll: float = 10.0  # Between two checks of kubelet.sock without an event.
+    patience: float = 5.0  # From Register to the kubelet's ListAndWatch.
     register: float = 15.0  # Deadline of one Register. The kubelet tries to connect for up to 10 s.
-    stream: float = 1.0  # For the old stream to end.
-    calls: float = 15.0  # For running calls to end before the stream. Hooks have their own deadlines.
-    drain: float = 5.0  # For a server to end.
-    takeover: float = 5.0  # For another instance to end.
+    stream: float = 1.0  # For the end of the old ListAndWatch stream.
+    calls: float = 15.0  # For running calls before the stream is ended. Hooks have their own deadlines.
+    drain: float = 5.0  # For running calls of a stopped server.
+    takeover: float = 5.0  # For another instance to release the resource's lock.
 
 
 class SocketServer:
     """Serves an endpoint on a socket in the device plugin directory, under the resource's lock.
 
-    Each socket has a name that is never used again, so that a server's stop() cannot unlink another server's socket.
+    No socket name is used twice, so that a server's stop() cannot unlink another server's socket.
     """
 
     def __init__(self, endpoint: Endpoint, directory: Path, timing: RegistrationTiming, looks: Looks) -> None:
@@ -212,15 +212,15 @@ class SocketServer:
         self._socket = directory
         self._identity: FileIdentity | None = None
         self.used = False
-        """Whether the kubelet may know the socket."""
+        """Whether the kubelet may know the socket from a Register."""
         self._stopping = Tasks()
 
     def is_in(self, contents: DirectoryContents) -> bool:
-        """Return whether there is a server, and its path led to its own socket at the look."""
+        """Return whether a server runs and its own socket was in the directory when `contents` was read."""
         return self._identity is not None and self._identity == contents.sockets.get(self._socket.name)
 
     async def in_place(self) -> bool:
-        """Return whether there is a server, and its path still leads to its own socket. Raises LookTimeoutError."""
+        """Return whether a server runs and its own socket is still at its path. Raises LookTimeoutError."""
         identity = self._identity
         return identity is not None and identity == await self._looks.at(
             "socket", file_identity, self._socket, brief=True
@@ -230,9 +230,9 @@ class SocketServer:
         return await self._looks.at("socket", self.lock.acquire, brief=True)
 
     async def lock_resource(self) -> None:
-        """Lock this resource. Wait shortly for another instance.
+        """Lock the resource for this process. Wait shortly for another instance to end.
 
-        Raises RegistrationError if the other one does not end.
+        Raises RegistrationError if the other instance does not end.
         """
         if await self._locked():
             return
@@ -248,7 +248,7 @@ class SocketServer:
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
-        """Return the name of a served socket that the kubelet does not know. Start a server if necessary.
+        """Return the name of a served socket that no Register has named yet. Start a server if there is no such socket.
 
         Raises RegistrationError.
         """
@@ -279,7 +279,7 @@ class SocketServer:
         remove_abandoned(self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"))
 
     def retire(self) -> None:
-        """Stop the server. Running calls may end."""
+        """Stop the server. Its running calls may end within `drain` seconds."""
         if self._server is not None:
             self._stopping.start(self._server.stop(self._timing.drain))
             self._server = self._identity = None
@@ -291,7 +291,7 @@ class SocketServer:
                 await self._looks.at("socket", self._socket.unlink, brief=True)
 
     async def end(self) -> None:
-        """Wait for the servers to end, and release the lock."""
+        """Wait for all stopped servers to end, and release the lock."""
         self.retire()
         await self._stopping.wait(self._timing.drain + 1.0)
         self.lock.release()
@@ -299,7 +299,7 @@ class SocketServer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A registration that the kubelet accepted. at: monotonic seconds. streams: number of streams begun before it."""
+    """A registration that the kubelet accepted at `at` (monotonic seconds). streams: number of streams begun before."""
 
     kubelet: FileIdentity | None
     at: float
@@ -327,10 +327,10 @@ class PluginRegistration:
         self._server = SocketServer(endpoint, directory.path, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
-        self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last successful Register.
+        self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last Register.
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
-        """Check now what to do, for example after the source's hooks have changed."""
+        """Makes the loop decide the next step now, for example after the source's hooks have changed."""
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
@@ -348,11 +348,11 @@ class PluginRegistration:
         while True:
             try:
                 if not locked and await self._has_directory():
-                    await self._server.lock_resource()  # This raises errors that no kubelet can repair.
+                    await self._server.lock_resource()  # Raises errors that no kubelet can repair.
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
-                # The service and the registration continue.
+                # The socket stays served and registered meanwhile.
                 self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
                 await watch.wait(self._timing.poll)
 
@@ -384,7 +384,7 @@ class PluginRegistration:
                 self._log_once("directory", missing, logging.WARNING)
             if not seen.served and has_directory:
                 try:
-                    # This comes before the kubelet creates its socket. The kubelet first deletes others.
+                    # The socket is served before the kubelet creates its own. The kubelet first deletes all others.
                     await self._server.serve()
                 except RegistrationError:
                     if await self._has_directory():
@@ -398,13 +398,13 @@ class PluginRegistration:
         await watch.wait(due, unwatched=self._unwatched(step))
 
     def _unwatched(self, step: Step) -> float:
-        """Return the seconds between two looks at the kubelet's directory if it causes no events."""
+        """Return the seconds between two reads of the plugin directory on a file system without events."""
         if step is Step.WAIT_FOR_KUBELET:
             return filewatch.SOON
         return LOOK if self.endpoint.kept_back else filewatch.AT_REST
 
     async def _look(self, contents: DirectoryContents) -> Finding:
-        """Return whether another plugin has registered the resource since the agent did."""
+        """Return the evidence that another plugin has registered the resource since the agent has."""
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
             if (record := await self.endpoint.host.recorded()) is None:
                 return Finding(again=LATE)
@@ -417,7 +417,7 @@ class PluginRegistration:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
         there, record = foreign_sockets(contents.sockets), await self.endpoint.host.recorded()
-        # It is read last, because the record may contain a list that was sent while the record was read.
+        # The sent lists are read last, because the record may contain a list that was sent while the record was read.
         sent = self.endpoint.streams.sent
         return self._foreign.found(record, there, sent, plugin=self.endpoint.plugin_socket)
 
@@ -425,9 +425,9 @@ class PluginRegistration:
         return (await self._directory.now()).kubelet
 
     async def _has_directory(self) -> bool:
-        """Return whether the kubelet's directory exists.
+        """Return whether the device plugin directory exists.
 
-        Raises RegistrationError if it is no directory, or unreadable.
+        Raises RegistrationError if the path is no directory, or unreadable.
         """
         directory = self._kubelet.parent
         try:
@@ -457,7 +457,7 @@ class PluginRegistration:
                 delay = min(delay, LOOK_FOR_CLAIMS)
             await self._pause(watch, delay, seen.kubelet)
         elif again:
-            self.backoff.tries = 1  # One more try comes without a pause. Later tries wait longer.
+            self.backoff.tries = 1  # One more Register follows without a pause. Later ones wait longer.
 
     def _tell(self, finding: Finding) -> None:
         """Report that another plugin has registered the resource, or may have done so."""
@@ -476,7 +476,7 @@ class PluginRegistration:
         self.endpoint.host.contested(finding.reason)
 
     async def _pause(self, watch: DirectoryReader, delay: float, kubelet: FileIdentity | None) -> None:
-        """Wait before the next try; return early if the kubelet has restarted."""
+        """Wait `delay` seconds before the next Register; return early if the kubelet has restarted."""
         until = time.monotonic() + delay
         while await self._kubelet_now() == kubelet:
             if (rest := until - time.monotonic()) <= 0:
@@ -498,7 +498,7 @@ class PluginRegistration:
         )
 
     async def _register(self, watch: DirectoryReader) -> bool:
-        """Serve if necessary, end the old stream, register once.
+        """Serve a socket if necessary, end the old stream, call Register once.
 
         Return whether the kubelet accepted the registration.
         """
@@ -506,7 +506,7 @@ class PluginRegistration:
         kubelet = await self._kubelet_now()
         accepted, self._accepted = self._accepted, None
         if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
-            await self.endpoint.calls_ended(timing.calls)  # The kubelet ends running calls together with the stream.
+            await self.endpoint.calls_ended(timing.calls)  # The stream's end breaks running calls.
         self.statistics.registered = False
         if not await self.endpoint.streams.end(timing.stream):
             _LOG.warning("an old ListAndWatch did not end in time; starting a new server", extra={"resource": resource})
@@ -520,13 +520,13 @@ class PluginRegistration:
         options = self.endpoint.options
         try:
             async with self._directory.turn:
-                # The order matters: a kubelet deletes sockets before it creates its own, perhaps while another resource
-                # registered. It would try to connect to a deleted socket for 10 s.
+                # The socket is checked last: a kubelet that starts deletes all sockets before it creates its own,
+                # perhaps while another resource registered. It would try to connect to a deleted socket for 10 s.
                 kubelet = await self._kubelet_now()
                 name = await self._server.serve()
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
-                # Each Register has a new channel. A channel that had failed for long took 3 s to recover, a new one
+                # Each Register has a new channel. A channel that had failed for long took 3 s to recover, a new channel
                 # takes 1 ms.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
@@ -538,7 +538,7 @@ class PluginRegistration:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
             self.statistics.failures += not gone
-            self.statistics.awaits_kubelet = gone  # The socket is from before a reboot, and no kubelet listens on it.
+            self.statistics.awaits_kubelet = gone  # A socket from before a reboot has no listener.
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self.statistics.error = f"the kubelet {text}"
@@ -571,7 +571,7 @@ class PluginRegistration:
             call.cancel()
 
     async def _unregister(self) -> None:
-        """End an open stream. Then the kubelet offers no devices, and other plugins may register."""
+        """End an open ListAndWatch stream. Then the kubelet offers no devices, and other plugins may register."""
         self.statistics.registered, self._accepted = False, None
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
@@ -587,12 +587,12 @@ class PluginRegistration:
         await self._server.remove_socket()
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
-        self.endpoint.streams.stop()  # Otherwise the agent would wait for a stream that the kubelet is just beginning.
+        self.endpoint.streams.stop()  # Otherwise a stream that just begins would delay the end.
         await self.endpoint.streams.end(self._timing.stream)
         await self._server.end()
 
     def _log_once(self, key: str, message: str, level: int = logging.INFO) -> None:
-        """Log a message unless it equals the last one."""
+        """Log a message unless the last logged message had the same key."""
         if self._last_logged != key:
             self._last_logged = key
             _LOG.log(level, "%s", message, extra={"resource": self.endpoint.resource})

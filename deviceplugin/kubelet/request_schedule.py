@@ -14,13 +14,13 @@ from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
-"""Bounds of the seconds between two requests for a checkpoint about the same allocations."""
+"""Bounds of the seconds between two requests for a checkpoint about the same allocations. Each request doubles them."""
 
 
 class RequestSchedule:
     """Decides which scans request a newer checkpoint from the kubelet.
 
-    scan_wanted: set when a request is due at once.
+    scan_wanted: an event that is set when a request is due at once.
     """
 
     def __init__(self, scan_wanted: asyncio.Event) -> None:
@@ -32,12 +32,15 @@ class RequestSchedule:
         self._delay = FIRST_REQUEST
 
     def dispute(self) -> None:
-        """Record that the kubelet has allocated a held id again. So it has dropped the holder."""
+        """Record that the kubelet has allocated a held id again, so that it no longer counts the former holder."""
         self._disputed = True
         self._scan_wanted.set()
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]]) -> bool:
-        """Return whether this scan makes the kubelet write a checkpoint. wanted: see `HolderTracker.scan`."""
+        """Return whether this scan makes the kubelet write a checkpoint.
+
+        now: the holders by the evidence before a request. wanted: see `HolderTracker.scan`.
+        """
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)
         self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
@@ -47,7 +50,7 @@ class RequestSchedule:
             return True
         asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
         if asking != self._asked_for:
-            # An allocation that the kubelet no longer names has probably ended, so the checkpoint is requested at once.
+            # An allocation that the kubelet no longer names has probably ended, so a checkpoint is requested at once.
             dropped = any(not named for _, named in asking - self._asked_for)
             self._asked_for, self._delay = asking, FIRST_REQUEST
             self._next = now.at if dropped else now.at + FIRST_REQUEST

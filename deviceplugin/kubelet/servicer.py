@@ -1,4 +1,4 @@
-"""The servicer of one resource: the five calls of device plugin API v1beta1."""
+"""Answers the five calls of the device plugin API v1beta1 for one resource."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _EDITS: Final = operator.attrgetter("container_edits")
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
 SHOWN_IDS: Final = 8  # Maximum number of ids that an error names.
-KEPT_FAILURES: Final = 256  # Maximum number of containers whose failed start is remembered as logged.
+KEPT_FAILURES: Final = 256  # Maximum number of containers whose failure is remembered.
 
 
 @dataclass(slots=True)
 class ServicerStatistics:
     """Statistics of an endpoint. Counters only grow. Durations are in seconds.
 
-    waits: of Allocates for former holders.
+    waits: the durations for which Allocates waited for former holders.
     """
 
     allocations: int = 0
@@ -65,7 +65,7 @@ class ServicerStatistics:
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-    """Convert edits to the message for a container."""
+    """Convert a container's edits to the API's message."""
     response = pb.ContainerAllocateResponse(envs=edits.env, annotations=edits.annotations)
     for mount in edits.mounts:
         response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.readonly)
@@ -76,8 +76,11 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     return response
 
 
-class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
-    """Raised when a call is refused. It has the gRPC code for the kubelet."""
+class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet, not a fault
+    """Raised when the agent refuses a call.
+
+    code: the gRPC code for the kubelet. reason: the label of the metric. details: the text for the kubelet.
+    """
 
     def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
         super().__init__(details)
@@ -87,32 +90,32 @@ class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, no
 
 
 class EndpointHost:
-    """The interface of an endpoint and its registration to their service. The defaults are those without a service."""
+    """The calls that an endpoint and its registration make to their service. The defaults apply without a service."""
 
     def granted(self) -> None:
-        """Called after ids were granted."""
+        """Called after ids were granted to a container."""
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Call `released` for devices whose former holders have ended, before these ids are granted."""
+        """Call `released` for those of these devices whose former holders have ended; called before each grant."""
 
     def draining(self) -> Collection[str]:
-        """Return the devices that new pods should get only if there are not enough others."""
+        """Return the ids of devices that new pods should get only if there are not enough others."""
         return ()
 
     async def recorded(self) -> KubeletRecord | None:
-        """Return the resource's entries in the kubelet's checkpoint; None if it cannot be read."""
+        """Return the resource's entries in the kubelet's checkpoint; None if the checkpoint cannot be read."""
         return None
 
     def contested(self, reason: str) -> None:
-        """Called when another plugin has registered the resource."""
+        """Called when another plugin has certainly registered the resource. reason: the proof."""
 
     async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the mounts of the files that say what a container's devices are. Raises LookTimeoutError, OSError."""
+        """Return the mounts of the files that describe a container's devices. Raises LookTimeoutError, OSError."""
         return NO_EDITS
 
 
 class Endpoint(DevicePluginServicer):
-    """The servicer of one resource. It survives servers, registrations and changes of its source."""
+    """The servicer of one resource. It stays the same object if the server, registration or source is replaced."""
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
 
@@ -133,15 +136,15 @@ class Endpoint(DevicePluginServicer):
         self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
-        """Running calls of the kubelet that the end of a connection should not break."""
+        """Running calls of the kubelet, which the end of its connection would break."""
         self._asked_for: Counter[str] = Counter()
-        """Devices with a running Allocate. A list without the id would make the kubelet crash."""
+        """Devices with a running Allocate, by number of ids. A list without these ids would make the kubelet crash."""
         self._announced: pb.DevicePluginOptions | None = None
-        """The options in the kubelet's last answer from this resource."""
+        """The options in this resource's last answer to GetDevicePluginOptions."""
         self.wake: Callable[[], None] = lambda: None
-        """Make the resource's registration check again."""
+        """Makes the resource's registration decide its next step now."""
         self._failed_starts: dict[frozenset[str], str] = {}
-        """By ids of a container, why its last start failed."""
+        """By the ids of a container, why its last start failed."""
         self.host: Final = host or EndpointHost()
         self._holders = holders
         self._ending = EndingHolders()
@@ -157,9 +160,10 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The options to announce.
+        """The options that the kubelet is given.
 
-        PreStartContainer is among them only with `reset` or devices behind symlinks, and while pods may have devices.
+        PreStartContainer is among the options only with the hook `reset` or devices behind symlinks, and while pods may
+        have devices.
         """
         needed = "reset" in self.source.hooks or self._has_links
         starts = needed and self._register.snapshot.serves_pods(self.resource)
@@ -167,12 +171,12 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a list to register."""
+        """Whether there is a device list, so that the resource can be registered."""
         return self.inventory.snapshot.listed
 
     @property
     def awaits(self) -> str:
-        """The reason why it is not `ready`, for messages."""
+        """What this resource waits for while it is not `ready`, for messages."""
         return "the first list of devices"
 
     @property
@@ -186,38 +190,38 @@ class Endpoint(DevicePluginServicer):
         return ""
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Read the ids that the kubelet counts as healthy, before Register is called."""
+        """Mark ids that the kubelet counts as healthy, so that they stay in the list; called before Register."""
 
     async def calls_ended(self, timeout: float) -> bool:
-        """Wait until no call of the kubelet about a pod is running; return whether that took at most `timeout` seconds.
+        """Wait until no call of the kubelet about a pod runs; return whether all ended within `timeout` seconds.
 
         When the stream ends, the kubelet closes the connection of these calls (kubelet 1.36.3, devicemanager).
         """
         return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source.
+        """Use another source for the same resource.
 
-        Ids that it does not offer stay listed as unhealthy for a while, because a pod may have them.
+        Ids that the new source does not offer stay listed as unhealthy for a while, because a pod may have them.
         """
         self.source = source
         self.ids.replace(source)
         self.refresh()
 
     def refresh(self) -> None:
-        """Send the list on every stream if it has changed, and register again if the options have changed."""
+        """Send the list on every stream if the list has changed, and register again if the options have changed."""
         if self._announced is not None and self._announced != self.options:
             self.wake()
         self.streams.refresh()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add this servicer to a server."""
+        """Register this servicer's calls at a gRPC server."""
         add_DevicePluginServicer_to_server(self, server)
 
     # The names of the methods below are those of the kubelet's API.
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
-        """Return which optional calls this plugin needs."""
+        """Return which optional calls the kubelet should make."""
         self._announced = self.options
         return self._announced
 
@@ -229,12 +233,12 @@ class Endpoint(DevicePluginServicer):
             async for message in lists:
                 self.statistics.lists_sent += 1
                 yield message
-                del message  # The message may have megabytes, and the next one may be sent hours later.
+                del message  # A message may have megabytes, and the next may follow hours later.
 
     async def Allocate(  # noqa: N802
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
-        """Allocate devices to containers: all of the request, or none."""
+        """Allocate devices to containers: all devices of the request, or none."""
         return await self.allocate(request, context, self._answer)
 
     async def allocate(
@@ -243,7 +247,7 @@ class Endpoint(DevicePluginServicer):
         context: grpc.aio.ServicerContext[pb.AllocateRequest, _T],
         answer: Callable[[Sequence[tuple[str, ...]], Mapping[str, str]], Awaitable[_T]],
     ) -> _T:
-        """Allocate all devices of the request, or none.
+        """Check and count an Allocate; return the result of `answer`, which grants all devices or none.
 
         answer: a function that grants the devices and returns the answer. Its arguments are the ids of each container,
         and the device of each id.
@@ -277,7 +281,7 @@ class Endpoint(DevicePluginServicer):
             return answered
 
     async def _answer(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> pb.AllocateResponse:
-        """Grant the ids of each container; return the answer with their edits. Raises Refusal."""
+        """Grant the ids of each container; return the answer with the containers' edits. Raises Refusal."""
         asked: dict[str, Wanted] = {}
         response = pb.AllocateResponse()
         for names in wanted:
@@ -291,7 +295,7 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreferredAllocationResponse:
         """Return which devices a container should get.
 
-        It never fails, because an error here fails every pod of the node.
+        This call never fails, because after an error the kubelet rejects the pod.
         """
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
@@ -311,7 +315,7 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreStartContainerResponse:
         """Reset a container's devices before its start.
 
-        Refuse if an id stands for other hardware than at the grant, or for hardware that another holder has.
+        Refuse if an id is for other hardware than at the grant, or for hardware that another holder has.
         """
         listed = self.inventory.snapshot.devices
         of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
@@ -331,7 +335,7 @@ class Endpoint(DevicePluginServicer):
         return pb.PreStartContainerResponse()
 
     def _log_failed_start(self, names: Sequence[str], error: Exception) -> None:
-        """Log why a container with these ids does not start, with its pod if the last scan has found it."""
+        """Log why a container with these ids does not start, with its pod if the last scan has found the pod."""
         by_id = self._holders.holders(self.resource) if self._holders is not None else {}
         holders = {holder for name in names for holder in by_id.get(name, ())}
         pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" if holder.pod else holder.uid for holder in holders))
@@ -345,7 +349,7 @@ class Endpoint(DevicePluginServicer):
         text = "a container%s with device %s cannot start: %s"
         where = f" of pod {pods}" if pods else "", ids
         if again:
-            _LOG.debug(text, *where, error, extra=extra)  # The kubelet tries again while the pod exists.
+            _LOG.debug(text, *where, error, extra=extra)  # The kubelet tries again until the pod is deleted.
         else:
             _LOG.warning(text, *where, error, extra=extra)
 
@@ -356,8 +360,8 @@ class Endpoint(DevicePluginServicer):
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         """Return the present list for the kubelet; None before the source's first list.
 
-        If the kubelet would start containers without PreStartContainer, the list offers no device. The kubelet reads
-        this option only at Register.
+        The kubelet reads the option `pre_start_required` only at Register. If this option is needed and the kubelet has
+        not read it yet, the list offers no device. Otherwise containers would start without PreStartContainer.
         """
         if not self.inventory.snapshot.listed:
             return None
@@ -371,7 +375,7 @@ class Endpoint(DevicePluginServicer):
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
     def checked(self, names: Sequence[str]) -> dict[str, Device]:
-        """Return the devices of one container's ids, by id.
+        """Return one container's devices by id.
 
         Raises Refusal if an id occurs twice, or cannot be allocated.
         """
@@ -393,7 +397,7 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raise Refusal if another pod still holds one of these ids, or its holder cannot be recorded.
+        """Raise Refusal if another pod still holds one of these ids, or the holder cannot be recorded.
 
         If the kubelet no longer counts a holder, this method waits for the holder's end, but only for a short time and
         once.
@@ -416,7 +420,7 @@ class Endpoint(DevicePluginServicer):
                 self.statistics.waits.add(time.monotonic() - began)
         for name, why in held.items():
             self._register.waits.expect([(self.resource, self.ids.device_id_of(name)) for name in held], EXPECTED)
-            self.refresh()  # This comes before the kubelet chooses for the next pod.
+            self.refresh()  # The kubelet needs the list before it chooses for the next pod.
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     def _unanswered(self, error: LookTimeoutError) -> Refusal:
@@ -426,13 +430,13 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
-        """Record a grant of ids. Raises Refusal if other holdings or the device's side exclude it.
+        """Record a grant of ids. Raises Refusal if other holdings, or claims on the device, exclude the grant.
 
         ids: the device of each id. asked: the identities and amounts for which the answer was made.
         """
         try:
-            # The container's own `reset` waits for a running one. Allocate does not, because it delays all pods of the
-            # node.
+            # A container's own `reset` waits for a running `reset`. Allocate does not, because it delays all pods of
+            # the node.
             await self._register.grant(self.resource, ids, asked)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
@@ -445,12 +449,12 @@ class Endpoint(DevicePluginServicer):
         self.host.granted()
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
-        """Return the edits of a container for these ids. Raises Refusal.
+        """Return the answer for one container with these ids. Raises Refusal.
 
-        asked: receives the identities and amounts of the ids.
+        asked: this method adds the identities and amounts of the ids.
         """
         by_name, by_id, its = self.checked(names), dict[str, Device](), dict[str, Wanted]()
-        for name, device in by_name.items():  # A new list or a reload may change the ids while `edits` runs.
+        for name, device in by_name.items():  # The ids may change while the hook `edits` runs.
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = list(by_id.values())
@@ -476,7 +480,7 @@ class Endpoint(DevicePluginServicer):
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
-        except (TypeError, ValueError, AttributeError) as error:  # For example, a number as the value of a variable.
+        except (TypeError, ValueError, AttributeError) as error:  # For example, a number as an environment variable.
             raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
         annotate(response, self.resource, its, self._register.boot)
         return response
@@ -493,12 +497,12 @@ class Endpoint(DevicePluginServicer):
                 if chosen is not None:
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
-        except Exception:  # An exception here must not fail pods.
+        except Exception:  # Otherwise pods would fail.
             _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _still_used(self, available: Collection[str]) -> set[str]:
-        """Return the devices of ids that the kubelet counts as free, but whose former holders' processes still run."""
+        """Return the devices of those ids that the kubelet counts as free, but whose former holders' processes run."""
         recorded = self._register.snapshot.allocations
         names = [name for name in available if (self.resource, name) in recorded]
         if self._holders is None or not names:

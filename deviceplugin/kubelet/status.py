@@ -1,4 +1,4 @@
-"""The state, at one moment, of the resources that the agent serves to the kubelet."""
+"""The state of the resources that the agent serves to the kubelet, at one moment, for metrics and readiness."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from deviceplugin.unwatched import Unwatched
 
 
 class Withheld(NamedTuple):
-    """Why a device is offered to no pod and claim, as text.
+    """Why a device is offered to no pod and to no claim, as text.
 
     kind: "excluded" (a holding under another id or resource excludes it), "foreign" (a pod has it, or may have it,
     through another plugin of the same resource), "held" (processes of its former pod run), "unknown" (evidence is
     missing, or a claim of an unserved driver holds it) or "unreleased" (`released` has failed). for_pods: whether the
-    device would otherwise be offered to pods by limits; False on the DRA side.
+    device would otherwise be offered to pods by limits; False if it would be offered to claims.
     """
 
     kind: Literal["excluded", "foreign", "held", "unknown", "unreleased"]
@@ -32,12 +32,11 @@ class Withheld(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VendorConnection:
-    """The vendor's plugin of an adopted resource.
+    """The connection to the vendor's plugin of an adopted resource.
 
-    since: when it connected or disconnected, or when the wait began (Unix).
-
-    lists: whether it has listed its devices since then. unanswered: when its oldest unanswered call began (Unix), None
-    if there is none.
+    since: when the plugin connected or disconnected, or when the wait for it began (Unix seconds). lists: whether the
+    plugin has listed its devices since then. unanswered: when its oldest unanswered call began (Unix seconds), None if
+    there is no such call.
     """
 
     connected: bool
@@ -48,11 +47,11 @@ class VendorConnection:
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """The present state of one resource. holders: by the kubelet's device ids. withheld: by device.
+    """The present state of one resource. holders: by the kubelet's device ids. withheld: by device id.
 
-    held_twice: devices of which the holders, under all ids, have more than the whole. elsewhere: the (resource, device)
-    that ids of unlisted devices stand for, if the answers of the plugin that allocated them show it. vendor: None if no
-    vendor's plugin lists the devices.
+    held_twice: devices whose holders, under all ids, together have more than the whole device. elsewhere: by id of an
+    unlisted device, the (resource, device) that it was granted as, if the plugin's answer to Allocate shows this.
+    vendor: None if no vendor's plugin lists the devices.
     """
 
     resource: str
@@ -75,12 +74,12 @@ class AgentStatus:
     """The present state of the agent.
 
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
-    config_error: why the config file is refused, or applied only in part; "" if it is applied. former_config: whether
-    the file was invalid at the start, so that an earlier version is served. kubelet_answers: whether the kubelet
-    answered the last call, None if it cannot be called. kubelet_silent: since when it has answered no call (Unix).
-    blind: which pods of the node cannot be seen, and the right options. unknown: by source of evidence, how often it
-    left holders unknown. unwatched: directories without file events, by cause. cgroup_root: the directory of the node's
-    cgroups.
+    config_error: why the config file is refused, or applied only in part; "" if the whole file is applied.
+    former_config: whether the file was invalid at the start, so that an earlier version is served. kubelet_answers:
+    whether the kubelet answered the last call, None if it has no socket. kubelet_silent: since when the kubelet has
+    answered no call (Unix seconds). blind: which pods of the node are not visible, and the right options. unknown: by
+    source of evidence, how often the source left holders unknown. unwatched: directories without file events, by cause.
+    cgroup_root: the directory of the node's cgroups.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -98,14 +97,14 @@ class AgentStatus:
 
 
 def unready(status: AgentStatus) -> Iterable[str]:
-    """Yield the reasons why the plugin side is not ready."""
+    """Yield the reasons why the agent's service for pods by limits is not ready."""
     if status.former_config:
         yield status.config_error
     if not status.resources:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # The agent has to run before a plugin can register, and it serves the other resources.
+            continue  # The agent must run before that plugin can register.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"
@@ -118,10 +117,11 @@ def unready(status: AgentStatus) -> Iterable[str]:
 
 
 def unserved(status: AgentStatus) -> Iterator[str]:
-    """Yield what is missing for a kubelet that starts now: sockets, first lists, and devices with known holders.
+    """Yield what a kubelet that starts now would miss: sockets, first lists, and devices with known holders.
 
-    Adopted plugins are left out, because most are pods, which that kubelet has to start first. Devices on the DRA side
-    are left out as well: the kubelet admits no pod by them, and only its checkpoint shows which of them pods hold.
+    Resources of adopted plugins are left out, because most of these plugins are pods, which that kubelet has to start
+    first. Devices that are offered to claims are left out as well: the kubelet admits no pod by them, and only its
+    checkpoint shows which of them pods hold.
     """
     for resource in status.resources:
         if resource.vendor is not None:

@@ -1,8 +1,8 @@
-"""Tracks the holders of devices by evidence of the node, for all resources of this process.
+"""Tracks the holders of devices by evidence on the node, for all resources of this process.
 
 A scan reads the kubelet's checkpoint and the pods' cgroups. If a newer checkpoint might show that an allocation has
 ended, the scan calls PodResources `List`, which makes the kubelet drop ended pods (kubelet 1.36,
-devicemanager/manager.go). Then it makes the kubelet write its checkpoint (`CheckpointReader`).
+devicemanager/manager.go). Then the scan makes the kubelet write its checkpoint (`CheckpointReader`).
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ _LOG: Final = logging.getLogger(__name__)
 _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
-"""Seconds by which a file's time may lag behind the clock."""
+"""Seconds by which a log directory's modification time may be earlier than a later grant by the clock."""
 ADMISSION: Final = 0.5
-"""Seconds after a grant in which the pod's next container may ask for the same id.
+"""Seconds after a grant in which an Allocate for the same pod's next container may request the same id.
 
-The kubelet allocates for all containers of a pod in one go, and only writes its checkpoint in between (kubelet 1.36,
+The kubelet allocates for all containers of a pod in one go, and writes only its checkpoint in between (kubelet 1.36,
 devicemanager/manager.go: Allocate).
 """
 GRANT_REWRITE: Final = 4.0
-"""Seconds in which the kubelet should write its checkpoint while an Allocate waits. They are long because a refusal
-fails a pod."""
+"""Seconds in which the kubelet should write its checkpoint while an Allocate waits. The time is long, because otherwise
+a slow kubelet would lead to a refusal, which fails a pod."""
 
 
 class HolderTracker:
-    """Reads from the node which pods hold allocations of the plugin side. The register keeps the result.
+    """Reads from the node which pods hold allocations by limits. The register keeps the result.
 
-    scan_wanted: set when a scan is due at once. copies: copies of other agents' allocations. claim_uses: whether to
-    call `List` at each scan, to read which containers use claims, for metrics. believe_checkpoint: see `PodReader`.
+    scan_wanted: an event that is set when a scan is due at once. copies: copies of other agents' allocations.
+    claim_uses: whether to call `List` at each scan, to read which containers use claims, for metrics.
+    believe_checkpoint: see `PodReader`.
     """
 
     def __init__(
@@ -77,19 +78,19 @@ class HolderTracker:
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
         self.read_at: float | None = None
-        """When a scan last read the checkpoint (monotonic seconds); None before."""
+        """When a scan last read the checkpoint (monotonic seconds); None before the first scan."""
         self.claim_uses: frozenset[ClaimUse] = frozenset()
-        """The devices that containers use through claims, by the last `List`."""
+        """The devices that containers use through claims, from the last answer to `List`."""
         self.all_pods_listed = False
-        """Whether the last `List` had all running pods. It lacks pods that were deleted by force, or that a new kubelet
-        does not know."""
+        """Whether the last answer to `List` named all running pods. It lacks pods that were deleted by force or that a
+        new kubelet does not know."""
         self.pods: Final = PodReader(
             paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint, boot=boot_id()
         )
         self._names = PodNames(paths.pod_log_dir)
         self._register = register
         self.looks: Final = Looks("the kubelet's files")
-        """Runs all looks at the kubelet's checkpoint and claim state, its pods and their cgroups."""
+        """Runs all reads of the kubelet's checkpoint and claim state, and of the pods' cgroups."""
         self.copy_looks: Final = Looks("copies of other agents' allocations", threads=1)
         self._checkpoint = CheckpointReader(
             paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
@@ -101,33 +102,33 @@ class HolderTracker:
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
-        """Ids refused since the last scan because their holders' processes run, with the reasons."""
+        """By (resource, id), why the id was refused since the last scan: its holder's processes run."""
         self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
-        """The register's records, and the allocations of their holders."""
+        """The register's records, and the allocations made from these records."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._lost = LostAllocations(self.pods, paths.container_log_dir)
         self._copies, self._scan_wanted = copies, scan_wanted
         self._copied: Mapping[Allocation, Wanted] = {}
-        """Copied grants of allocations that count as held."""
+        """Grants in other agents' copies, by allocation, while the allocation counts as held."""
         self._unscanned: frozenset[Allocation] = frozenset()
         """Allocations that a copy has named only since the last scan."""
         self._begun: frozenset[str] = frozenset()
-        """UIDs of holders whose admission has ended: they were known at the start, or were seen to run."""
+        """UIDs of holders whose admission has ended: they were known at the agent's start, or were seen to run."""
         self._former: frozenset[str] = frozenset()
-        """UIDs of the holders that were known at the start. After a reboot, they have directories, and cgroups only
-        later."""
+        """UIDs of the holders that were known at the agent's start. After a reboot, their pods have directories before
+        they have cgroups."""
         self._in_one_root = all(
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
         self.observed: frozenset[str] = frozenset()
-        """The resources whose allocations the register has compared with evidence. Resources added since are not among
-        them."""
+        """The resources whose allocations the register has compared with evidence; without resources that were added
+        since."""
         self._unanswered = ""
-        """Why the last request for a checkpoint had no answer; "" if it had one."""
+        """Why the last request for a checkpoint failed; "" if the kubelet wrote the checkpoint."""
         self.problems: tuple[str, ...] = ()
-        """Facts about this node that cannot be seen, by the last scan."""
+        """Which pods of this node are not visible, by the last scan, for messages."""
         self.unknown: Counter[EvidenceSource] = Counter()
-        """By source of evidence, how often it did not show whether a holder had ended."""
+        """By source of evidence, how often the source did not show whether a holder had ended."""
 
     async def start(self) -> None:
         """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device."""
@@ -146,9 +147,9 @@ class HolderTracker:
 
     @property
     def _known(self) -> frozenset[Allocation]:
-        """The allocations in the register, and those of other plugins by the last scan."""
+        """The allocations in the register, and allocations of other plugins by the last scan."""
         records = self._register.snapshot.allocations
-        of, allocations = self._recorded  # The tuple is read as a whole, because threads read it as well.
+        of, allocations = self._recorded  # Other threads replace the tuple, so it is read as a whole.
         if of is not records:
             held = set[Allocation]()
             for record in records.values():
@@ -159,11 +160,11 @@ class HolderTracker:
         return allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return allocations without a container, of pods that may be the unknown holders of grants.
+        """Return allocations, without a container, of those pods that may be the unknown holders of grants.
 
-        The kubelet lists the resources that it knows in its checkpoint. If the checkpoint lacks a grant's resource
-        before this process has registered, the kubelet has lost its checkpoint since the grant, and does not name the
-        holder. A pod whose log directory is older than the grant is not its holder.
+        The kubelet's checkpoint lists the resources that the kubelet knows. If the checkpoint lacks a grant's resource
+        before this process has registered, the kubelet has lost its checkpoint since the grant, and the new one does
+        not name the holder. A pod whose log directory is older than the grant is not its holder.
         """
         possible: set[Allocation] = set()
         registered = {resource for version in seen.checkpoints for resource in version.registered}
@@ -184,13 +185,13 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the ids that another pod still holds, with reasons; called before a new Allocate is answered.
+        """Return why another pod still holds an id, for each such id; called before an Allocate is answered.
 
-        The kubelet allocates an id again only when it counts the former holder as ended. It can be wrong in three
-        cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
-        called PodResources List during the pod's Allocate (kubernetes#137534). In the last case a checkpoint that is
-        written now still names the pod. A holder that the kubelet counts as ended is not in it. A pod without a cgroup
-        is the new holder itself, whose init container had the device before.
+        The kubelet allocates an id again only when it counts the former holder as ended. The kubelet can be wrong in
+        three cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a
+        client called PodResources List during the pod's Allocate (kubernetes#137534). In the last case a checkpoint
+        that is written now still names the pod. A checkpoint does not name a holder that the kubelet counts as ended. A
+        pod without a cgroup is the new holder itself, whose init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
@@ -205,7 +206,7 @@ class HolderTracker:
             named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
-            # One id may have several holders, and a pod that has ended may have a cgroup for some time.
+            # An id may have several holders, and a pod that has ended may have a cgroup for some time.
             for holder in allocations:
                 if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
                     refused[holder.device_id] = (
@@ -226,12 +227,12 @@ class HolderTracker:
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
-        """Return whether any of these ids may have a holder; quick."""
+        """Return whether any of these ids may have a holder; quick, because most ids have none."""
         with contextlib.suppress(CheckpointError):
-            self._checkpoint.newest(nodes=True)  # The kubelet has just written the checkpoint.
+            self._checkpoint.newest(nodes=True)  # Read what the kubelet has just written.
         named = self._checkpoint.known.last.allocations
         for holder in self._known | named:
-            # If this Allocate is for a container whose allocations the kubelet has lost, the container has ended
+            # If this Allocate is for a container whose allocations the kubelet has lost, that container has ended
             # before.
             lost = holder.container and holder not in named
             mine = holder.resource == resource and holder.device_id in device_ids
@@ -242,7 +243,7 @@ class HolderTracker:
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
-        """Return the recorded allocations of these ids, running pods by id, and pods with empty cgroups."""
+        """Return these ids' allocations, the UIDs of running pods by id, and the UIDs of pods with empty cgroups."""
         read, pods = self._newest(), self.pods.read()
         allocations = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
         uids = {allocation.pod_uid for allocation in allocations}
@@ -250,10 +251,10 @@ class HolderTracker:
         return allocations, holders.running(allocations, resource, device_ids, may_run), pods.empty & uids
 
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
-        """Return the recorded allocations of these ids whose pods have ended, and the others; before a new Allocate.
+        """Return the allocations of these ids whose pods have ended, and the others; called before an Allocate.
 
-        The others belong to pods that run, or that may be in admission. Such a pod can be the new holder, whose init
-        container had the device before.
+        The other allocations belong to pods that run, or that may be in admission. A pod in admission can be the new
+        holder, whose init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not of_ids(self._known_or(await self.looks.at("holders", self._newest, brief=True)), resource, wanted):
@@ -264,10 +265,10 @@ class HolderTracker:
         read, pods = self._newest(), self.pods.read()
         allocations = frozenset(of_ids(self._known_or(read), resource, device_ids))
         uids = {allocation.pod_uid for allocation in allocations}
-        # The kubelet and the runtime create a pod's directories after its admission.
+        # The kubelet and the runtime create a pod's log and pod directories after the pod's admission.
         begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
-        # A pod that was short may have ended, with its directories, before any scan saw it.
+        # A short-lived pod may have ended, with its directories, before any scan saw it. ADMISSION limits this case.
         records, recent = self._register.snapshot.allocations, time.time() - ADMISSION
         admitted = {
             allocation
@@ -282,7 +283,8 @@ class HolderTracker:
     def _newest(self) -> list[CheckpointVersion]:
         """Return the present checkpoint in a list, empty if it cannot be read. Blocks.
 
-        It still names a holder that the kubelet has just dropped, because the kubelet writes it after Allocate.
+        The checkpoint still names a holder that the kubelet has just dropped, because the kubelet writes it after
+        Allocate.
         """
         with contextlib.suppress(CheckpointError):
             return [self._checkpoint.newest(nodes=True)]
@@ -300,10 +302,10 @@ class HolderTracker:
         return self._lost.ended(lost, {holder[2:] for holder in named}, self._register.snapshot.allocations)
 
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
-        """Return the checkpoint's present entries of a resource; None if it cannot be read.
+        """Return the checkpoint's present entries of a resource; None if the checkpoint cannot be read.
 
-        served: the resources of this process. They call this at the same time, so a new file is read once for all of
-        them.
+        served: the resources of this process. All of them call this method at the same time, so a new checkpoint is
+        read once for all.
         """
         now = await self._newest_read()
         if now is None or now.file is None:
@@ -325,17 +327,14 @@ class HolderTracker:
         return None
 
     async def reread(self) -> None:
-        """Read the checkpoint and other agents' copies if they have changed.
-
-        They name allocations since the last scan.
-        """
+        """Read the checkpoint and other agents' copies if they have changed; both may name new allocations."""
         if await self._read_copies():
             self._scan_wanted.set()
         with contextlib.suppress(CheckpointError):
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     async def _read_copies(self) -> bool:
-        """Read the new copies. If they cannot be read now, no agent can write one either."""
+        """Read the changed copies; return whether there are any. While they hang, no other agent can write copies."""
         copied: Mapping[Allocation, Wanted] = {}
         with contextlib.suppress(LookTimeoutError):
             copied = await self.copy_looks.at("copies", self._copies.changed, brief=True)
@@ -345,7 +344,10 @@ class HolderTracker:
         return bool(copied)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
-        """Return the pods in `List`, which the kubelet counts as active. running: all pods whose processes run."""
+        """Return the UIDs of the pods that `List` names, which the kubelet counts as active.
+
+        running: the UIDs of all pods whose processes run.
+        """
         await self.in_flight.wait()
         report = await self._lists()
         return frozenset() if report is None else await self._listed(report, running)
@@ -359,7 +361,7 @@ class HolderTracker:
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
-        """Return the holders of a resource's ids, with their names if these are known."""
+        """Return the containers that hold a resource's ids, with names of pods as far as these are known."""
         return {
             device_id: frozenset(
                 PodContainer(*self._names.known.get(holder.pod_uid, ("", "")), holder.container, holder.pod_uid)
@@ -369,14 +371,14 @@ class HolderTracker:
         }
 
     def granted(self, allocation: Allocation) -> Wanted | None:
-        """Return the grant of an allocation in the answer to Allocate, if it is known."""
+        """Return what the answer to Allocate, or a copy, says that an allocation was granted; None if unknown."""
         _, granted = self._checkpoint.known.grants.get(allocation) or ("", self._copied.get(allocation))
         return granted
 
     def foreign(self) -> tuple[Use, ...]:
-        """Return allocations of pods that are not in the register: of other plugins, or with lost records.
+        """Return the uses of pods' allocations that the register lacks: of other plugins, or with lost records.
 
-        It is the same object until it changes.
+        The returned object stays the same until a use changes.
         """
         reader, records = self._checkpoint.known, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
@@ -393,15 +395,15 @@ class HolderTracker:
         return self._foreign[1]
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Return the ids that several pods certainly hold at the same time (kubernetes#137534), and these pods."""
+        """Return the ids that several pods certainly hold at once (kubernetes#137534), with the pods' names."""
         pods: dict[tuple[str, str], dict[str, None]] = {}
         for allocation, holding in self.snapshot.held.items():
-            if holding.certain and allocation.container:  # Without a container, the pod is only a possible holder.
+            if holding.certain and allocation.container:  # Otherwise only a possible holder.
                 pods.setdefault((allocation.resource, allocation.device_id), {})[self.title(allocation.pod_uid)] = None
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
-        """Return the ids that count as held although the kubelet may allocate them again, with the reasons."""
+        """Return the ids that count as held although the kubelet may allocate them again, each with the reason."""
         unnamed = self.snapshot.unnamed(resource)
         refused = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
         return refused | {
@@ -411,7 +413,7 @@ class HolderTracker:
         }
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Read the evidence now. Return None if this process answered an Allocate meanwhile, which may be newer.
+        """Read the evidence now; return None if this process answered an Allocate meanwhile, which may be newer.
 
         wanted: (resource, device id) that may be free. The scan makes the kubelet write its checkpoint in three cases:
         one of these ids has no holder with running processes; processes of a holder have ended; or, periodically, a
@@ -428,7 +430,7 @@ class HolderTracker:
             report = report or await self._list()
             written, self._unanswered = await self._checkpoint.written()
             seen = await self.looks.at("evidence", self._read, written, self._unanswered, timeout=LONG)
-            if report is not None:  # The kubelet has dropped the ended pods.
+            if report is not None:  # So the kubelet has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
@@ -453,7 +455,7 @@ class HolderTracker:
         return now
 
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
-        """Add pods that the cgroups hide to the evidence. before: a look from before the checkpoints were written."""
+        """Add pods that the cgroups hide to the evidence. before: the cgroups before the checkpoints were written."""
         if not seen.current:
             return seen
         named = [{allocation.pod_uid for allocation in version.allocations} for version in seen.checkpoints]
@@ -461,10 +463,10 @@ class HolderTracker:
         return replace(seen, pods=self.pods.hide(seen.pods, found)) if found else seen
 
     def _note_problem(self, seen: HolderEvidence) -> None:
-        """Store the facts about this node that cannot be seen, and log them once."""
+        """Store which pods of this node are not visible, and log it when it was not so before."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
-        if problem and not self.problems:  # The pods in the text change.
+        if problem and not self.problems:  # The pods in the text may change.
             _LOG.warning("%s", problem)
         self.problems = tuple(filter(None, [problem]))
 
@@ -490,6 +492,6 @@ class HolderTracker:
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await self._names.now(running)
-        # If two running pods have one name, one of them was deleted by force. A list with the name does not show which.
+        # If two running pods have one name, one was deleted by force, and the answer does not show which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)

@@ -1,6 +1,7 @@
 """The Prometheus metrics of an agent, and the routes of its HTTP server. It is loaded only if metrics are served.
 
-Each scrape converts a view to families; this module counts nothing. The client library makes `process_*`.
+Each scrape converts a view to metric families; this module counts nothing. The client library makes the `process_*`
+metrics.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
-LOOP_TIMEOUT: Final = 2.0  # Seconds within which a working loop answers /healthz.
+LOOP_TIMEOUT: Final = 2.0  # Seconds within which a working event loop answers /healthz.
 PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
@@ -157,21 +158,21 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
     },
 }
-"""By the name after `deviceplugin_`: labels, help."""
+"""By the metric's name after `deviceplugin_`: its labels, and its help text."""
 _ABSENT_IF_EMPTY: Final = (
     *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
 )
 
 
 class AgentCollector:
-    """Converts views of an agent to metric families. It can be put into any registry of the client library."""
+    """Converts views of an agent to metric families. It can be registered in any registry of the client library."""
 
     def __init__(self, view: Callable[[], AgentView], *, dcgm: bool = False) -> None:
         self._view = view
         self._dcgm = dcgm
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the families with the present values."""
+        """Yield the metric families with the present values."""
         view = self._view()
         families: dict[str, Any] = {}
         for make, table in _FAMILIES.items():
@@ -212,7 +213,7 @@ class AgentCollector:
 
 def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
     name = resource.name
-    # The usual combinations begin with zero, so that a sum contains every resource.
+    # The usual combinations of labels begin with zero, so that a sum over them contains every resource.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
@@ -243,7 +244,7 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
 
 
 def _service(resource: ResourceView, add: Callable[..., None]) -> None:
-    """Add the statistics of a resource's registration, servicer and hooks."""
+    """Add the metrics of a resource's registration, servicer and hooks."""
     key, status = (resource.name,), resource.status
     servicer, registration = status.endpoint, status.registration
     add("registered", key, status.registered)
@@ -301,7 +302,7 @@ def _loads(view: AgentView) -> Iterable[Metric]:
 
 
 class Pages:
-    """The routes of the server."""
+    """The routes of the agent's HTTP server: the page, metrics, status and probes."""
 
     def __init__(
         self, view: Callable[[], AgentView], collector: AgentCollector, loop: asyncio.AbstractEventLoop
@@ -325,7 +326,7 @@ class Pages:
         return web.Answer(encode(self._registry), content_type)
 
     def _status(self, _: object) -> web.Answer:
-        from deviceplugin.metrics import page  # An agent without requests for the page does not load this module.
+        from deviceplugin.metrics import page  # The module is loaded at the first request.
 
         return web.Answer(page.status(self._view()), "application/json")
 
@@ -335,7 +336,7 @@ class Pages:
         return web.Answer(page.html(self._view()), "text/html; charset=utf-8", headers=page.headers())
 
     def _healthz(self, _: object) -> web.Answer:
-        """Answer 200 if the agent's loop works."""
+        """Answer 200 if the agent's event loop executes a callback within LOOP_TIMEOUT, otherwise 503."""
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
@@ -346,13 +347,13 @@ class Pages:
         return web.Answer(b"ok\n")
 
     def _readyz(self, _: object) -> web.Answer:
-        """Answer 200 if all resources are registered with the kubelet, and all providers are ready."""
+        """Answer 200 if all resources are registered with the kubelet and all providers are ready, otherwise 503."""
         reasons = self._view().unready
         return web.Answer("\n".join((*reasons, "")).encode() or b"ok\n", status=503 if reasons else 200)
 
 
 def _format(request: web.Request) -> str:
-    """Return the known format that an Accept header requests. The number of unknown formats has no bound."""
+    """Return the known format that an Accept header requests, because answers are cached for each format."""
     _, content_type = choose_encoder(request.headers.get("accept", ""))
     kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
     return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind
@@ -362,8 +363,8 @@ def _format(request: web.Request) -> str:
 def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = None) -> Iterator[web.Server]:
     """Serve an agent's metrics at `address` while the context lasts. Enter the context in the agent's loop.
 
-    address: host:port, [v6 address]:port, or :port for all addresses. config: None for its defaults.
-    Raises OSError if it cannot listen there, or a certificate or token cannot be read.
+    address: host:port, [v6 address]:port, or :port for all addresses. config: the settings, None for the defaults.
+    Raises OSError if the server cannot listen at the address, or a certificate or token cannot be read.
     """
     loop = asyncio.get_running_loop()
     observer, certificate, token = Observer(agent), None, None

@@ -1,4 +1,4 @@
-"""The HTTP server's certificate, and the token that it requires. Both are in files that may change."""
+"""The HTTP server's certificate, and the token that the server requires. Both are read from files that may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class _Watched:
-    """Files that are read again when they have changed. Each use compares them, which takes microseconds."""
+    """Files that are read again when they have changed. Each use of the content checks them, in microseconds."""
 
     def __init__(self, *paths: str | Path) -> None:
         self.paths = tuple(map(Path, paths))
@@ -41,7 +41,7 @@ class _Watched:
                     return
                 self._load()
             except OSError as error:
-                # This is often an unfinished renewal. The next use tries again.
+                # The files are often incomplete while they are renewed. The next use tries again.
                 warning = f"{error.strerror or error}"
                 if warning != self._warned:
                     self._warned = warning
@@ -54,9 +54,9 @@ class _Watched:
 class Certificate(_Watched):
     """A server's certificate chain and key in PEM files.
 
-    client_ca: a PEM file with the authorities of client certificates. If it is given, all clients but the kubelet's
-    probes need a certificate. Raises OSError at the start if the files cannot be read, or the key does not match the
-    certificate.
+    client_ca: a PEM file with the authorities of client certificates. If this file is given, all clients except the
+    kubelet's probes need a certificate. Raises OSError at the start if the files cannot be read, or the key does not
+    match the certificate.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Certificate(_Watched):
             message = f"{certificate} and {key} are not a certificate and its key:  {error.reason or error}"
             raise OSError(errno.EINVAL, message) from error
         except OSError as error:
-            # OpenSSL does not report which of the two files it could not read.
+            # OpenSSL does not report which of the two files was unreadable.
             unread = next((path for path in self.paths if not os.access(path, os.R_OK)), certificate)
             raise OSError(error.errno, f"certificate file {unread}: {os.strerror(error.errno or 0)}") from error
         if self.client_ca is not None:
@@ -94,13 +94,13 @@ class Certificate(_Watched):
 
     @property
     def context(self) -> ssl.SSLContext:
-        """The context for the next connection."""
+        """The TLS context for the next connection, with the present certificate."""
         self._refresh()
         return self._context
 
 
 class Token(_Watched):
-    """A bearer token in a file. Raises OSError at the start if it cannot be read or is empty."""
+    """A bearer token in a file. Raises OSError at the start if the file cannot be read or is empty."""
 
     def _load(self) -> None:
         (path,) = self.paths
@@ -113,7 +113,7 @@ class Token(_Watched):
         self._token = token
 
     def admits(self, authorization: str) -> bool:
-        """Return whether an Authorization header has the token: as a bearer, or (from browsers) as a password."""
+        """Return whether an Authorization header has the token, as a bearer token or (from browsers) as a password."""
         self._refresh()
         scheme, _, credentials = authorization.partition(" ")
         given = credentials.strip().encode(errors="replace")

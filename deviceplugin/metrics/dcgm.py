@@ -2,7 +2,7 @@
 
 Only measured values appear. MIG partitions have the UUID of their GPU. The labels namespace, pod and container are set
 if exactly one container holds the device, because series for each holder of a shared device would count its load
-several times. Join `deviceplugin_allocation_info` for those.
+several times. For the holders of shared devices, join `deviceplugin_allocation_info`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ MIB: Final = 1024 * 1024
 
 
 class Name(NamedTuple):
-    """A metric of the exporter.
+    """A metric of NVIDIA's exporter, and where its value comes from.
 
-    It has the quantity that it shows, a value of the quantity's label, and the factor between the two units.
+    quantity: the quantity of a source's `measure`. unit: the value is divided by this factor. part: the value of the
+    quantity's label whose number is served.
     """
 
     name: str
@@ -53,12 +54,12 @@ NAMES: Final = (
     Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total"),
 )
 FREE: Final = Name("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "memory_total_bytes", MIB)
-# DCGM_FI_DEV_XID_ERRORS is not served: it is the last code ever seen, a gauge that never goes back.
+# DCGM_FI_DEV_XID_ERRORS is not served: its value is the last code ever seen, and it never returns to zero.
 XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's start, by code.", "")
 
 
 def families(view: AgentView) -> Iterable[Metric]:
-    """Return the families for which at least one device has a value."""
+    """Return the metric families for which at least one device has a value."""
     host = view.node
     made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}
 
@@ -105,7 +106,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
         "device": f"nvidia{minor}" if minor else "",
         "modelName": attribute("productName", "model"),
         "Hostname": host,
-        # For Prometheus, an empty label is the same as a missing one.
+        # For Prometheus, an empty label is the same as a missing label.
         "GPU_I_PROFILE": attribute("profile") if part else "",
         "GPU_I_ID": instance if part else "",
         "namespace": holder.namespace if holder is not None else "",

@@ -1,7 +1,7 @@
 """The load of the devices: what a source's `measure` returns, read in the background.
 
-No scrape waits for hardware. A value that could not be read recently is left out. It is never replaced by zero or by
-the previous value.
+No scrape waits for hardware. A value that could not be read recently is left out, and never replaced by zero or by the
+previous value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-STALE: Final = 2.5  # Number of periods after which a reading is too old.
-TICK: Final = 0.5  # Seconds between two checks of which gauges are due.
+STALE: Final = 2.5  # Number of periods after which a reading counts as too old.
+TICK: Final = 0.5  # Seconds between two checks of which sources must be measured.
 
 
 class Quantity(NamedTuple):
-    """A quantity of a device.
+    """A quantity that sources can measure. about: the metric's help text.
 
     label: if the quantity has several values, a source gives a mapping by the values of this label.
     """
@@ -53,25 +53,26 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""By the name after `deviceplugin_device_`. A name that ends with `_total` is a counter. A source may add others."""
+"""By the metric's name after `deviceplugin_device_`. Names of counters end with `_total`. A source may add quantities.
+"""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
-"""Names after `deviceplugin_device_` of other metrics. A source must not use them."""
+"""Names after `deviceplugin_device_` of other metrics, which quantities of a source must not have."""
 
 Value = float | dict[str, float]  # One number, or numbers by the value of the quantity's label.
 Reading = Mapping[str, Mapping[str, Value]]
-"""The values of one call of `measure`: device id -> quantity -> value."""
+"""What one call of `measure` returned: by device id and quantity, the value."""
 
 
 class MeasureError(Exception):
-    """Raised when `measure` returned something other than numbers by device id and quantity."""
+    """Raised when `measure` returned anything but numbers by device id and quantity."""
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Reading:
-    """Check and return the values that a source measured of these devices, without None and infinite ones.
+    """Return the values that a source measured of these devices, without None and infinite values.
 
-    Raises MeasureError.
+    Raises MeasureError if `measured` is anything but numbers by device id and quantity.
     """
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
@@ -94,7 +95,7 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
                 raise MeasureError(f"{name!r} is used with and without _total, but one name is one metric")
             if isinstance(value, Mapping):
                 numbers = {key: number for key, part in value.items() if (number := _number(name, part)) is not None}
-                # A label's value must be UTF-8. A name from the file system may not be.
+                # A label's value must be UTF-8, but a name from the file system may not be.
                 parts = {str(key).encode(errors="replace").decode(): figure for key, figure in numbers.items()}
                 if parts:
                     values[name] = parts
@@ -126,20 +127,20 @@ class Gauge:
         self.seconds = 0.0
         self.error = ""
         self._period = period
-        self._reading: tuple[Reading, float] | None = None  # The last reading, and its time (monotonic seconds).
-        self._hanging: asyncio.Future[Any] | None = None  # Done when the call that did not answer in time has ended.
+        self._reading: tuple[Reading, float] | None = None  # The last reading and its monotonic time.
+        self._hanging: asyncio.Future[Any] | None = None  # Done when a call that was too late has ended.
 
     @property
     def reading(self) -> Reading | None:
-        """The last reading; None if there is none or it is too old."""
+        """The last reading; None if there is no reading, or the last one is too old."""
         values, at = self._reading or (None, 0.0)
         return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Measure once. A failure is logged once, and then there is no reading."""
+        """Call `measure` once and store the result. After a failure, which is logged once, there is no reading."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
-            # A call that hangs keeps its thread. A second call would hang as well.
+            # A call that hangs keeps its thread. A second call would hang as well, and keep another thread.
             self._failed(f"{what} still hangs")
             return
         self._hanging = None
@@ -174,7 +175,7 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Read all sources in parallel, once a period. Read a source at once when its devices were just listed."""
+    """Measure all sources in parallel, once a period; a source whose devices were just listed is measured at once."""
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
     due: dict[Gauge, float] = {}

@@ -1,4 +1,4 @@
-"""Formats a view as an HTML page for users, and as JSON for programs. Pure: no clock, no requests."""
+"""Formats a view as an HTML page for users, and as JSON for programs. Pure functions: no clock, no requests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from deviceplugin.register.records import State
 
 CALM: Final = 4  # The urgency of a device that needs no attention.
 SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
-# Maximum number of healthy, free devices of one resource in the open table. The others are folded together.
+# Maximum number of healthy, free devices of one resource in the visible table. More are folded into a second table.
 SHOWN_CALM: Final = 8
-SHOWN_HOLDERS: Final = 4  # Maximum number of holders of one device shown at first. The others are shown on demand.
+SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. More are folded.
 
 
 def status(view: AgentView) -> bytes:
-    """Return the view as JSON."""
+    """Return the view as JSON, for /status."""
     contents = {
         "node": view.node,
         "at": _iso(view.at),
@@ -110,7 +110,7 @@ def _template() -> string.Template:
 def headers() -> Mapping[str, str]:
     """Return the page's HTTP headers.
 
-    They allow no loads from other servers and no other scripts than the page's own.
+    These headers forbid loads from other servers and all scripts except the page's own.
     """
     script = _template().template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -122,7 +122,7 @@ def headers() -> Mapping[str, str]:
 
 
 def html(view: AgentView) -> bytes:
-    """Return the view as a page."""
+    """Return the view as an HTML page."""
     parts = [
         *_problems(view),
         *_attention(view),
@@ -153,7 +153,7 @@ def _problems(view: AgentView) -> Iterable[str]:
 
 
 def attention(seen: DeviceView) -> tuple[int, str]:
-    """Return the urgency of a device, 0 for the highest, and the reason; "" if it needs no attention."""
+    """Return how urgently a device needs attention (0 for the highest urgency), and the reason; "" if it needs none."""
     device, location = seen.device, seen.location
     if location.state is State.QUARANTINED:
         return 0, f"quarantined: {location.reason}"
@@ -167,7 +167,7 @@ def attention(seen: DeviceView) -> tuple[int, str]:
 
 
 def _attention(view: AgentView) -> Iterable[str]:
-    """Yield the devices of all resources that need attention, each with a link to its row."""
+    """Yield a list of those devices of all resources that need attention, each with a link to its table row."""
     urgent_devices = [
         (*attention(seen), resource.name, seen) for resource in view.resources for seen in resource.devices
     ]
@@ -185,7 +185,7 @@ def _attention(view: AgentView) -> Iterable[str]:
 
 
 def _more(seen: DeviceView) -> str:
-    """Return since when a device needs attention, and its holder if that is known."""
+    """Return since when a device needs attention, and its holders if they are known."""
     names = [holder.text or holder.side for holder in seen.holders]
     more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
     held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
@@ -244,7 +244,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 
 
 def _unlisted(resource: ResourceView) -> str:
-    """Return the devices that are not listed now. If an adopted plugin is away, these are all devices."""
+    """Return an HTML list of the unlisted devices. While an adopted plugin is away, these are all its devices."""
 
     def line(device: UnlistedDevice) -> str:
         side = _span("warn", device.location.state.short)
@@ -261,7 +261,7 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
-    """Return whether a device needs no attention: it is healthy and free, does not move and has no load."""
+    """Return whether a device may be folded away: it is healthy and free, needs no attention and has no load."""
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 
@@ -288,7 +288,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
 
 
 def _paths(device: Device) -> str:
-    """Return the first of a device's nodes, and the number of the others."""
+    """Return the first of a device's nodes, and the number of its other nodes."""
     first, *more = device.hosts or ("",)
     return f"{first} and {len(more)} more" if more else first
 
@@ -317,7 +317,7 @@ def _holder_list(resource: str, device: str, holders: Sequence[DeviceHolder]) ->
 
 
 _SHORT: Final = {"temperature_celsius": "°C", "power_watts": "W", "throttled": ""}
-"""Quantities that are shown as short texts, and their units."""
+"""Quantities that the page shows as short texts, with their units."""
 
 
 def _load(load: Mapping[str, Value]) -> Iterable[str]:

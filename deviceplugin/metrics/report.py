@@ -1,4 +1,4 @@
-"""The report of another component of the agent's process, such as the bridge: states of devices, and claims."""
+"""What another component of the agent's process reports, such as the bridge: states of devices, and claims."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """The state of a device, since when (Unix seconds), and why.
+    """The handover state of a device, since when (Unix seconds), and why.
 
-    waits: what the device's move waits for, "" if it does not move.
+    waits: what the device's move waits for, "" if the device does not move.
     """
 
     state: State = State.PLUGIN
@@ -27,16 +27,16 @@ class DeviceLocation:
 
     @property
     def side(self) -> SideName:
-        """The side of the device, also during a move."""
+        """The side of the device: "plugin" or "dra", also during a move."""
         return self.state.side
 
     @property
     def why(self) -> str:
-        """What its move waits for, or else why it is in its state, for messages."""
+        """What the device's move waits for, or else why the device is in its state, for messages."""
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()  # The location of a device that no provider reports.
+DEFAULT_LOCATION: Final = DeviceLocation()  # For devices that no provider reports.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ class ClaimedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """The progress of a resource towards its share. requested: the share in words.
+    """The progress of a resource towards its share of devices for claims. requested: the share in words.
 
-    The others: numbers of devices by state.
+    devices, claimable, leaving, returning: numbers of all devices, and of those for claims, moving to claims, moving
+    back.
     """
 
     requested: str
@@ -70,7 +71,7 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event. at: Unix seconds."""
+    """An event that the page shows. at: when the event happened, in Unix seconds. bad: whether it is a problem."""
 
     at: float
     resource: str
@@ -82,10 +83,10 @@ class Event:
 class ProviderReport:
     """A provider's report at one moment.
 
-    unready: reasons why it is not ready. problems: other problems, the most severe first. families: of
-    prometheus-client. status: for /status, of values that JSON has. locations: by (resource, device id). qualifiers: by
-    resource, part of the published names of its devices. shares: by resource. node: this node's name, "" if it is not
-    known.
+    unready: reasons why the provider is not ready. problems: other problems, the most severe first. families: metric
+    families of prometheus-client. status: the provider's object in /status, of JSON values. locations: by (resource,
+    device id). qualifiers: by resource, the word in the published names of its devices. shares: by resource. node: this
+    node's name, "" if it is not known.
     """
 
     families: Sequence[Metric] = ()
@@ -100,14 +101,14 @@ class ProviderReport:
 
 
 class Provider(Protocol):
-    """Another component of the agent's process with a report. Put it into `Agent.providers`."""
+    """Another component of the agent's process that reports its state. Put it into `Agent.providers`."""
 
     @property
     def name(self) -> str:
-        """Its name in /status and in messages."""
+        """The provider's name in /status and in messages."""
 
     def report(self) -> ProviderReport:
-        """Return the present report. A separate thread calls it for each view."""
+        """Return the present report. A separate thread calls this method for each view."""
 
 
 @runtime_checkable
@@ -115,4 +116,4 @@ class EventSource(Protocol):
     """A provider that also reports events."""
 
     def events(self) -> Sequence[Event]:
-        """Return the events since the last call, oldest first. The agent's loop calls it once a second."""
+        """Return the events since the last call, oldest first. The agent's loop calls this method once a second."""

@@ -1,4 +1,4 @@
-"""The view of an agent at one moment, which metrics, /status and the page show.
+"""Makes the view of an agent at one moment, which metrics, /status and the page show.
 
 The view combines the present state of other objects, without calls to the kubelet and the hardware. Values that are too
 old count as unknown.
@@ -38,11 +38,11 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.unwatched import Unwatched
 
 _LOG: Final = logging.getLogger(__name__)
-# Seconds after the last reading of the kubelet's checkpoint from which on holders are unknown.
+# Seconds after the last reading of the kubelet's checkpoint after which the holders count as unknown.
 HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
-UNANSWERED: Final = 30.0  # Seconds after which an unanswered call to an adopted plugin is a problem.
-REPORT_TIMEOUT: Final = 1.0  # Seconds that a provider may take for its report.
+UNANSWERED: Final = 30.0  # Seconds after which an adopted plugin's unanswered call is a problem.
+REPORT_TIMEOUT: Final = 1.0  # Seconds within which a provider must return its report.
 
 
 class ObservedService(Protocol):
@@ -60,15 +60,15 @@ class ObservedAgent(Protocol):
 
     @property
     def services(self) -> Mapping[str, ObservedService]:
-        """Its resources by name."""
+        """The agent's resources by name."""
 
     def status(self) -> AgentStatus:
-        """Return the present status. Any thread may call it."""
+        """Return the agent's present status. Any thread may call this method."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolder:
-    """A container that has a device, a pod that has it by a claim, or a claim alone. Unknown fields are ""."""
+    """A container that holds a device, a pod that holds it by a claim, or a claim alone. Unknown fields are ""."""
 
     side: str
     namespace: str
@@ -79,7 +79,7 @@ class DeviceHolder:
 
     @property
     def text(self) -> str:
-        """The holder in words."""
+        """The holder in words, for messages."""
         pod = f"{self.namespace}/{self.pod}" if self.pod else f"pod {self.uid}" if self.uid else ""
         container = f"{pod} ({self.container})" if pod and self.container else pod
         claim = f"claim {self.namespace}/{self.claim}" if self.claim else ""
@@ -87,12 +87,12 @@ class DeviceHolder:
 
 
 _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
-"""By (resource, device id), the holders, those of the plugin side first."""
+"""By (resource, device id), the holders; holders by limits come before holders by claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: number of containers that may share it. withheld: why the agent offers it to no container.
+    """One device. replicas: number of containers that may share the device. withheld: why the agent offers it to none.
 
     admins: claims with administrative access, with their containers and pods; they do not hold the device. since: Unix
     time since which this agent has seen another health than healthy; None if the device is healthy.
@@ -111,7 +111,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class UnlistedDevice:
-    """A device that its source does not list now, and that has a holder or is not on the plugin side."""
+    """A device that its source does not list now, and that has a holder or is not offered to pods by limits."""
 
     id: str
     location: DeviceLocation
@@ -138,8 +138,9 @@ class AgentView:
     """The whole agent at one moment.
 
     at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
-    kubelet's checkpoint was read recently. kubelet_answers: see `AgentStatus`. providers: reports by name. silent: why
-    other providers have no report. unknown: by source of evidence, how often it left holders unknown.
+    kubelet's checkpoint was read recently. kubelet_answers: see `AgentStatus`. providers: reports by name. silent: by
+    name of a provider without a report, why it has none. unknown: by source of evidence, how often the source left
+    holders unknown.
     """
 
     at: float
@@ -159,7 +160,7 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield a sentence for the kubelet and for each adopted plugin that does not answer. now: Unix seconds."""
+    """Yield a sentence for the kubelet, and one for each adopted plugin, that does not answer. now: Unix seconds."""
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:
@@ -169,7 +170,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
-    """Yield a problem for each resource whose devices containers would lose at a reload of systemd. Blocks."""
+    """Yield a problem for each resource whose devices would be lost to containers when systemd reloads. Blocks."""
     if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
         return
     for resource in status.resources:
@@ -182,12 +183,12 @@ def _iso(at: float) -> str:
 
 
 def no_plugin(vendor: VendorConnection) -> str:
-    """Describe since when the plugin of an adopted resource is not connected."""
+    """Describe since when the plugin of an adopted resource has not been connected."""
     return f"its plugin is not registered with the agent since {_iso(vendor.since)}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
-    """Return the changes between two states of a resource; nothing if there was no state before."""
+    """Return the events between two states of a resource; no events if there was no state before."""
     changes = _changes(before, now) if before is not None else ()
     return [Event(at, now.resource, text, bad) for text, bad in changes]
 
@@ -223,7 +224,7 @@ def _plugin_holder(holder: PodContainer) -> DeviceHolder:
 
 
 class _ProviderCalls:
-    """Calls one provider with a timeout, one call at a time. error: why the last call gave no report."""
+    """Calls one provider with a timeout, one call at a time. error: why the last call returned no report."""
 
     def __init__(self, provider: Provider) -> None:
         self.error = ""
@@ -251,12 +252,12 @@ class _ProviderCalls:
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
-        except BaseException as error:  # SystemExit and similar exceptions must not end a thread without a log line.
+        except BaseException as error:  # A thread must not end without a result.
             call.set_exception(error)
 
 
 class Observer:
-    """Observes an agent. Any thread may call `view`; the rest runs in its loop.
+    """Observes an agent. Any thread may call `view`; all other methods run in the agent's loop.
 
     period: seconds between readings of the load.
     """
@@ -276,7 +277,7 @@ class Observer:
         self._reporting = threading.Lock()
 
     async def watch(self) -> None:
-        """Read the load and record events, until cancelled."""
+        """Read the load of devices and record events, until cancelled."""
         measuring = asyncio.create_task(load.measure_for_ever(self.due, self._period), name="measure")
         try:
             while True:
@@ -289,7 +290,7 @@ class Observer:
             measuring.cancel()
 
     def due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
-        """Return the gauges with their devices; a resource whose source was replaced gets a new gauge."""
+        """Return the gauges with the devices to measure; a resource whose source was replaced gets a new gauge."""
         due = []
         gauges = {}
         for name, service in self._agent.services.items():
@@ -307,11 +308,11 @@ class Observer:
         return due
 
     def note(self, status: AgentStatus) -> None:
-        """Record the events since the last status."""
+        """Record the events between the last status and this one."""
         now = time.time()
         new: list[Event] = []
         for resource in status.resources:
-            # Statistics continue to count, so a copy keeps the present values.
+            # The statistics objects continue to count, so copies keep the values of this moment.
             endpoint = replace(resource.endpoint, refusals=dict(resource.endpoint.refusals))
             kept = replace(resource, endpoint=endpoint, registration=replace(resource.registration))
             new += events_between(self._before.get(resource.resource), kept, now)
@@ -418,9 +419,9 @@ class Observer:
     def _holders(
         self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> tuple[_Holders, _Holders]:
-        """Return the holders, and the claims with administrative access.
+        """Return by device its holders, and the claims with administrative access.
 
-        known: whether the holding containers are known.
+        known: whether it is known which containers hold devices.
         """
         held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)

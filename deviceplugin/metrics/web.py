@@ -1,7 +1,8 @@
-"""The agent's HTTP server: a few read-only pages, by the standard library's http.server and socketserver.
+"""The agent's HTTP server: a few read-only pages, with the standard library's http.server and socketserver.
 
-The load by clients is bounded: a maximum number of connections, one request for each, a time limit for each step, and
-one rendering of a page in an interval, which all clients share. The server answers only GET and HEAD.
+The load that clients can cause is limited: a maximum number of connections, one request for each connection, a time
+limit for each step, and one rendering of a page in an interval, which all clients share. The server answers only GET
+and HEAD.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from deviceplugin.metrics.credentials import Certificate, Token
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
 LIFETIME: Final = 0.5  # Minimum seconds for which an answer is reused.
-LIFETIME_FACTOR: Final = 10  # An answer is reused for at least this multiple of the processor time of its rendering.
+LIFETIME_FACTOR: Final = 10  # The lifetime is at least this multiple of the rendering's processor time.
 MAX_WAITING: Final = 8
-"""Maximum number of clients that wait for the rendering of a page. More are refused, so that connections stay free."""
-SMALL: Final = 1024  # Bytes up to which an answer is not compressed.
+"""Maximum number of clients that wait for a page's rendering. Others are refused, so that connections stay free."""
+SMALL: Final = 1024  # Up to this number of bytes, an answer is not compressed.
 MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
-BACKLOG: Final = 1024  # Number of connections that the kernel keeps while the server accepts no more.
+BACKLOG: Final = 1024  # Connections that the kernel keeps until they are accepted.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: by name, in any case."""
+    """A client's request. headers: by name; upper and lower case are equal."""
 
     path: str
     query: str
@@ -71,10 +72,10 @@ class _Rendering(NamedTuple):
 
 @dataclass(eq=False)
 class Route:
-    """A page. All clients share its answers for some time.
+    """A page. All clients share its answers while they are fresh.
 
-    An answer with a slow rendering is reused for longer. So clients use at most a tenth of a processor. During the next
-    rendering, the answer is reused for twice as long.
+    An answer whose rendering took long stays fresh for longer. So clients use at most a tenth of a processor. During
+    the next rendering, the answer is reused for twice as long.
 
     render: makes an answer for a key. key: returns the properties of a request that the answer depends on; there are
     few different keys. public: whether clients need no credentials. lock: routes with the same lock render one after
@@ -124,7 +125,7 @@ class Route:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at the address. Without a host, it listens on IPv4 and IPv6. Raises OSError."""
+    """Return a socket that listens at the address; without a host, on IPv4 and IPv6. Raises OSError."""
     host, port = parse_address(address)
     if not host:
         host, family = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("0.0.0.0", socket.AF_INET)  # noqa: S104
@@ -132,7 +133,7 @@ def listen(address: str) -> socket.socket:
             (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=BACKLOG
         )
     try:
-        # A text instead of bytes would load the codec `idna`, 0.3 MB.
+        # A host name as text instead of bytes would load the codec `idna`, which takes 0.3 MB of memory.
         family, *_, resolved = socket.getaddrinfo(
             host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -147,17 +148,17 @@ class ClientLimits:
 
     request: float = 10.0  # From the connection to the end of the request's head.
     answer: float = 30.0  # For reading the answer.
-    grace: float = 0.1  # For the request, or for reading the answer, if other clients wait.
+    grace: float = 0.1  # For the request or for reading the answer, if others wait.
     connections: int = 128
 
 
 class _Connection(NamedTuple):
     since: float  # When the client was accepted, or had sent its request.
-    deadline: float  # The latest end of the connection.
+    deadline: float  # When the server ends the connection.
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves routes by path at a listening socket. Each connection has a thread and one request."""
+    """Serves routes by path at a listening socket. Each connection has its own thread and one request."""
 
     daemon_threads = True
 
@@ -190,7 +191,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def connections(self) -> int:
-        """The number of clients."""
+        """The number of connected clients."""
         return len(self._clients)
 
     def start(self) -> None:
@@ -198,16 +199,16 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections, and no longer listen."""
+        """End all connections, and stop listening."""
         self._over = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # This wakes the thread that accepts clients.
+            self.socket.shutdown(socket.SHUT_RDWR)  # This wakes the accepting thread.
         self._thread.join(5.0)
         self.server_close()
         with self._changed:
             for sock in self._clients:
                 _cut(sock)
-            # A thread that still works on an answer is a daemon, so it need not end first.
+            # A thread that still works on an answer is a daemon, so the process can end without it.
             self._changed.wait_for(lambda: not self._clients, 0.5)
 
     def _run(self) -> None:
@@ -224,7 +225,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._make_room(self.limits.connections)
         try:
             sock, address = self.socket.accept()
-        except OSError as error:  # For example, there are no free file descriptors.
+        except OSError as error:  # For example, file descriptors are used up.
             if not self._over and self._last_error != str(error):
                 self._last_error = str(error)
                 _LOG.warning("a client cannot be accepted: %s", error)
@@ -237,13 +238,13 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return sock, address
 
     def allow(self, sock: socket.socket, seconds: float) -> None:
-        """Set a client's time limit, in seconds from now."""
+        """Set a client's time limit. seconds: from now."""
         now = time.monotonic()
         with self._changed:
             self._clients[sock] = _Connection(now, now + seconds)
 
     def _make_room(self, most: int) -> None:
-        """Wait until there are fewer than `most` clients. First end those over their time, after `grace` seconds."""
+        """Wait until there are fewer than `most` clients. After `grace` seconds, end that with the first deadline."""
         with self._changed:
             while len(self._clients) >= most > 0 and not self._over:
                 sock, client = min(self._clients.items(), key=lambda item: item[1].deadline)
@@ -253,25 +254,25 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 self._changed.wait(self.limits.grace)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client, in its thread."""
+        """Serve a client, in the client's thread."""
         if isinstance(request, ssl.SSLSocket):
             request.do_handshake()
         super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, unless the client caused it: it left, was cut, or does not speak HTTP."""
+        """Log an error, unless the client caused it: the client left, was disconnected, or does not speak HTTP."""
         if not isinstance(sys.exc_info()[1], OSError | http.client.HTTPException):
             _LOG.exception("serving a client failed")
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
+        """End a client's connection."""
         with self._changed:
             self._clients.pop(request, None)
             self._changed.notify_all()
         super().shutdown_request(request)
 
     def refusal(self, request: Request, sock: socket.socket) -> Answer | None:
-        """Return the answer to a client without the certificate or token that it needs."""
+        """Return the refusal for a client without the certificate or token that it needs; None for other clients."""
         wants_certificate = self.certificate is not None and self.certificate.client_ca is not None
         if wants_certificate and not cast("ssl.SSLSocket", sock).getpeercert():
             return Answer(b"a client certificate is needed\n", status=403)
@@ -283,14 +284,14 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 def _cut(sock: socket.socket) -> None:
-    """Make every read and write of a client's thread fail."""
+    """End a connection, so that every read and write of the client's thread fails."""
     with contextlib.suppress(OSError):
-        # After SSLSocket.shutdown, the thread would continue in plain text.
+        # After SSLSocket.shutdown, the thread would continue without encryption.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class _Head:
-    """Reads the lines of a request's head, up to a total number of bytes."""
+    """Reads the lines of a request's head, up to MAX_HEAD bytes in total."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -306,7 +307,7 @@ class _Head:
 
 
 class _RequestHandler(http.server.BaseHTTPRequestHandler):
-    """Answers one request by HTTP/1.0. So http.server ends the connection after it."""
+    """Answers one request by HTTP/1.0, so that http.server ends the connection after the answer."""
 
     server: Server
     server_version = "deviceplugin"
@@ -320,12 +321,12 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        with contextlib.suppress(OSError):  # Unread data would reset the connection, and the answer might be lost.
+        with contextlib.suppress(OSError):  # Unread data could make the client lose the answer.
             self.connection.setblocking(False)
             self.connection.recv(65536)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log nothing. Otherwise any client could fill the log."""
+        """Log no requests. Otherwise any client could fill the log."""
 
     def do_GET(self) -> None:
         self.server.allow(self.connection, self.server.limits.answer)

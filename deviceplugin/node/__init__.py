@@ -1,1 +1,1 @@
-"""The agent of one node: a service for each resource, the process that runs it, options and logs."""
+"""Runs the agent of one node: a service for each resource, the process with its signals, options and logs."""

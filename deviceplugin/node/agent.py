@@ -1,4 +1,4 @@
-"""The node agent: one process, one event loop, many resources. Starts, reloads and ends all of them."""
+"""The node agent serves many resources in one process and one event loop: it starts, reloads and ends services."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class AgentError(Exception):
-    """Raised when the agent cannot serve the node at all."""
+    """Raised when the agent cannot serve this node, so that its process must end."""
 
 
 class Agent:
     """Serves sources, one for each resource, on this node until it is stopped.
 
-    period: seconds between two scans for holders, while there may be any. report_holders: whether metrics show the
-    holders; then the agent scans always, and reads the names of pods. claim_side: serves claims in this process, None
-    if nothing does. vendors: vendors' plugins that register with this agent. providers: other components of this
-    process that metrics and status pages show. claims: claims of drivers that this process does not serve.
+    period: seconds between two scans for holders, while a device may have a holder. report_holders: whether metrics
+    show the holders; then the agent scans even if no device is held, and reads the names of pods. claim_side: serves
+    claims in this process; None if the process serves no claims. vendors: the vendors' plugins that register with this
+    agent. providers: other components of this process that metrics and status pages show. claims: claims of drivers
+    that this process does not serve.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Agent:
             services, self.tracker, self.register, scan_wanted, period, self.claims, always=report_holders
         )
         self._adopts = vendors is not None
-        # Without an adoption directory, no plugin can register.
+        # Without an adoption directory, no plugin can register with this object.
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
@@ -92,7 +93,7 @@ class Agent:
         self.register.subscribe(self._refresh)
 
     def status(self) -> AgentStatus:
-        """Return the present status. This is cheap, and any thread may call it."""
+        """Return the agent's present status. The call is cheap, and any thread may make it."""
         return AgentStatus(
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
@@ -109,7 +110,7 @@ class Agent:
         )
 
     async def run(self) -> None:
-        """Serve until `stop`, then end the DRA side, drain and clean up.
+        """Serve until `stop`; then end the service for claims, wait for running calls, and remove the sockets.
 
         Raises AgentError if a resource cannot be served at all.
         """
@@ -127,12 +128,12 @@ class Agent:
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
-                await cancel_all([adopting])  # This comes last, because running calls are forwarded to the plugins.
+                await cancel_all([adopting])  # Running calls are forwarded to the plugins until now.
         if self._error is not None:
             raise self._error
 
     async def _started(self) -> bool:
-        """Read the holders of devices. Return False if the agent is stopped before they are known."""
+        """Read the holders of devices. Return False if the agent is stopped before all holders are known."""
         starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,30 +149,30 @@ class Agent:
         await self.scanner.observe(self.tracker.snapshot, self.register.snapshot.sequence)
 
     def stop(self) -> None:
-        """Make `run` return. Any thread or signal handler may call it."""
+        """Make `run` return. Any thread or signal handler may call this method."""
         self._stop_asked = True
         if self.loop is not None:
             with contextlib.suppress(RuntimeError):  # The loop is closed, so the agent has ended.
                 self.loop.call_soon_threadsafe(self._stopped.set)
 
     def fail(self, message: str) -> None:
-        """Make `run` end and raise an `AgentError`. Call it in the agent's loop."""
+        """Make `run` end and raise an `AgentError` with this message. Call it in the agent's loop."""
         self._error = self._error or AgentError(message)
         self._stopped.set()
 
     def _accept_stop(self) -> None:
-        """Let `stop` end the wait of this loop. An earlier call of `stop` counts as well."""
+        """Make this loop's wait end when `stop` is called, or at once if `stop` was called before."""
         self.loop = asyncio.get_running_loop()
         if self._stop_asked:
             self._stopped.set()
 
     async def stopping(self) -> None:
-        """Wait until `stop` is called. It may be called before `run` is."""
+        """Wait until `stop` is called. This method may be called before `run` is."""
         self._accept_stop()
         await self._stopped.wait()
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
-        """Serve these sources from now on. Resources in `unchanged` stay as they are; all other resources end.
+        """Serve these sources from now on. Resources in `unchanged` keep their sources; all other resources end.
 
         A served resource gets its new source without an interruption. Waits until `run` has begun to serve.
         """
@@ -179,24 +180,24 @@ class Agent:
         wanted = dict(wanted)
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
         for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
-            wanted[resource] = AdoptedSource(resource, self._vendors)  # The resource is passed through.
+            wanted[resource] = AdoptedSource(resource, self._vendors)  # The config does not name the resource.
         await self.supervisor.reconfigure(wanted, unchanged)
         for resource in self._vendors.registered_resources - self.services.keys():
-            self._vendor_registered(resource)  # The plugin registered while the resource's former service was ending.
+            self._vendor_registered(resource)  # The plugin registered while its resource's former service was ending.
 
     def _held_by_claims(self) -> set[str]:
-        """Return the resources of which claims hold devices without identity.
+        """Return the resources of which claims hold devices whose identity is unknown.
 
-        They may be devices of vendors' plugins.
+        Such devices may be devices of vendors' plugins.
         """
         held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
         return {device.resource for device in held if not device.identity.tokens}
 
     def keep_from_pods(self) -> None:
-        """Serve adopted resources that no config names, while claims hold devices of them. Call it before `run`.
+        """Serve adopted resources that no config names, while claims hold their devices. Call it before `run`.
 
-        Their plugin may have registered with the kubelet. An agent that serves the resource notices that, even if it no
-        longer adopts plugins.
+        The resource's plugin may have registered with the kubelet. An agent that serves the resource notices this
+        registration, even if the agent no longer adopts plugins.
         """
         for resource in self._held_by_claims() - self.services.keys():
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
@@ -218,7 +219,7 @@ class Agent:
     def _vendor_registered(self, resource: str) -> None:
         """Serve a resource that a vendor's plugin has registered.
 
-        If no config names the resource, it is passed through.
+        If no config names the resource, the agent serves it for pods by limits only.
         """
         if resource not in self.services:
             text = "the config does not name it; its plugin serves pods by limits only"
@@ -226,7 +227,7 @@ class Agent:
             self.supervisor.serve(AdoptedSource(resource, self._vendors))
             self._claim_side.brought(resource, "")
         elif self.adopted(resource):
-            self.services[resource].registration.wake()  # The plugin may have other options now.
+            self.services[resource].registration.wake()  # The plugin's options may have changed.
         else:
             text = "a vendor's plugin registered it, but the config lists its devices; those of the config are served"
             _LOG.error(text, extra={"resource": resource})
@@ -240,7 +241,7 @@ class Agent:
         return resource in self.services and isinstance(self.services[resource].source, AdoptedSource)
 
     def resend(self) -> bool:
-        """Send the device lists again. Return whether the kubelet listens to any resource."""
+        """Send the device lists again. Return whether the kubelet receives the list of any resource."""
         return any(
             service.endpoint.streams.resend() for service in self.services.values() if service.endpoint.streams.live
         )

@@ -1,4 +1,4 @@
-"""The evidence of holders that the register needs: of pods, and of claims of drivers that are not served."""
+"""Gives the register the evidence about the holders of devices: pods, and claims of drivers that are not served."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from deviceplugin.register.register import Register, RegisterHost, ResourceDevic
 
 @dataclass(slots=True, eq=False)
 class DriverEvidence:
-    """The devices of one driver whose evidence this process has compared with the ledger.
+    """The devices of one driver for which this process has compared the evidence of holders with the ledger.
 
     The ledger may have lost its last changes, so no other device is offered or granted. reconciled: these devices.
-    reasons: by resource and device, why the evidence of another device could not be compared.
+    reasons: by resource and device, why the evidence about another device could not be compared.
     """
 
     reconciled: set[DeviceKey] = field(default_factory=set)
@@ -36,11 +36,11 @@ class DriverEvidence:
 
 
 class NodeEvidence(RegisterHost):
-    """Makes the register and the readers of evidence of one process, and gives the register this evidence.
+    """Creates the register and the readers of evidence of one process, and gives the register this evidence.
 
-    services: the resources of the process by name; the mapping changes with them. drivers: the DRA drivers of the
-    process by name. lists: the device lists that this process sends to the kubelet. scan_wanted: set when a scan should
-    run soon. report_holders: whether metrics show the holders.
+    services: the resources of the process by name; the mapping changes when services start or end. drivers: the DRA
+    drivers of the process by name. lists: the device lists that this process sends to the kubelet. scan_wanted: an
+    event that is set when a scan should run soon. report_holders: whether metrics show the holders.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NodeEvidence(RegisterHost):
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return holdings of other drivers and plugins. The object stays the same until they change."""
+        """Return devices in use through other drivers and plugins. The returned object stays until a use changes."""
         pods, claims = self.tracker.foreign(), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)

@@ -1,4 +1,4 @@
-"""Follows the lists of a resource's source, from both kinds of generators."""
+"""Reads the lists of a resource's source, which its `watch` yields as an async or as a plain generator."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from deviceplugin.source_check import checked_list, not_yielding
 _LOG: Final = logging.getLogger(__name__)
 
 TAKE_OVER: Final = 3.0
-"""Seconds in which a new source should list its devices. Until then the old source's hooks are called."""
+"""Seconds within which a new source should list its devices. Until its first list, the old source's hooks are called.
+"""
 
 
 class ListReceiver(Protocol):
-    """The listener to a followed source (`deviceplugin.node.service.Service`)."""
+    """The receiver of what a followed source yields (`deviceplugin.node.service.Service`)."""
 
     def take_source(self, source: DeviceSource) -> None:
         """Use the hooks of another source."""
 
     def listed(self) -> None:
-        """Handle a new list in the inventory."""
+        """Handle that the inventory has a new list."""
 
 
 @dataclass(eq=False)
 class SourceFollower:
-    """Publishes the lists of a resource's source, and starts a failed source again.
+    """Publishes the lists of a resource's source in its inventory, and starts a failed source again.
 
-    failure: the exception of `watch`; None once the source has listed again.
+    failure: the exception of `watch`; None once the source has listed its devices again.
     """
 
     source: DeviceSource
@@ -54,11 +55,11 @@ class SourceFollower:
         return f"{type(self.failure).__name__}: {self.failure}" if self.failure is not None else ""
 
     def start(self) -> None:
-        """Begin to follow the source."""
+        """Start to read the source's lists."""
         self._follow(self.source)
 
     async def end(self) -> None:
-        """Stop following the source."""
+        """Stop reading the source's lists."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,), timeout=1.0)
@@ -66,7 +67,7 @@ class SourceFollower:
     def replace(self, source: DeviceSource) -> None:
         """Use another source for the same resource. The service and the registration continue.
 
-        The old source's hooks are called until the new source has listed its devices. The inventory stays. So devices
+        The old source's hooks are called until the new source has listed its devices. The inventory stays, so devices
         that the new source does not list become unhealthy, and do not vanish while they have holders.
         """
         if self._task is None:
@@ -79,7 +80,7 @@ class SourceFollower:
     async def replaced(self, source: DeviceSource) -> None:
         """Wait until this source, given to `replace`, is used.
 
-        A source that does not list in time is used without a list.
+        A source that does not list its devices within TAKE_OVER seconds is used without a list.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKE_OVER):
@@ -119,9 +120,9 @@ class SourceFollower:
 
 
 async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
-    """Iterate over a source's lists.
+    """Yield a source's lists, each checked.
 
-    Raises TypeError if `watch` is no generator, or yields other things than devices.
+    Raises TypeError if `watch` is no generator, or yields anything but lists of devices.
     """
     made: Any = source.watch()
     if hasattr(made, "__next__"):
@@ -150,11 +151,11 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # The reader of the lists gets the exception of the author's code.
+        except Exception as error:  # The reader of the lists gets this exception.
             end = error
-        except BaseException as error:  # SystemExit and similar exceptions must not end the thread without a result.
+        except BaseException as error:  # Otherwise the reader would wait for ever.
             end = RuntimeError(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
+        with contextlib.suppress(RuntimeError):  # The loop is closed already.
             loop.call_soon_threadsafe(queue.put_nowait, end)
 
     threading.Thread(target=drive, name=f"watch {name}", daemon=True).start()

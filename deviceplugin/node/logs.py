@@ -1,4 +1,4 @@
-"""Formats log lines: as text for users, or as one JSON object a line for programs."""
+"""Formats log lines: as text for users, or as one JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 
 _LOG: Final = logging.getLogger(__name__)
 _SUBJECTS: Final = ("resource", "driver")
-"""A text line begins with its resource or driver, if one of these is the first name in `extra`."""
+"""Names in `extra`: if the first name there is one of these, a text line begins with its value."""
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def setup(format: Format = "text", level: str = "info", stream: TextIO | None = None) -> None:  # noqa: A002
-    """Make the root logger write only to `stream` (standard error).
+    """Make the root logger write only to `stream` (by default standard error).
 
     Raises ValueError for an unknown format or level.
     """
@@ -32,7 +32,7 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # Otherwise, unhandled exceptions would be written as bare tracebacks, without the handler.
+    # Otherwise, unhandled exceptions would be written as bare tracebacks, not in the log's format.
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
@@ -65,17 +65,17 @@ def _unraisable(args: sys.UnraisableHookArgs) -> None:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # The arguments may not fit the message, or a library's argument may raise anything.
+    except Exception:  # The arguments may not fit, or raise any exception.
         return str(record.msg)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the values given as `extra`: resource, driver, device, claim and pod that the line concerns."""
+    """Return the values given as `extra`: the resource, driver, device, claim and pod of the log line."""
     return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats one JSON object a line: ts (RFC 3339, UTC), level, logger, msg, exc, and the values given as `extra`."""
+    """Formats one JSON object per line: ts (RFC 3339, UTC), level, logger, msg, exc, and the values in `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
@@ -92,26 +92,26 @@ class JsonFormatter(logging.Formatter):
             line["exc"] = exc
         try:
             return json.dumps(line, default=str, allow_nan=False)
-        except Exception:  # JSON cannot represent some keys, cycles and numbers, and some objects have no text.
+        except Exception:  # JSON cannot represent some keys, cycles and numbers.
             return json.dumps({name: _text(value) for name, value in line.items()})
 
 
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception:  # This may be an object of a library.
+    except Exception:  # An object of a library may raise any exception.
         return f"<{type(value).__name__}>"
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a text line. If it is `short` (for a terminal), it has the time of day alone, else also the date."""
+    """Formats a text line. short: whether the line has only the time of day (for a terminal), not the date."""
 
     def __init__(self, *, short: bool = False) -> None:
         super().__init__()
         self._short = short
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a line, followed by its traceback if it has one."""
+        """Return the record as a text line, followed by its traceback if it has one."""
         at = datetime.fromtimestamp(record.created).astimezone()
         when = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._short else at.isoformat(timespec="milliseconds")
         logger = record.name.removeprefix("deviceplugin.")

@@ -1,4 +1,4 @@
-"""The options of all agents: paths, metrics, logs. Command lines and authors' plugins use them."""
+"""The options that all agents have: paths, metrics, logs. Command lines and authors' plugins use these options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunOptions:
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> RunOptions:
     """Parse the options of an author's own plugin (`run(Source())`) and set up its logs.
 
-    metrics_address: the address, if the program has no option for it.
+    metrics_address: the address of the metrics if the command line names none.
     """
     parser = argparse.ArgumentParser(
         description="Serve a device plugin to this node's kubelet.", epilog=EXITS, allow_abbrev=False
@@ -46,7 +46,7 @@ def metrics_config(
     client_ca: str | Path | None = None,
     token: str | Path | None = None,
 ) -> MetricsConfig | None:
-    """Return the settings by which an author's own agent protects its metrics; None if it does not.
+    """Return the settings by which an author's own agent protects its metrics; None if no file is given.
 
     Raises ValueError if a path is not absolute, or if a key or client authorities are given without a certificate.
     """
@@ -71,7 +71,7 @@ def metrics_config(
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all agents, of dra-bridge as well."""
+    """Add the options that all agents have, dra-bridge included."""
     paths = Paths()
 
     def add(option: str, default: Path | None, metavar: str, about: str) -> None:
@@ -108,7 +108,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a config file and its lock. Agents of an author's own code do not have them."""
+    """Add the options for a config file and its lock. Agents of an author's own code do not have these options."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     commands = (
         "let the file name what the agent runs: commands of health.probe, and NVIDIA's library (default: refused)"
@@ -127,14 +127,14 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lock_of(options: argparse.Namespace) -> Lock:
-    """Return the lock by the options that `add_config_options` has added."""
+    """Return the lock (what the config file may name) from the options that `add_config_options` has added."""
     from deviceplugin.config import Lock
 
     return Lock.resolved(options.allow_commands, options.allow_host_path, options.adopt is not None)
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
-    """Parse the options added by `add_run_options` and set up the logs."""
+    """Return the values of the options that `add_run_options` has added, and set up the logs."""
     if options.log_format == "json":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not JSON.
     logs.setup(options.log_format, options.log_level)

@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
-"""Seconds in which cancelled tasks should end when the agent ends."""
+"""Seconds in which cancelled tasks should end when the agent ends. After that, the process ends without them."""
 ENDING: Final = 25
 """Seconds after SIGTERM within which the agent ends by itself. The kubelet kills a pod 30 s after SIGTERM.
 
-After that time, the kernel ends the process by SIGALRM. This is necessary because gRPC removes a socket in the loop's
-thread, and that call has no deadline if the file system does not answer.
+After ENDING seconds, the kernel ends the process by SIGALRM. This is necessary because gRPC removes a socket in the
+loop's thread, and that call has no deadline if the file system does not answer.
 """
 DEBOUNCE: Final = 0.05
-"""Seconds without another change after which a changed file counts as complete."""
+"""Seconds without a further change after which a changed config file counts as completely written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     """A config file that the agent follows.
 
-    lock: the commands and paths that the file may name. content: its bytes (None: unreadable). config: its parsed
-    content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the config is not
-    served. kept: the path of the saved last valid file, None if it is not saved. former: whether `config` is that of
-    the saved file. vendors: the adopted plugins. looks, kept_looks: run reads of the file, and of the saved file.
+    lock: the commands and paths that the file may name. content: the file's bytes (None: unreadable). config: the
+    parsed content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the config
+    is not served. kept: the path of the saved last valid file, None if no file is saved. former: whether `config` comes
+    from the saved file. vendors: the adopted plugins. looks, kept_looks: run reads of the file, and of the saved file.
     """
 
     path: Path
@@ -70,13 +70,13 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
-        """Read a file. If it is invalid, log the error and use the last valid file.
+        """Read a config file. If it is invalid, log the error and use the last valid file, saved at `kept`.
 
         Raises ConfigError if both are invalid, or name a command or path that the lock forbids.
         """
         from deviceplugin import config
 
-        content = _content(path)  # This comes first, so that later changes are noticed.
+        content = _content(path)  # It is read first, so that later changes are noticed.
         try:
             return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
         except config.ConfigError as error:
@@ -91,7 +91,7 @@ class ConfigFile:
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
     async def keep(self) -> None:
-        """Save the file for a start with an invalid file, if all of it is served."""
+        """Save the config file if all of it is served. A later start with an invalid file uses the saved one."""
         if self.kept is None or self.content is None or self.refused or self.unserved:
             return
         try:
@@ -100,11 +100,11 @@ class ConfigFile:
             _LOG.warning("%s: cannot save the config file for a start with a broken one: %s", self.kept, error)
 
     def sources(self) -> list[DeviceSource]:
-        """Return new sources of the file's resources."""
+        """Return new sources of the resources in the config file."""
         return [self.source(resource) for resource in self.config.resources]
 
     def source(self, resource: ResourceConfig) -> DeviceSource:
-        """Return a new source of a resource."""
+        """Return a new source of a resource in the config file."""
         from deviceplugin import sources
         from deviceplugin.config.known_plugins import known_plugin
         from deviceplugin.config.types import typed_attributes
@@ -125,7 +125,7 @@ class ConfigFile:
 
 
 class Program:
-    """The program of a process: an agent of the plugin side. node: the node's name, for the log."""
+    """The program of a process: an agent that serves pods by limits. node: the node's name, for the log."""
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent
@@ -171,10 +171,11 @@ def run(
 
 
 def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock, adopt: Path | None = None) -> int:
-    """Serve the resources of a config file until SIGTERM or SIGINT. Follow its changes. Return the exit status.
+    """Serve the resources of a config file until SIGTERM or SIGINT. Apply the file's changes. Return the exit status.
 
     adopt: the directory where vendors' plugins register with this agent, None for none. Raises ConfigError if the file
-    is invalid at the start, or names something that `lock` forbids. Later such errors are only logged.
+    is invalid at the start, or names something that `lock` forbids. Such errors in a later version of the file are only
+    logged.
     """
     vendors = VendorPlugins(adopt) if adopt is not None else None
     file = ConfigFile.read(path, lock, vendors=vendors)
@@ -192,18 +193,19 @@ def serve(
     metrics: MetricsConfig | None = None,
     config: ConfigFile | None = None,
 ) -> int:
-    """Run a program until a signal ends it. Follow its config file. Return the process's exit status.
+    """Run a program until a signal ends it. Apply the changes of its config file. Return the process's exit status.
 
-    metrics: the settings of metrics without a config file; None for the defaults.
+    make: returns the program; called in the event loop. metrics: the settings of metrics without a config file; None
+    for the defaults.
     """
     work = _serve(make, metrics_address, config.config.metrics if config else metrics, config)
     try:
         asyncio.run(work)
     except AgentError as error:
-        _LOG.error("%s", error)  # The user must correct this error, so it has no traceback.
+        _LOG.error("%s", error)  # An error that the user must correct has no traceback.
         return 1
     finally:
-        work.close()  # The coroutine was not started if this function is called inside a running loop.
+        work.close()  # The coroutine has not started if a loop is running already.
     return 0
 
 
@@ -224,7 +226,7 @@ async def _serve(
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
-        # This runs even while a coroutine blocks the loop. Then the alarm or a second signal ends the process.
+        # This function runs even while a coroutine blocks the loop. Then SIGALRM or a second signal ends the process.
         signal.alarm(ENDING)
         signal.signal(number, signal.SIG_DFL)
         loop.call_soon_threadsafe(stop, signal.Signals(number).name)
@@ -243,10 +245,10 @@ async def _serve(
                 stack.enter_context(collectors.serving(metrics_address, program.agent, metrics))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
-            # Another thread renders pages. With the default of 5 ms, each step of the other threads could wait 5 ms for
-            # it.
+            # Another thread renders the metrics page. With Python's default of 5 ms, each step of the other threads
+            # could wait 5 ms for that thread.
             sys.setswitchinterval(0.0005)
-        gc.freeze()  # The loaded objects stay. Without them, a garbage collection takes 5 ms instead of 35.
+        gc.freeze()  # A later garbage collection takes 5 ms instead of 35.
         following = [follow_config(program, config, reload), _keep(program, config)] if config else []
         if manager.there:
             following.append(manager.follow(program.agent.status))
@@ -260,7 +262,7 @@ async def _serve(
 
 
 async def _end_without_others() -> None:
-    """End the process if tasks do not end after their cancellation. asyncio would wait for them for ever."""
+    """End the process if cancelled tasks do not end, because asyncio would wait for such tasks for ever."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -273,7 +275,7 @@ async def _end_without_others() -> None:
 
 
 async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
-    """Read the file again at SIGHUP and whenever it changes, also by a swap of a ConfigMap's `..data`.
+    """Apply the config file again at SIGHUP and whenever it changes, also by a swap of a ConfigMap's `..data`.
 
     reload: set if SIGHUP came before this function began.
     """
@@ -306,14 +308,14 @@ async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Even
 
 
 def _tell(agent: Agent, file: ConfigFile) -> None:
-    """Report in the agent's status whether the file was applied."""
+    """Report in the agent's status whether the config file was applied."""
     agent.config_error, agent.former_config = file.refused or file.unserved, file.former
 
 
 async def _keep(program: Program, file: ConfigFile) -> None:
-    """Save a file once it is served."""
+    """Save the config file once its resources are served."""
     await program.agent.begun.wait()
-    await file.keep()  # The save of a later change comes after this one, because the looks have one thread.
+    await file.keep()  # A later change is saved after this: one thread saves.
 
 
 def _on_one_line(error: Exception) -> str:
@@ -337,7 +339,7 @@ def _content(path: Path) -> bytes | None:
 
 
 async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
-    """Apply the file's present content; return the new state. An invalid file changes nothing."""
+    """Apply the config file's present content; return the new state. An invalid file changes nothing."""
     from deviceplugin import config
 
     path, current = file.path, file.config
@@ -346,7 +348,7 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
         changed = {name: file.source(resource) for name, resource in after.items() if before.get(name) != resource}
-    except Exception as error:  # Whatever is wrong with the file, the present config stays in use.
+    except Exception as error:  # The present config stays in use after any error.
         why = f"the config file is refused, nothing is changed: {_on_one_line(error)}"
         _LOG.error("%s", why)
         return replace(file, refused=why)
@@ -361,7 +363,7 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     why = ""
     try:
         await program.take(wanted, changed, [name for name in after if name not in changed])
-    except Exception as error:  # The agent continues to follow the file.
+    except Exception as error:  # Later changes of the file are still applied.
         why = f"{path} was read again, but not all of it is served: {error}"
         # An error that the user must correct has no traceback.
         _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))

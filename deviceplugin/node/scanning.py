@@ -26,24 +26,25 @@ _LOG: Final = logging.getLogger(__name__)
 
 _FIELDS: Final = ("resource", "device")
 SOON: Final = 0.3
-"""Seconds between a grant and the scan that finds the grant's pod."""
+"""Seconds between a grant and the scan that finds the pod of the grant."""
 BURST: Final = 0.9
-"""Seconds since the first of several grants after which the scan no longer waits for further grants."""
+"""Seconds after the first of several grants, after which further grants no longer delay the scan."""
 
 
 class HolderObserver(Protocol):
-    """A component of the process that uses the results of scans."""
+    """A component of the process that uses the results of scans for holders."""
 
     def observed(self, resource: str, done: Observed) -> None:
-        """Handle the changes of the register that the evidence about a resource has caused."""
+        """Handle the changes of the register that the evidence about a resource has caused. done: these changes."""
 
 
 @dataclass(eq=False)
 class HolderScanner:
     """Scans periodically while there may be holders, and soon after a grant.
 
-    wanted: set to request a scan soon. period: seconds between two scans. always: whether to scan even if no device is
-    held or awaited. claims: claims of drivers that are not served; their evidence is counted with that of the pods.
+    wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan even
+    if no device is held or awaited. claims: claims of drivers that are not served; missing evidence about them is
+    counted with that about pods.
     """
 
     services: Mapping[str, Service]
@@ -55,7 +56,7 @@ class HolderScanner:
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     _asked: set[tuple[str, str]] = field(default_factory=set, init=False)
-    """The ids in callers' requests whose reading has not begun yet."""
+    """The (resource, id) pairs that callers of `scan` have passed since the last reading of the evidence began."""
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
@@ -65,7 +66,8 @@ class HolderScanner:
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         """Find the holders (`HolderTracker.scan`), compare the register's records with them, and return them.
 
-        All evidence is read after the call. Calls that arrive before a reading begins share it.
+        wanted: (resource, device id) that may be free. All evidence is read after the call. Calls that arrive before a
+        reading begins share this reading.
         """
         self._asked |= set(wanted)
         return await self._reading()
@@ -87,7 +89,10 @@ class HolderScanner:
         return now
 
     async def observe(self, now: HolderSnapshot, sequence: int) -> None:
-        """Compare the register's allocations with a scan."""
+        """Compare the register's allocations with the holders that a scan has found.
+
+        sequence: the register's sequence before the scan.
+        """
         records = self.register.snapshot.allocations
         resources = {allocation.resource for allocation in records.values()} | self.services.keys()
         self.tracker.observed &= resources
@@ -120,12 +125,12 @@ class HolderScanner:
 
     @property
     def _pending(self) -> set[tuple[str, str]]:
-        """The granted ids whose containers no checkpoint has named yet."""
+        """The granted (resource, id) pairs whose containers no checkpoint has named yet."""
         return {key for key, allocation in self.register.snapshot.allocations.items() if allocation.pending}
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether a claim waits for a device that a pod has by limits."""
+        """Whether a claim waits for a device that a pod holds by limits."""
         now = self.register.snapshot
         return any(now.allocations_on(of, (device,)) for of, device in self.register.waits.devices)
 
@@ -139,7 +144,7 @@ class HolderScanner:
     async def _run(self) -> None:
         backoff = Backoff(first=1.0, most=30.0)
         while True:
-            # A grant whose container no checkpoint names ends after some time, even if its resource is no longer
+            # A grant whose container no checkpoint names is ended after some time, even if its resource is no longer
             # served.
             awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
             awaited |= self._pending
@@ -149,8 +154,8 @@ class HolderScanner:
                 async with asyncio.timeout(period):
                     await self.wanted.wait()
             except TimeoutError:
-                # The holdings of other agents and claims become known without a scan: by a grant, or by a look for
-                # other plugins.
+                # Holdings of other agents and claims become known without a scan: by a grant, or by a check for other
+                # plugins.
                 if not (self.always or awaited or held):
                     continue
             else:
@@ -160,7 +165,7 @@ class HolderScanner:
                     self.wanted.clear()
                     await asyncio.sleep(SOON)
                 # Before the pod's processes run, only a requested checkpoint proves which pod a grant was for. The
-                # register needs this fact soon, because agent and checkpoint may be lost together.
+                # register needs this proof soon, because the agent and the checkpoint may be lost together.
                 awaited = self._pending
             self.wanted.clear()
             try:
@@ -174,7 +179,7 @@ class HolderScanner:
 
 
 class ScanLog:
-    """Logs the findings of scans, each once while it lasts."""
+    """Logs what scans find, each finding once while it lasts."""
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0
@@ -186,14 +191,17 @@ class ScanLog:
         self._problem_before = False
 
     def withheld(self, resources: Iterable[str]) -> None:
-        """Log once why an id is withheld. The kubelet may allocate such an id although its device is held."""
+        """Log once why an id is withheld: its device is held, but the kubelet may allocate the id.
+
+        resources: the resources that are served.
+        """
         now = {
             (name, device_id): why
             for name in resources
             for device_id, why in self._tracker.unnamed_reasons(name).items()
         }
         for key, why in now.items():
-            # The text of the reason changes between two requests for a checkpoint.
+            # The reason's text changes from one request for a checkpoint to the next, and may change back.
             if why not in (logged := self._withheld.setdefault(key, set())):
                 logged.add(why)
                 _LOG.warning("device %s is withheld: %s", key[1], why, extra=dict(zip(_FIELDS, key, strict=True)))
@@ -204,8 +212,8 @@ class ScanLog:
     def problem(self, now: HolderSnapshot | None) -> None:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row failed to read it.
 
-        The kubelet of a new node has no checkpoint until the first plugin has registered. The text after the cause
-        changes each time that the agent asks the kubelet to write the checkpoint.
+        The kubelet of a new node has no checkpoint until the first plugin has registered. Only the cause is compared,
+        because the text after it changes each time that the agent asks the kubelet to write the checkpoint.
         """
         problem = now.problem.partition("; ")[0] if now is not None and now.registered is None else ""
         first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)

@@ -1,4 +1,4 @@
-"""The services of a node's resources, including those of child sources."""
+"""The services of a node's resources, including the resources of child sources."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """The objects that all services of a node share.
 
-    plugins: the device plugin directory. claim_side: serves claims in this process. scan_wanted: set to request a scan
-    soon. cdi_directory: of CDI specs, with files of our own below it.
+    plugins: the device plugin directory. claim_side: serves claims in this process. scan_wanted: an event that is set
+    to request a scan soon. cdi_directory: the directory of CDI specs, in which the agent's own files are in a
+    subdirectory.
     """
 
     plugins: PluginDirectory
@@ -58,7 +59,7 @@ class ServiceContext:
 
 
 class Service(EndpointHost):
-    """Serves one resource: follows its source, registers it, and calls `released` for devices that become free."""
+    """Serves one resource: reads its source's lists, registers it, and calls `released` for devices that are free."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
@@ -79,11 +80,11 @@ class Service(EndpointHost):
         """Ended allocations whose devices were released before a new grant, until a scan no longer finds them."""
         context.register.releases.statistics[source.resource] = self.endpoint.statistics.hooks
         self.existing: frozenset[str] = frozenset()
-        """Ids that pods got before this process began, and whose devices are not listed yet."""
+        """Ids that pods got before this process began, and whose devices the source has not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        """The gone devices, and the legacy ids, of the last scan."""
+        """The gone devices, and the legacy ids, at the last scan. The next scan forgets those that are still there."""
 
     async def run(self) -> None:
         """Serve until cancelled. Raises RegistrationError if the resource cannot be served on this node at all."""
@@ -97,28 +98,28 @@ class Service(EndpointHost):
         finally:
             await self.follower.end()
 
-    # The endpoint and its registration call the methods from here on.
+    # The endpoint and its registration call the following methods.
 
     def granted(self) -> None:
-        """Request a scan, which will find the pod of a grant."""
+        """Request a scan, which will find out to which pod the granted ids belong."""
         self._context.scan_wanted.set()
 
     def draining(self) -> Collection[str]:
-        """Return the devices that are to leave for the other side."""
+        """Return the devices that a configured change moves from pods to claims once they are free."""
         return self._context.claim_side.draining(self.resource)
 
     async def recorded(self) -> KubeletRecord | None:
-        """Return the resource's entries in the kubelet's checkpoint; None if it cannot be read."""
+        """Return the resource's entries in the kubelet's checkpoint; None if the checkpoint cannot be read."""
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     def contested(self, reason: str) -> None:
-        """Handle that another plugin has registered the resource."""
+        """Handle that another plugin has registered the resource. reason: the proof."""
         self._context.scan_wanted.set()
         self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
 
     async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Write the files that say what a container's devices are; return their mounts."""
+        """Write the files that describe a container's devices; return edits that mount these files."""
         names = [(device_name(device.id), device) for device in devices]
         driver = self.source.driver or self.resource.partition("/")[0]
         where, pool = (
@@ -128,10 +129,10 @@ class Service(EndpointHost):
         by_limits = device_metadata.by_limits
         return await self.inventory.looks.at("metadata", by_limits, *where, pool, names, brief=True)
 
-    # The follower of the source calls the methods from here on.
+    # The follower of the source calls the following methods.
 
     def take_source(self, source: DeviceSource) -> None:
-        """Use the hooks of another source."""
+        """Use the hooks and settings of another source."""
         former, self.source = self.source, source
         self.endpoint.replace(source)
         if source.hooks != former.hooks:
@@ -139,7 +140,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Adopt the ids that pods already have, because the number of replicas may have changed while no agent ran."""
+        """Keep offering ids that pods already have: the number of replicas may have changed while no agent ran."""
         if self.existing:
             before, self.existing = self.existing, self.endpoint.ids.adopt_existing(self.existing)
             self.endpoint.refresh()
@@ -147,18 +148,18 @@ class Service(EndpointHost):
                 self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
-        """Call `released` for devices that became free while their holders were unknown, once the holders are known."""
+        """Make `released` run for devices that became free while their holders were unknown, once these are known."""
         if self._register.releases.pending(self.resource):
             self._context.scan_wanted.set()
 
     @property
     def _ids(self) -> frozenset[str]:
-        """The ids that pods have, by the register."""
+        """The ids of this resource that pods hold, by the register."""
         return frozenset(allocation.device_id for allocation in self._register.snapshot.allocations_of(self.resource))
 
     @property
     def in_use(self) -> bool:
-        """Whether pods have devices of this resource."""
+        """Whether pods hold devices of this resource."""
         return bool(self._ids)
 
     def _holder(self, device: str) -> str:
@@ -178,18 +179,18 @@ class Service(EndpointHost):
         return ", ".join(sorted(named)) or ("a pod or claim" if self._register.is_held(key) else "")
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
-        """Return the kubelet's present ids of a device."""
+        """Return the ids under which the kubelet knows a device now."""
         return self.endpoint.ids.names_of(device)
 
     def device_of(self, device_id: str) -> str:
-        """Return the device of one of the kubelet's ids."""
+        """Return the device of an id that the kubelet knows."""
         return self.endpoint.ids.device_id_of(device_id)
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The kubelet's ids that need an action once they have no holder.
+        """The kubelet's ids for which something must be done once they have no holder.
 
-        Ids of removed devices and of former numbers of replicas are dropped. For devices that are not released,
+        Ids of removed devices and of former numbers of replicas are dropped. For devices that are not released yet,
         `released` is called.
         """
         snapshot, ids_now, releases = self.inventory.snapshot, self.endpoint.ids, self._register.releases
@@ -199,7 +200,7 @@ class Service(EndpointHost):
         return ids | ids_now.legacy.keys()
 
     def observe(self, now: HolderSnapshot) -> None:
-        """Apply the result of a scan: call `released`, and drop ids."""
+        """Apply the result of a scan: call `released` for free devices, and drop ids that are no longer needed."""
         ids, register = self.endpoint.ids, self._register
         in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
@@ -207,11 +208,12 @@ class Service(EndpointHost):
         snapshot = self.inventory.snapshot
         register.releases.look(self.resource, all_known=self._context.tracker.all_pods_listed)
         if now.current and now.registered is not None and self.endpoint.streams.live:
-            # The devices were gone at the previous scan as well. A grant between the scans would be known by now.
+            # Drop only devices that were gone at the previous scan too. A grant between the scans would be known by
+            # now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            if self.endpoint.ready:  # Otherwise all shown devices may belong to another plugin.
+            if self.endpoint.ready:  # Otherwise the devices may be another plugin's.
                 ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
@@ -230,10 +232,10 @@ class Service(EndpointHost):
         self.endpoint.refresh()
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Call `released` for devices whose holders have ended, before these ids are granted.
+        """Call `released` for devices whose former holders have ended; called before these ids are granted.
 
-        The kubelet may allocate an id to the next pod before a scan notices the end of its holder. Raises Refusal if
-        `released` failed, or is still running for one of the devices.
+        The kubelet may allocate an id to the next pod before a scan notices the end of the id's holder. Raises Refusal
+        if `released` failed, or is still running for one of the devices.
         """
         register, listed, resolver = self._register, self.inventory.devices, self.endpoint.ids
         ids = {device: resolver.ids_of(device) for device in map(resolver.device_id_of, names) if device in listed}
@@ -263,11 +265,11 @@ class Service(EndpointHost):
 
     @property
     def vendor(self) -> VendorConnection | None:
-        """The vendor's plugin that lists the devices; None if there is no such plugin."""
+        """The connection to the vendor's plugin that lists the devices; None if no vendor's plugin does."""
         return self.source.plugins.connection(self.resource) if isinstance(self.source, AdoptedSource) else None
 
     def status(self) -> ResourceStatus:
-        """Return the present status."""
+        """Return the present status of the resource. Any thread may call this method."""
         name, context = self.resource, self._context
         register, withheld = context.register, {}
         for side in SIDES:
@@ -308,8 +310,8 @@ class Service(EndpointHost):
 class Supervisor:
     """Starts, replaces and ends services, and restarts failed ones.
 
-    services: by resource; only this class changes them once the agent runs. fail: a function to call with the reason
-    when a resource cannot be served on this node at all.
+    services: by resource; only this class changes them once the agent runs. fail: called with the reason when a
+    resource cannot be served on this node at all.
     """
 
     services: dict[str, Service]
@@ -318,10 +320,10 @@ class Supervisor:
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _child_tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _parents: dict[str, str] = field(default_factory=dict, init=False)
-    """For each resource that a source has brought along, the resource of that source."""
+    """By the resource of a child source, the resource of its parent source."""
 
     def start(self, service: Service, *, fatal: bool = True) -> None:
-        """Serve a resource. fatal: end the agent if the first registration fails."""
+        """Start a resource's service. fatal: whether the agent ends if the first registration fails."""
         name = service.resource
         self._tasks[name] = asyncio.create_task(self._supervise(service, fatal=fatal), name=f"serve {name}")
         self._follow_child_sources(service.source)
@@ -332,7 +334,7 @@ class Supervisor:
         await cancel_all((*self._child_tasks.values(), *self._tasks.values()))
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve these sources from now on; see `Agent.reconfigure`."""
+        """Serve these sources, and end other resources; see `Agent.reconfigure`."""
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
         # An endpoint either calls a source's hooks or forwards calls, so a change between the two needs a new endpoint.
@@ -350,7 +352,7 @@ class Supervisor:
         return name in self.services and isinstance(self.services[name].source, AdoptedSource)
 
     def serve(self, source: DeviceSource) -> None:
-        """Serve another source of a new or a served resource."""
+        """Serve a source: start a service, or replace the source of the resource's service."""
         name = source.resource
         if name in self.services:
             self.services[name].follower.replace(source)
@@ -371,7 +373,7 @@ class Supervisor:
             self._child_tasks[name] = asyncio.create_task(work, name=f"child sources of {name}")
 
     def _end_children(self, parent: str, kept: Collection[str]) -> None:
-        """End the child resources of the source's predecessor that the source itself lacks."""
+        """End child resources of the source's predecessor, except those that the new source yields (`kept`)."""
         for name in [name for name, of in self._parents.items() if of == parent and name not in kept]:
             self._tasks[name].cancel()
 
@@ -404,7 +406,10 @@ class Supervisor:
                 await asyncio.sleep(delay)
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
-        """Run a service. Restart it after an error, unless only the user can correct the error."""
+        """Run a service. Restart it after an error, except at the start if only the user can correct the error.
+
+        fatal: see `start`.
+        """
         backoff = Backoff(first=1.0, most=30.0)
         name = service.resource
         try:
@@ -415,7 +420,7 @@ class Supervisor:
                     if fatal and not service.registration.statistics.registrations:
                         self.fail(str(error))
                         return
-                    _LOG.error("%s; trying again", error)  # An error that the user must correct has no traceback.
+                    _LOG.error("%s; trying again", error)  # The user must correct it: no traceback.
                 except Exception:
                     _LOG.exception("serving failed; trying again", extra={"resource": name})
                 await asyncio.sleep(backoff.next())

@@ -1,9 +1,9 @@
 """Notifies systemd of the agent's state, if the agent is a unit of `Type=notify`: sd_notify(3), without a library.
 
-READY=1 is sent when the sockets exist and each resource has its first list. A kubelet that starts then can admit the
-pods from before a reboot. Units that are ordered after the agent's unit, such as the kubelet's, start at that moment.
-`systemctl status` shows STATUS=. The event loop sends WATCHDOG=1, so systemd restarts an agent whose loop no longer
-runs.
+READY=1 is sent when the sockets exist and each resource has its first list. A kubelet that starts after READY=1 can
+admit the pods from before a reboot. Units that are ordered after the agent's unit, such as the kubelet's, start at
+READY=1. `systemctl status` shows the text of STATUS=. The event loop sends WATCHDOG=1, so systemd restarts an agent
+whose loop no longer runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from deviceplugin.kubelet.status import AgentStatus, unready, unserved
 _LOG: Final = logging.getLogger(__name__)
 
 START: Final = 60.0
-"""Seconds after which the agent counts as started even if it does not serve all resources. Then systemd starts the
-kubelet."""
+"""Seconds after which READY=1 is sent even if the agent does not serve all resources, so that the kubelet can start."""
 LOOK: Final = 0.1
 """Seconds between two checks of the agent's status before READY=1."""
 TICK: Final = 5.0
@@ -32,10 +31,10 @@ TICK: Final = 5.0
 
 
 class ServiceManager:
-    """The service manager that has started this process.
+    """The service manager (systemd) that has started this process.
 
-    watchdog: seconds within which it expects each WATCHDOG=1, None for no watchdog. This class removes its variables
-    from the environment, so that programs which the agent runs cannot send notifications.
+    watchdog: seconds within which the manager expects each WATCHDOG=1, None for no watchdog. This class removes the
+    manager's variables from the environment, so that programs which the agent runs cannot send notifications.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -45,22 +44,22 @@ class ServiceManager:
         mine = pid in ("", str(os.getpid())) and microseconds.isdecimal() and int(microseconds) > 0
         self.watchdog = int(microseconds) / 1e6 if mine and self.there else None
         if self.watchdog is not None:
-            faulthandler.enable()  # systemd ends a hanging process by SIGABRT. Then the log has each thread's stack.
+            faulthandler.enable()  # systemd ends a hanging process by SIGABRT. Then all stacks are logged.
 
     @property
     def there(self) -> bool:
-        """Whether there is a service manager that expects notifications."""
+        """Whether the process has a service manager that expects notifications."""
         return self._address[:1] in ("/", "\0")
 
     def tell(self, **variables: object) -> None:
-        """Send variables of sd_notify(3) in one message. A message that cannot be sent is lost, as with libsystemd."""
+        """Send variables of sd_notify(3) in one message. As with libsystemd, a message that cannot be sent is lost."""
         text = "\n".join(f"{name}={value}" for name, value in variables.items())
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
             sending.setblocking(False)
             sending.sendto(text.encode(), self._address)
 
     async def follow(self, status: Callable[[], AgentStatus]) -> None:
-        """Notify the service manager of the agent's state, until cancelled. These are the first notifications."""
+        """Notify the service manager of the agent's state, until cancelled. Call it before any other notification."""
         begun, ready, said, beaten = time.monotonic(), False, "", 0.0
         # The unit's TimeoutStartSec= includes the time in which Python loads the agent, which is long on a slow disk.
         self.tell(EXTEND_TIMEOUT_USEC=int(2 * START * 1e6))
@@ -83,7 +82,7 @@ class ServiceManager:
 
 
 def summary(status: AgentStatus, missing: tuple[str, ...] = ()) -> str:
-    """Summarize the agent's state in one line. missing: what keeps the agent from counting as started."""
+    """Summarize the agent's state in one line. missing: what must be served before READY=1 is sent."""
     if missing:
         return f"starts: {missing[0]}" + (f"; and {len(missing) - 1} more" if missing[1:] else "")
     served = f"serves {len(status.resources)} resource{'' if len(status.resources) == 1 else 's'}"
