@@ -14,7 +14,7 @@ from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
-"""Bounds of the seconds between two requests for a checkpoint about the same allocations. Each request doubles them."""
+"""Bounds of the seconds between two requests for a checkpoint about the same allocations; each request doubles them."""
 
 
 class RequestSchedule:

@@ -1,4 +1,4 @@
-"""Sources of devices: one for each kind of entry in the config file, and one that combines a resource's entries."""
+"""Sources of devices: one class for each kind of entry in the config file, and one for all entries of a resource."""
 
 from deviceplugin.sources.configured import ConfiguredSource, overlaps
 

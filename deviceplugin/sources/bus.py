@@ -1,4 +1,4 @@
-"""The base class of the sources of PCI and USB devices, and the names of vendors and products."""
+"""The base class of the sources of PCI and USB devices, and functions for the names of vendors and products."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 LONGEST_VALUE: Final = 64
 """Maximum bytes of an attribute's value."""
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
-"""Names of vendor and device by their ids, four lower-case digits each; None if the file has no name."""
+"""By the ids of vendor and device (four lower-case digits each), the names of both; None if the file has no name."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
-    """The devices of one bus that a filter selects.
+    """Lists the devices of one bus that a filter selects.
 
     wanted: the filter; a field that is None allows any value. sysfs_root, dev: directories of sysfs and device nodes.
-    ids: files with the names of vendors and products; the first existing one is used. The other arguments are those of
-    `ScannedSource`.
+    ids: paths of files with the names of vendors and products; the first existing file is used. The other arguments are
+    those of `ScannedSource`.
     """
 
     BUS: ClassVar[str]
@@ -55,7 +55,7 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         return f"{type(self).__name__}({self.wanted})"
 
     def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
-        """Return the names of vendor and device for these pairs of ids. The file is read only for new pairs."""
+        """Return the names of vendor and device for these pairs of ids. The file is read only for new pairs of ids."""
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
             self._known |= next(
@@ -65,9 +65,9 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
 
 
 def missing(nodes: Iterable[str], maker: str = "udev") -> str:
-    """Return the first missing node of a device, for messages; "" if none is missing. maker: creates the nodes.
+    """Return which node of a device is missing, for messages; "" if no node is missing. Blocks.
 
-    Blocks.
+    maker: the program that creates the nodes.
     """
     for node in nodes:
         looked_at.at(node)
@@ -77,23 +77,26 @@ def missing(nodes: Iterable[str], maker: str = "udev") -> str:
 
 
 def ids_files(bus: str, package: str) -> tuple[str, ...]:
-    """Return the files with the names of vendors and products of a bus. package: the package that updates them."""
+    """Return the paths at which distributions install the names of a bus's vendors and products.
+
+    package: the package that updates the names.
+    """
     directories = ("/usr/share/misc", "/usr/share/hwdata", "/usr/share", f"/var/lib/{package}")
     return tuple(f"{directory}/{bus}.ids" for directory in directories)
 
 
 def hex_digits(text: str | None) -> str | None:
-    """Return hexadecimal digits in the form of sysfs: lower case, without 0x."""
+    """Return hexadecimal digits in the form that sysfs has: lower case, without 0x."""
     return text.lower().removeprefix("0x") if text is not None else None
 
 
 def pcie_root(directory: str) -> str | None:
-    """Return the PCIe root of the device with this sysfs directory, such as pci0000:3a."""
+    """Return the PCIe root above the device with this sysfs directory, such as pci0000:3a; None if there is none."""
     return next(filter(_PCIE_ROOT.fullmatch, directory.split("/")), None)
 
 
 def pci_address(directory: str) -> str | None:
-    """Return the address of the PCI function that a sysfs directory is of or below: the last in its path."""
+    """Return the PCI address of a device with this sysfs directory, or of the nearest PCI function above it."""
     return next(filter(sysfs.PCI_ADDRESS.fullmatch, reversed(directory.split("/"))), None)
 
 
@@ -105,8 +108,8 @@ def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, Attribut
 def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:
     """Read the names for these pairs of ids from a file in the form of pci.ids; None if there is no such file.
 
-    A line without a tab is a vendor, one with a tab a device of it, one with two a subsystem. Other lists follow the
-    vendors; their lines begin with a capital letter and a space.
+    A line without a tab is a vendor, a line with one tab a device of this vendor, a line with two tabs a subsystem.
+    After the vendors, the file has other lists, whose lines begin with a capital letter and a space; they are not read.
     """
     vendors = {vendor for vendor, _ in wanted}
     names: _NamesById = {}
@@ -136,5 +139,5 @@ def in_words(wanted: msgspec.Struct) -> str:
 
 
 def attribute_text(text: str) -> str | None:
-    """Return the text cut to the 64 bytes of an attribute's value; None if it is empty."""
+    """Return the text, shortened to the 64 bytes that an attribute's value may have; None if it is empty."""
     return text.strip().encode()[:LONGEST_VALUE].decode(errors="ignore").strip() or None

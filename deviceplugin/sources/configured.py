@@ -1,8 +1,8 @@
-"""The source of a resource of the config file: the devices of all its entries, with the resource's settings.
+"""The source of a resource in the config file: it lists the devices of all its entries, with the resource's settings.
 
-The source of an entry has an async `watch`, which yields devices. It may have `notes`: sentences for the log, for
-example about a glob that matches nothing. It may also have the hooks `edits` and `measure`, which get only devices of
-this entry.
+Each entry has a source of its own, whose async `watch` yields devices. An entry's source may have `notes`: sentences
+for the log, for example about a glob that matches nothing. It may also have the hooks `edits` and `measure`, which are
+called only with devices of this entry.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 _PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
 FIRST_LIST: Final = 2.0
-"""Seconds that the first list waits for all entries; the devices of a slower entry are added later."""
+"""Seconds that the first list waits for all entries. The devices of a slower entry are in a later list."""
 RETRY: Final = (1.0, 30.0)
-"""Seconds before a failed entry is read again: after the first failure, and at most."""
+"""Seconds before a failed entry is read again: after its first failure, and at most."""
 FIRST_PROBE: Final = 2.0
-"""Seconds that a new device waits for its first probe. Until a slower probe ends, the device's health is unknown."""
+"""Seconds that a new device's first list waits for its first probe. After that, the health is unknown until it ends."""
 OPEN_TIMEOUT: Final = 5.0
-"""Seconds in which a device's nodes must open."""
+"""Seconds within which a device's nodes must open, otherwise the probe fails."""
 
 
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
-    """Return the source of one of a resource's entries. This loads NVML if the entry needs it."""
+    """Return the source of one of a resource's entries. index: the entry. This loads NVML if the entry needs it."""
     entry, permissions = resource.devices[index], resource.permissions
     if entry.parts:
         return PathSource(*entry.parts, permissions=permissions, resource=resource.name)
@@ -74,10 +74,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each pair of ids of one device, and the sentences of `nodeless` for each resource.
-
-    Blocks.
-    """
+    """Return a sentence for each two ids of one device, and the sentences of `nodeless` for each resource. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
@@ -103,7 +100,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
 
 
 def nodeless(devices: Iterable[Device]) -> list[str]:
-    """Return a sentence with the paths that are not device nodes, and one with the devices that have no path."""
+    """Return a sentence about paths that are no device nodes, and a sentence about devices that have no path."""
     devices = list(devices)
     mounted = [mount.host for device in devices for mount in device.edits.mounts]
     empty = [device.id for device in devices if not device.container_edits]
@@ -120,7 +117,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def is_wanted(device: Device, resource: ResourceConfig) -> bool:
-    """Return whether a resource's `include` and `exclude` select a device."""
+    """Return whether the `include` and `exclude` of a resource select a device."""
     if not (resource.include or resource.exclude):
         return True
     names = _names(device)
@@ -129,7 +126,7 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A served device: its entry, the device in the entry's list, and the device in the resource's list."""
+    """A served device. entry: its entry. listed: the device in the entry's list. device: in the resource's list."""
 
     entry: DeviceSource
     listed: Device
@@ -137,7 +134,7 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """The devices of all of a resource's entries. lock: devices at forbidden paths are left out."""
+    """Lists the devices of all entries of a resource. lock: devices at paths that the lock forbids are left out."""
 
     def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
         self.config = config
@@ -150,7 +147,7 @@ class ConfiguredSource(DeviceSource):
         self.policy = config.policy
         self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
         self._templates = {name: value for name, value in config.env.items() if _PLACEHOLDER.search(value)}
-        """The variables whose values depend on the container's devices."""
+        """The environment variables whose values depend on the container's devices."""
         self._edits = ContainerEdits(
             env={name: value for name, value in config.env.items() if name not in self._templates},
             nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],
@@ -167,27 +164,27 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the log about the last lists."""
+        """Sentences for the log about the last lists of the entries and about devices that were left out."""
         return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._left_out)
 
     @property
     def nodeless(self) -> Sequence[str]:
-        """Sentences about devices without device nodes. Entries with the hook `edits` are left out."""
+        """Sentences about devices without device nodes. Devices of entries with the hook `edits` are left out."""
         return nodeless(served.listed for served in self._served.values() if "edits" not in served.entry.hooks)
 
     @functools.cached_property
     def hooks(self) -> frozenset[str]:
-        """The hooks that at least one entry has."""
+        """The names of the hooks that at least one entry has."""
         hooks = {name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"}}
         return frozenset(hooks | {"edits"} if self._templates else hooks)
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """The closeness of pairs of devices, as far as the entries know it."""
+        """By pair of devices, how close their connection is, as far as the entries know it."""
         return {pair: score for entry in self.entries for pair, score in entry.links.items()}
 
     def replicas_of(self, device: Device) -> int:
-        """Return how often this device is offered."""
+        """Return to how many containers this device is offered, by the resource's `sharing`."""
         replicas = self.config.sharing.replicas
         if isinstance(replicas, int):
             return replicas
@@ -196,9 +193,9 @@ class ConfiguredSource(DeviceSource):
         return next(fitting, 1)
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the entries' edits for one container. The resource's own edits take precedence."""
+        """Return the edits of the entries' hooks for one container. The resource's own edits take precedence."""
         edits = await self._ask("edits", devices)
-        names = sorted((device.id for device in devices), key=natural)  # The kubelet passes the devices in any order.
+        names = sorted((device.id for device in devices), key=natural)  # The order of `devices` is arbitrary.
         listed = [self._served[name].listed for name in names if name in self._served]
         env = {name: ",".join(_filled(value, device) for device in listed) for name, value in self._templates.items()}
         if not (edits or env):
@@ -206,14 +203,14 @@ class ConfiguredSource(DeviceSource):
         return ContainerEdits.merge(edits, winner=ContainerEdits.merge([self._edits, ContainerEdits(env=env)]))
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return the measurements of the entries' devices."""
+        """Return what the entries' hooks measured of these devices."""
         measured_parts = await self._ask("measure", devices)
         return {name: values for measured in measured_parts for name, values in measured.items()}
 
     async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
-        """Call a hook of each entry that has it.
+        """Call a hook of each entry that has the hook; return the answers.
 
-        The hook gets the entry's devices among these, in the form of the entry's list.
+        The hook gets those of these devices that the entry has listed, as they are in the entry's list.
         """
         own: dict[DeviceSource, list[Device]] = {}
         for device in devices:
@@ -226,10 +223,10 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources that the entries define: partitions by profile, for pods alone.
+        """Yield sources of further resources that entries define: MIG partitions by profile, for pods by limits only.
 
-        The published names of a driver's devices contain names made from its resources. A resource that is added later
-        would rename devices, so these resources have no driver.
+        The published names of a driver's devices contain names made from the driver's resources. A resource that is
+        added later would rename devices, so these resources have no driver.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -250,7 +247,7 @@ class ConfiguredSource(DeviceSource):
                     yield tuple(built.values())
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices of all entries now, and whenever one entry's change."""
+        """Yield the devices of all entries now, and again whenever the devices of an entry change."""
         lists: list[Sequence[Device] | None] = [None] * len(self.entries)
         changed = asyncio.Event()
         tasks: set[asyncio.Task[Any]] = {
@@ -276,11 +273,11 @@ class ConfiguredSource(DeviceSource):
             await cancel_all(tasks)
 
     def _listed(self) -> list[Device]:
-        """Return the devices in the form of their entries' lists. A probe must not open the resource's mounts."""
+        """Return the devices as in their entries' lists, because a probe must not open the resource's mounts."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
-        """Keep one entry's list up to date. If the entry fails, the other entries continue."""
+        """Keep one entry's list up to date. If the entry fails, the others continue, and the entry is read again."""
         entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:
@@ -301,9 +298,12 @@ class ConfiguredSource(DeviceSource):
             await asyncio.sleep(delay)
 
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
-        """Return the devices to serve: each selected device once, with the resource's settings."""
+        """Return the devices to serve: each selected device once, with the resource's settings.
+
+        lists: the list of each entry, None before an entry's first list.
+        """
         served: dict[str, _Served] = {}
-        owners: dict[str, str] = {}  # Ids by the host paths of nodes and mounts.
+        owners: dict[str, str] = {}  # By the host path of a node or mount, its device's id.
         left_out: dict[str, None] = {}
         pairs = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
         for entry, device in pairs:
@@ -321,7 +321,7 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # The id that is already served stays, because a pod may hold it. The new id stands for the same device.
+                # The id that is already served stays, because a pod may hold it. The new id is for the same device.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
@@ -338,7 +338,7 @@ class ConfiguredSource(DeviceSource):
         return [kept.device for kept in served.values()]
 
     def _with_settings(self, device: Device) -> Device:
-        """Return a device with the edits, attributes and capacity of the resource."""
+        """Return a device with the resource's edits, attributes and capacity in addition to its own."""
         if not (self._edits or self.config.attributes or self.config.capacity):
             return device
         return dataclasses.replace(
@@ -350,7 +350,7 @@ class ConfiguredSource(DeviceSource):
 
 
 def _filled(value: str, device: Device) -> str:
-    """Return a variable's value for a device. If the device has no path, its name is its id."""
+    """Return an environment variable's value for a device. {name} of a device without a path is its id."""
     edits = device.container_edits
     nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
     host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
@@ -358,7 +358,7 @@ def _filled(value: str, device: Device) -> str:
 
 
 class ProbedHealth:
-    """Probes one resource's devices and judges their health; `config.probe` is "open" or a command."""
+    """Probes the devices of one resource and judges their health; `config.probe` is "open" or a command."""
 
     def __init__(self, resource: str, config: HealthConfig) -> None:
         self._resource = resource
@@ -368,16 +368,17 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command's own time limit comes first, and its message has more details.
+            # The command's own time limit comes first, because its message has more details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()
-        """Devices whose first probe has not ended."""
+        """Ids of devices whose first probe has not ended."""
 
     async def probe_new(self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
         """Probe the new devices, and forget devices that are gone.
 
-        If this takes longer than FIRST_PROBE, it continues among `tasks` and sets `changed` at its end.
+        If this takes longer than FIRST_PROBE seconds, the probe continues as one of `tasks` and sets `changed` at its
+        end.
         """
         new = [device for device in devices if device.id not in self._histories.keys() | self._pending]
         self._histories = {device.id: self._histories.get(device.id, health.HealthHistory()) for device in devices}
@@ -394,7 +395,7 @@ class ProbedHealth:
             first.add_done_callback(lambda _: changed.set())
 
     def judged(self, device: Device) -> Device:
-        """Return a device with the worse health of two: the health from its source, and the health from its probes."""
+        """Return the device with the worse of two healths: that from its source, and that from its probes."""
         history = self._histories[device.id]
         return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
 
@@ -406,7 +407,7 @@ class ProbedHealth:
                 changed.set()
 
     async def _probe(self, devices: Sequence[Device]) -> bool:
-        """Probe devices once; return whether the health or message of one changed."""
+        """Probe devices once; return whether the health or the message of any device changed."""
         findings = await self._prober.check(devices)
         now, changed = time.monotonic(), False
         for name, (verdict, message) in findings.items():
@@ -422,7 +423,7 @@ class ProbedHealth:
 
 
 def _names(device: Device) -> list[str]:
-    """Return the names of a device that patterns can match: id, PCI address, paths on host and in container."""
+    """Return the names of a device that patterns can match: its id, PCI address, and paths on host and in container."""
     edits = device.container_edits
     names = [device.id]
     if address := device.attributes.get(PCI_BUS_ID):

@@ -1,8 +1,8 @@
-"""Decides which paths of a group form one device. Pure.
+"""Decides which paths of a group of globs form one device. Pure functions.
 
-If sysfs shows the hardware of paths, they form a device if the hardware is one USB device or PCI function. Other paths
-form a device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match.
-Paths without a partner are left out. Paths are never paired by their order alone.
+If sysfs names the hardware of paths, these paths form a device if the hardware is one USB device or PCI function. Other
+paths form a device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one
+match. Paths without a partner are left out. Paths are never paired by their order alone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class PairedBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A path that a glob matches. hardware: of its USB device or PCI function, "" if sysfs shows none.
+    """A path that a glob matches.
 
-    text: the text that the wildcards of the glob match.
+    hardware: the sysfs directory of the path's USB device or PCI function, "" if sysfs names neither. text: the texts
+    that the wildcards of the glob match.
     """
 
     path: str
@@ -35,18 +36,18 @@ class Part:
 
 
 Group = tuple[Part | None, ...]
-"""The parts of a device, one of each glob; None where an optional one is missing."""
+"""The paths of one device, one path of each glob; None where an optional path is missing."""
 
 
 @dataclass(slots=True)
 class Pairing:
-    """The devices with the evidence for their paths, and the paths without a partner."""
+    """The devices that paths form, with the evidence for this, and the paths without a partner (`left`)."""
 
     groups: list[tuple[Group, PairedBy]] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences about the evidence for the pairs, and about paths without a partner."""
+        """Yield sentences about the evidence by which paths form devices, and about paths without a partner."""
         for how in PairedBy:
             firsts = [next(part for part in group if part is not None) for group, by in self.groups if by is how]
             if firsts:
@@ -61,9 +62,9 @@ class Pairing:
 
 
 def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> Pairing:
-    """Return the devices that paths form. columns: the matches of each glob.
+    """Return which paths form devices. columns: for each glob, its matches.
 
-    optional: whether a glob may match nothing.
+    optional: for each glob, whether it may match nothing.
     """
     needed = [not (at < len(optional) and optional[at]) for at in range(len(columns))]
     rest, pairing = [list(column) for column in columns], Pairing()
@@ -80,9 +81,9 @@ def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> 
 
 
 def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
-    """Yield a group for each USB device or PCI function.
+    """Yield the paths of each USB device or PCI function as a group.
 
-    If one has several groups, they are paired by text, else by order.
+    If the hardware has several paths of each glob, they are grouped by text, otherwise by order.
     """
     for hardware in dict.fromkeys(part.hardware for part in _first(columns, needed) if part.hardware):
         own = [[part for part in column if part.hardware == hardware] for column in columns]
@@ -106,7 +107,7 @@ def _by_text(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Itera
 
 
 def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
-    """Yield one group of the globs with a single match each."""
+    """Yield one group if no glob has more than one match."""
     if all(len(column) <= 1 for column in columns):
         group = tuple(column[0] if column else None for column in columns)
         named = not any(part.text for part in group if part is not None)
@@ -115,9 +116,10 @@ def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterato
 
 
 def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> bool:
-    """Return whether all needed parts exist, and sysfs does not show different hardware.
+    """Return whether all needed paths exist, and sysfs does not name different hardware for them.
 
-    named: the globs have no wildcards. Then the author of the config wants these paths together, whatever they are.
+    named: whether the globs have no wildcards. Then the author of the config wants these paths together, whatever their
+    hardware is.
     """
     whole = all(part is not None for part, must in zip(group, needed, strict=True) if must)
     hardware = {part.hardware for part in group if part is not None and part.hardware}
@@ -125,7 +127,7 @@ def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> b
 
 
 def _first(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterable[Part]:
-    """Return the matches of the first glob that must match."""
+    """Return the matches of the first glob whose path a device must have."""
     return columns[list(needed).index(True)]
 
 

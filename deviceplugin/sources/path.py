@@ -1,7 +1,7 @@
-"""Makes devices from paths: each match of a glob, or the paired matches of a group's globs (`pairing`).
+"""Makes devices from paths: each match of a glob is a device, or the paired matches of several globs (`pairing`).
 
-The device of a symlink has the name of the link: /dev/serial/by-id/... always stands for the same stick, /dev/ttyUSB0
-does not. The runtime resolves it each time that it creates a container (containerd 2.1,
+The device of a symlink has the name of the link: /dev/serial/by-id/... always leads to the same stick, /dev/ttyUSB0
+does not. The runtime resolves the symlink each time that it creates a container (containerd 2.1,
 internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
 specAddContainerConfigDevices), so a container that restarts gets the link's target at that time. No runtime resolves a
 symlink in a CDI file (`dra_bridge.driver.cdi_files`). A plain file, a socket or a pipe is mounted, because runtimes
@@ -30,7 +30,7 @@ from deviceplugin.sysfs import ROOT, device_above, directory_of, numa_node_above
 
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52
-"""Maximum characters of an id. With the suffix of a replica, it fits into the kubelet's 63."""
+"""Maximum characters of a device's id. With the suffix of a replica, the id fits into the kubelet's 63 characters."""
 _MAGIC: Final = re.compile(r"[*?[]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
@@ -38,10 +38,10 @@ _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
 
 
 def device_id(path: str) -> str:
-    """Return the id of the device at this path: readable, 52 characters at the most, never that of another path.
+    """Return the id of the device at this path: readable, at most 52 characters, and different for each path.
 
-    /dev/ttyUSB0 is ttyUSB0, /dev/snd/pcmC0D0c is snd--pcmC0D0c. A name that is longer, or has other characters, is
-    shortened and ends in a hash.
+    The id of /dev/ttyUSB0 is ttyUSB0, that of /dev/snd/pcmC0D0c is snd--pcmC0D0c. A name that is longer, or has other
+    characters, is shortened and ends in a hash.
     """
     inside = path.removeprefix("/dev/")
     steps = inside.strip("/").split("/")
@@ -49,42 +49,42 @@ def device_id(path: str) -> str:
     if inside != path and len(name) <= LONGEST_ID and all(map(_PLAIN.fullmatch, steps)) and not _HASHED.fullmatch(name):
         return name
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    # Long names differ more often at their ends than at their beginnings.
+    # Long names differ more often in their last characters than in their first.
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", name)[-(LONGEST_ID - 9) :].strip("-_.")
     return f"{readable or 'x'}-{digest}"
 
 
 def filled(text: str, device: str, name: str, path: str = "") -> str:
-    """Return a text of the config with {id}, {name} and {path} replaced."""
+    """Return a text of the config, with {id} replaced by `device`, {name} by `name` and {path} by `path`."""
     return text.replace("{id}", device).replace("{name}", name).replace("{path}", path)
 
 
 def _directory(mode: int, rdev: int, root: str) -> str | None:
-    """Return the sysfs directory of a node with this st_mode and st_rdev; None if there is none."""
+    """Return the sysfs directory of a device node with this st_mode and st_rdev; None if it is no device node."""
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return None
     return directory_of("char" if stat.S_ISCHR(mode) else "block", f"{os.major(rdev)}:{os.minor(rdev)}", root)
 
 
 def numa_of(mode: int, rdev: int, sysfs: str = ROOT) -> int | None:
-    """Return the NUMA node of the hardware of a node with this st_mode and st_rdev; None if sysfs names none."""
+    """Return the NUMA node of a device node's hardware, by its st_mode and st_rdev; None if sysfs names none."""
     root = os.path.realpath(sysfs)
     directory = _directory(mode, rdev, root)
     return numa_node_above(directory, f"{root}/devices/") if directory is not None else None
 
 
 def hardware_of(mode: int, rdev: int, sysfs: str = ROOT) -> str:
-    """Return the sysfs directory of the USB device or PCI function of a node; "" if sysfs shows none."""
+    """Return the sysfs directory of the USB device or PCI function of a device node; "" if sysfs names neither."""
     directory = _directory(mode, rdev, sysfs)
     return (device_above(directory) or "") if directory is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches, and its target at the last scan.
+    """A path that a glob matches (`alias`), and its target (`host`) at the last scan.
 
-    seen: a hash of its status. identity: its token. hardware: the sysfs directory of its USB device or PCI function, ""
-    if there is none. container: the path in the container from the config; "" for the same path.
+    seen: a hash of the target's status. identity: the target's identity token. hardware: the sysfs directory of its USB
+    device or PCI function, "" if there is none. container: the path in the container by the config; "" for `alias`.
     """
 
     alias: str
@@ -99,12 +99,12 @@ class _Match:
 
 @dataclass(slots=True)
 class _PathScan(Scan):
-    """A running scan. It reads no directory and no symlink twice."""
+    """A running scan, which reads no directory and no symlink twice. real: by directory, its real path."""
 
     real: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
-        """Return a directory's real path. Watch the directories whose changes can change that path."""
+        """Return a directory's real path; add the directories whose changes can change that path to `directories`."""
         real = self.real.get(directory)
         if real is None:
             looked_at.at(directory)
@@ -118,8 +118,8 @@ class _PathScan(Scan):
         return real
 
     def follow(self, path: str) -> str:
-        """Return the target of a path. Watch the directories of its symlinks."""
-        for _ in range(40):  # The kernel follows at most 40 symlinks as well.
+        """Return the target of a path; add the directories of all symlinks on the way to `directories`."""
+        for _ in range(40):  # The kernel also follows at most 40 symlinks.
             directory, name = os.path.split(path)
             directory = self.resolve(directory)
             self.directories.add(directory)
@@ -132,13 +132,13 @@ class _PathScan(Scan):
 
 
 class PathSource(ScannedSource):
-    """Each match of a glob is a device. With several globs, paired matches form a device (`pairing`).
+    """Lists each match of a glob as a device. With several globs, paired matches form a device (`pairing`).
 
-    A device of several paths has the name of the first. Paths without a partner are left out.
+    The first path of a device gives the device its name. Paths without a partner are left out.
 
     parts: globs of absolute paths, or `PartConfig` with a path in the container, or for a path that a device need not
-    have. `*`, `?` and `[abc]` match within one directory. sysfs: its directory. The other arguments are those of
-    `ScannedSource`.
+    have. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted. The other
+    arguments are those of `ScannedSource`.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class PathSource(ScannedSource):
         super().__init__(permissions, resource, rescan)
         made = [PartConfig(path=part) if isinstance(part, str) else part for part in parts]
         self._parts = sorted(made, key=lambda part: part.optional)
-        """The globs of each device. The first one gives the device its name, so a glob that must match comes first."""
+        """The globs whose matches form a device. The first glob's path names the device, so a needed glob is first."""
         self.globs = tuple(part.path for part in self._parts)
         for glob in self.globs:
             if not glob.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
-        """The devices of the last scan by the paths that make them."""
+        """The devices of the last scan, by the paths that form them."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"
@@ -173,7 +173,7 @@ class PathSource(ScannedSource):
         return scan
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
-        """Return the paths of each device."""
+        """Return for each device the paths that form it."""
         before = {match.alias: match for matches in self._devices for match in matches}
         columns = [self._matching(part, scan, before) for part in self._parts]
         if len(columns) == 1:
@@ -208,7 +208,7 @@ class PathSource(ScannedSource):
         )
 
     def _matching(self, part: PartConfig, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
-        """Return by path the present matches of a glob, in natural order: 2 before 10."""
+        """Return the present matches of a glob by path, in natural order: 2 before 10."""
         glob, inside = part.path, part.container or ""
         matches = [self._match(alias, inside, scan, before.get(alias)) for alias in _expand(glob, scan)]
         by_alias = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
@@ -219,7 +219,7 @@ class PathSource(ScannedSource):
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
     def _match(self, alias: str, container: str, scan: _PathScan, before: _Match | None) -> _Match | None:
-        """Return a path's present target; `before` if it has not changed, None if there is none."""
+        """Return the present target of a path; `before` if the target has not changed, None if there is no target."""
         host = scan.follow(alias)
         try:
             status = looked_at.stat(alias)
@@ -238,7 +238,7 @@ class PathSource(ScannedSource):
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
-    """Return the paths that an absolute glob matches, as glob.glob does. A path without wildcards need not exist.
+    """Return the paths that an absolute glob matches, as glob.glob does; a path without wildcards need not exist.
 
     The directories that were read are added to `scan.directories`.
     """
@@ -272,7 +272,7 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    # The kubelet needs UTF-8, but the name of a file may be any bytes. Bytes that are no UTF-8 are surrogates here.
+    # Names that are no UTF-8 are left out: the kubelet needs UTF-8. Python decodes their other bytes to surrogates.
     return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
@@ -284,7 +284,7 @@ def _text(glob: str, path: str) -> tuple[str, ...]:
 
 @functools.cache
 def _captures(glob: str) -> re.Pattern[str]:
-    """Return a pattern whose groups are the texts that the wildcards of a glob match."""
+    """Return a pattern whose groups match the texts that the wildcards of a glob match."""
     parts = re.split(r"(\*|\?|\[[!^]?\]?[^]/]*\])", glob)
     wild = (
         ("([^/]*)" if part == "*" else "([^/])") if index % 2 else re.escape(part) for index, part in enumerate(parts)

@@ -1,9 +1,10 @@
 """PCI devices, selected by their properties in sysfs: vendor, device, class, driver, address.
 
-A device bound to vfio-pci gives a container /dev/vfio/<group> and /dev/vfio/vfio. Any other device gives the nodes that
-its driver made (/dev/dri/renderD128). A network function has no node: the container finds its address in a variable.
+A container gets /dev/vfio/<group> and /dev/vfio/vfio of a device that is bound to vfio-pci, and of any other device the
+nodes that the device's driver made (/dev/dri/renderD128). A network function has no node: the container finds the
+function's address in an environment variable.
 
-sysfs causes no inotify events. New nodes under /dev do; the next scan finds other changes.
+sysfs causes no inotify events. New nodes under /dev cause such events; the next scan finds all other changes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
 _BRIDGE: Final = "0604"
-"""The class of PCI bridges. The driver of a bridge does no DMA of its own."""
+"""The class of PCI bridges, which may stay bound to a driver of the host because that driver does no DMA of its own."""
 _HARMLESS: Final = re.compile(r".*vfio.*|pci-stub")
-"""Functions of a group with these drivers can be given to a virtual machine (Linux, drivers/vfio)."""
+"""Drivers whose functions do not keep a group from being given to a virtual machine (Linux, drivers/vfio)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Function:
 
 
 class PciSource(bus.SysfsSource[PciConfig]):
-    """The PCI devices that a filter selects. Their ids are addresses, 0000:3b:00.0. `resource` names their variable."""
+    """Lists the PCI devices that a filter selects; ids are addresses, 0000:3b:00.0. `resource` names their variable."""
 
     BUS = "pci"
     IDS = bus.ids_files("pci", "pciutils")
@@ -68,9 +69,9 @@ class PciSource(bus.SysfsSource[PciConfig]):
         )
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""
+        """Return an environment variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        # The kubelet passes the devices in any order.
+        # The order of `devices` is arbitrary, but the variable should not change.
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:
@@ -128,9 +129,9 @@ class PciSource(bus.SysfsSource[PciConfig]):
         )
 
     def _foreign(self, function: _Function, group: str) -> str:
-        """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if it can.
+        """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if the group can be given.
 
-        The kernel does not open a group if a function in it has a driver of the host. Bridges do not count.
+        The kernel does not open a group if a function in it is bound to a driver of the host. Bridges are an exception.
         """
         members = f"{function.directory}/iommu_group/devices"
         looked_at.at(members)

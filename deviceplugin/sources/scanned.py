@@ -1,4 +1,4 @@
-"""The base class of sources that scan the file system for devices: the times of the scans, and their log."""
+"""The base class of sources that scan the file system for devices: it decides when to scan, and logs the results."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 15.0
-"""Seconds of a scan after which the devices are unhealthy until it ends. A network file system may hang."""
+"""Seconds after which the devices of an unfinished scan count as unhealthy. A network file system may hang."""
 UNWATCHED: Final = 5.0
-"""Seconds between two scans of directories that cause no events."""
+"""Seconds between two scans if a directory causes no events."""
 MAX_PAUSE: Final = 0.5
-"""Maximum seconds between scans while the file system changes again and again, but the devices do not."""
+"""Maximum seconds between two scans while the watched directories change again and again, but the devices do not."""
 
 
 @dataclass(slots=True)
 class Scan:
-    """The result of one scan. directories: directories to watch. notes: for the log.
+    """The result of one scan. directories: directories to watch until the next scan. notes: sentences for the log.
 
     seen: a value that changes with the hardware behind an unchanged list, because a node that was created again may
-    stand for other hardware.
+    lead to other hardware.
     """
 
     devices: list[Device] = field(default_factory=list)
@@ -41,12 +41,13 @@ class Scan:
 class ScannedSource(DeviceSource):
     """Finds devices by scans: at once, after each change in a watched directory, and periodically.
 
-    permissions: the container's permissions for the nodes, out of r, w and m. resource: its name, if the source is used
-    alone or a hook needs it. rescan: seconds, plus or minus a fifth, after which it scans again without a change.
+    permissions: the container's permissions for the nodes, out of r, w and m. resource: the resource's name, if the
+    source is used alone or a hook needs the name. rescan: seconds, plus or minus a fifth, after which the next scan
+    begins without a change.
     """
 
     DEBOUNCE: ClassVar[float] = 0.0
-    """Seconds between a change and the scan. A driver creates several nodes, some of them later than its entry in
+    """Seconds between a change and the scan, because a driver creates some nodes later than the device's entry in
     sysfs."""
 
     def __init__(self, permissions: str, resource: str, rescan: float) -> None:
@@ -57,7 +58,7 @@ class ScannedSource(DeviceSource):
         self._looks = Looks(self.resource or "devices", threads=1, resource=self.resource)
 
     def scan(self) -> list[Device]:
-        """Return the present devices; blocks."""
+        """Scan now, and return the devices. Blocks."""
         scan = self._scan()
         self.notes = tuple(scan.notes)
         return scan.devices

@@ -1,4 +1,4 @@
-"""Devices without hardware or device nodes, for demonstrations and tests."""
+"""Simulated devices without hardware or device nodes, for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class SimulatedSource(DeviceSource):
-    """Devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
+    """Lists simulated devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
 
-    count: number of devices at the beginning. numa: number of NUMA nodes; None leaves them unknown. unhealthy_file: as
-    in the config file, with comments after #. resource: its name, if the source is used alone. rescan: seconds between
-    two reads of the file.
+    count: number of devices at the beginning. numa: number of NUMA nodes; None leaves the devices' NUMA nodes unknown.
+    unhealthy_file: the path of a file as in the config file, with comments after #. resource: the resource's name, if
+    the source is used alone. rescan: seconds between two reads of the file.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SimulatedSource(DeviceSource):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The present devices."""
+        """The devices with their present health."""
         with self._lock:
             return tuple(
                 device.with_health(Health.UNHEALTHY, self._unhealthy[name]) if name in self._unhealthy else device
@@ -60,7 +60,7 @@ class SimulatedSource(DeviceSource):
             )
 
     def add(self, device: Device | str) -> None:
-        """Plug a device in, or replace the one with its id; thread-safe."""
+        """Plug a device in, or replace the device with the same id. Thread-safe."""
         if isinstance(device, str):
             device = Device(device)
         with self._lock:
@@ -68,13 +68,13 @@ class SimulatedSource(DeviceSource):
         self._wake()
 
     def remove(self, device: str) -> None:
-        """Unplug a device; KeyError if no device has this id. Thread-safe."""
+        """Unplug a device. Raises KeyError if no device has this id. Thread-safe."""
         with self._lock:
             del self._devices[device]
         self._wake()
 
     def set_health(self, device: str, health: Health, message: str = "") -> None:
-        """Set a device's health and the reason; KeyError if no device has this id. Thread-safe."""
+        """Set a device's health and the reason. Raises KeyError if no device has this id. Thread-safe."""
         with self._lock:
             self._devices[device] = self._devices[device].with_health(health, message)
         self._wake()
@@ -106,7 +106,7 @@ class SimulatedSource(DeviceSource):
             watch.wake()
 
     def read(self, file: str) -> None:
-        """Read the file of unhealthy devices. If it cannot be read, their health stays."""
+        """Read the file of unhealthy devices. If the file cannot be read, the health of the devices stays as it is."""
         warning = ""
         looked_at.at(file)
         try:

@@ -1,10 +1,10 @@
 """USB devices, selected by their properties in sysfs: vendor, product, serial number.
 
 A container gets the device's own node, /dev/bus/usb/001/004, and the nodes of its drivers (/dev/ttyUSB0). A device that
-is plugged in again gets another number, but keeps its id, which consists of vendor, product and serial number. If the
-serial number is missing, or two devices have the same one, the id has the port instead. The first of two such devices
-keeps its id while it is plugged in, because a pod may hold it, and under another id it would be allocated twice. If
-both exist when the agent starts, both ids have the port.
+is plugged in again gets another device number, but keeps its id, which consists of vendor, product and serial number.
+If the serial number is missing, or two devices have the same serial number, the id has the port instead. The first of
+two such devices keeps its id while it is plugged in, because a pod may hold it, and under a second id the device would
+be allocated twice. If both exist when the agent starts, both ids have the port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
 _Plugged = tuple[str, str, str, str]
-"""Port, node, vendor and product of a device. They stay the same while it is plugged in."""
+"""Port, node, vendor and product of a device, which stay the same while the device is plugged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class _Usb:
 
     @property
     def plugged(self) -> _Plugged:
-        # The serial number is left out, because a read of it may fail once.
+        # The serial number is left out, because a read of the serial number may fail once.
         return self.port, self.node, self.vendor, self.product
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
-    """The USB devices that a filter lets through, without hubs.
+    """Lists the USB devices that a filter selects, without hubs.
 
-    wanted: the filter. Several filters are for a device that changes its ids: then all devices in a port count as one,
-    and the port is its id and identity. options: those of `SysfsSource`.
+    wanted: the filter. Several filters are for a device that changes its vendor or product id: then all devices in a
+    port count as one device, and the port is its id and identity. options: those of `SysfsSource`.
     """
 
     BUS = "usb"
@@ -73,7 +73,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         try:
             ports = sorted(os.listdir(self.root))
         except FileNotFoundError:
-            ports = []  # There is no USB until a controller is plugged in.
+            ports = []  # A node without USB may get a controller later.
         except OSError as error:
             return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
@@ -128,7 +128,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
 
 
 def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugged, str]:
-    """Return the devices' ids. A known device keeps its id."""
+    """Return the id of each device. A device that was there at the last scan keeps its id."""
     ids = {usb.plugged: before[usb.plugged] for usb in there if usb.plugged in before}
     taken = set(ids.values())
     plain = Counter(_plain_id(usb) for usb in there)
@@ -137,7 +137,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
             name = _plain_id(usb)
             if plain[name] > 1 or name in taken:
                 name = _port_id(usb)
-            if name in taken:  # Another device has the same serial number.
+            if name in taken:  # Another device has the same serial number and port.
                 name += f"-{usb.node[-3:]}"
             ids[usb.plugged] = name
             taken.add(name)
@@ -145,7 +145,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
 
 
 def _plain_id(usb: _Usb) -> str:
-    """Return a device's id by vendor, product and serial number, or by its port if these do not make an id."""
+    """Return a device's id by vendor, product and serial number, or by its port if the serial number is unusable."""
     serial = re.sub(r"[^A-Za-z0-9_.]+", "-", usb.serial).strip("-")
     name = f"{usb.vendor}-{usb.product}-{serial}"
     return name if serial and len(name) <= LONGEST_ID else _port_id(usb)
