@@ -1,4 +1,4 @@
-"""Runs hooks that change devices: one at a time for each device. Every grant of a device waits for its hooks."""
+"""Runs the hooks that change devices, one at a time for each device. A grant of a device waits for its hooks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 
 CANCELLED: Final = 1.0
-"""Seconds in which a cancelled coroutine should end."""
+"""Seconds after which a hook whose coroutine was cancelled counts as still running."""
 
 
 class DeviceBusyError(HookError):
-    """Raised while a hook works on a device. The text names both."""
+    """Raised while a hook works on a device. The message names the hook and the device."""
 
 
 @dataclass(eq=False, slots=True)
 class HookRun:
-    """One call of a hook. over: done when the hook has ended, or is overdue.
+    """One call of a hook.
 
-    tokens: by device, its tokens when the hook began; later its name may stand for other hardware or for none. left:
-    the caller no longer waits for the hook, but the hook still runs. overdue: whether the hook holds its devices.
+    tokens: by device, the device's tokens when the hook began; later the device's name may stand for other hardware, or
+    for none. over: done when the hook has ended, or is overdue. left: whether the caller no longer waits for the hook,
+    which still runs. overdue: whether the hook has run longer than its timeout, so that it holds its devices.
     """
 
     hook: str
@@ -41,7 +42,7 @@ class HookRun:
 
     @property
     def reason(self) -> str:
-        """Why its devices are not free, for messages."""
+        """Why the hook's devices are not free, for messages."""
         return f"`{self.hook}` is still running on it" + (", after its timeout" if self.overdue else "")
 
 
@@ -62,8 +63,7 @@ class HookRuns:
     """The running hooks that change devices, for pods and claims: reset, prepare, unprepare, released.
 
     Hooks on the same hardware run one by one, in the order of their calls. A hook that still runs after its timeout, or
-    after its caller was cancelled, holds its devices until it ends. Only this process knows of such hooks, and they end
-    with it.
+    after its caller was cancelled, holds its devices until it ends. Hooks run in this process, so none outlives it.
     """
 
     def __init__(self, devices: HookDevices) -> None:

@@ -1,13 +1,13 @@
 """The identity of a device: tokens of its nodes, of the hardware behind them, and of its source's `identity`.
 
 Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware behind them: a
-USB stick can get the device number that another stick had before. A device number of several devices in a list belongs
-to a control node that they share. If several devices have only the same numbers, the list contains the same hardware
-several times.
+USB stick can get the device number that another stick had before. A device number that several devices of a list have
+belongs to a control node that these devices share. Devices of a list that have no other numbers are the same hardware.
 
-udev's links in a directory `by-path` stand for a port, with any device in it. The identity from `port` does, too. A
-holder of such a device has the port, and the holder of another device has the hardware (`lasting`). Present tokens name
-both: a stick that is listed by its serial number and by its port is one device, whichever of the two has a holder.
+A link of udev in a directory `by-path`, and the identity from `port`, stand for a port with any hardware in it. The
+holder of such a device has the port; the holder of another device has the hardware (`lasting`). The present tokens of a
+device name its hardware and its port: a stick that is listed by its serial number and by its port is one device,
+whichever of the two names has a holder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
-"""An identity from `token`. It is read again at each check; other identities are those that the source states."""
+"""An identity from `token`, which is read again at each check. Another identity is a statement of the source."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
 """A token from `_hardware`: the name of a USB device or PCI function, and the part of it that a node stands for."""
 _PLACE: Final = "place:"
@@ -43,11 +43,11 @@ _PORT: Final = "port:"
 _PORTS: Final = "by-path"
 """The directory of udev's links with the names of ports (systemd, rules.d/60-serial.rules and others)."""
 MEMORY: Final = 1
-"""The major number of null, zero, random. These character devices stand for no hardware."""
+"""The major number of /dev/null, /dev/zero and /dev/random, which stand for no hardware."""
 
 
 def token(status: os.stat_result) -> str:
-    """Return the token of a file's status: a device node's number ("" without hardware), or file system and inode."""
+    """Return a file's token by its status: a device node's number ("" without hardware), or file system and inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -61,7 +61,7 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
 
 
 def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
-    """Return the tokens of those paths that exist. files: whether to include paths that are not device nodes.
+    """Return the tokens of the existing ones of these paths. files: whether to include paths other than device nodes.
 
     Blocks.
     """
@@ -77,12 +77,12 @@ def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: boo
 
 
 def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
-    """Return the tokens of those paths that are device nodes. Blocks."""
+    """Return the tokens of the device nodes among these paths. Blocks."""
     return identity_of(paths, stat, files=False)
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """Return the tokens of a device's own existing nodes, with one path for each."""
+    """Return the tokens of a device's own existing nodes, each with one path of the node."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):
@@ -91,7 +91,7 @@ def _numbers(device: Device, stat: Stat) -> dict[str, str]:
 
 
 def port(name: str) -> str:
-    """Return the identity of a device that stands for a port, with any hardware in it."""
+    """Return the `identity` for a device that stands for a port with any hardware in it. name: of the port."""
     return f"{_PORT}{name}"
 
 
@@ -125,10 +125,10 @@ def lasting(tokens: Tokens) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return the tokens of each device of a list, by id. A device without known tokens has an empty set. Blocks.
+    """Return the present tokens of each device of a list, by id; an empty set if none is known. Blocks.
 
-    A node of several devices, such as /dev/nvidiactl, identifies none of them. There is one exception: a device that
-    has only shared nodes is identified by them.
+    A node of several devices, such as /dev/nvidiactl, identifies none of these devices, except a device that has only
+    shared nodes.
     """
     reader = HardwareReader(sysfs)
     paths = {device.id: _numbers(device, stat) for device in devices}
@@ -148,7 +148,7 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: st
 
 
 def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
-    """Return all tokens that could identify a device now. Blocks."""
+    """Return all tokens that a device has now, those of nodes that it shares with others included. Blocks."""
     now = frozenset[str]()
     if device.nodes:
         paths = _numbers(device, stat)
@@ -175,14 +175,14 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens may be of the same hardware. An empty set may be of any hardware."""
+    """Return whether two sets of tokens can be of the same hardware. An empty set can be of any hardware."""
     return not (tokens and other) or agree(tokens, other)
 
 
 def reachable(tokens: Tokens) -> Tokens:
-    """Return the tokens by which a container reaches a device.
+    """Return the tokens of device nodes and files, by which a container reaches a device.
 
-    They are those of nodes and files, not those of the hardware behind them.
+    Tokens of the hardware behind the nodes are left out.
     """
     return frozenset(filter(_LOOKED_UP.fullmatch, tokens))
 
@@ -205,11 +205,11 @@ def boot_id() -> str:
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """The identity of a holding's hardware at the time of the grant.
 
-    tokens: valid only during one boot of the node. boot: the boot's id. sure: whether the tokens are those of one
-    device; otherwise they are those of all devices in one answer to Allocate, or of a control node. reached: nodes that
-    the device's paths have led to since the grant. A container that has restarted may reach them, even if they stand
-    for other hardware later. left: nodes among the tokens that the holder does not reach any more, because its
-    container has restarted since.
+    boot: the id of the node's boot during which the tokens are valid. tokens: see `lasting`. sure: whether the tokens
+    are of one device; otherwise they are of all devices in one answer to Allocate, or of a control node. reached: nodes
+    to which the device's paths have led since the grant. A container that has restarted may reach these nodes, even if
+    they stand for other hardware later. left: nodes among the tokens that the holder no longer reaches, because its
+    container has restarted.
     """
 
     boot: str = ""
@@ -219,7 +219,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; an empty set if they are of another boot, because its containers no longer run."""
+        """Return the tokens; an empty set if they are of another boot, whose containers no longer run."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:
@@ -227,7 +227,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return self.reached if self.boot == boot else frozenset()
 
     def reaching(self, now: Identity) -> Identity:
-        """Merge the tokens of another identity of the same boot into `reached`. The holder may reach them, too."""
+        """Return this identity with the nodes of another identity of the same boot added to `reached`."""
         more = reachable(now.tokens) | now.reached if now.boot == self.boot else frozenset()
         return msgspec.structs.replace(self, reached=self.reached | more - self.tokens, left=self.left - more)
 
@@ -237,7 +237,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
 
     def says_more_than(self, recorded: Identity) -> bool:
-        """Return whether this identity, found in this boot, replaces the recorded one of a holding."""
+        """Return whether this identity, read in this boot, must replace the recorded identity of a holding."""
         if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
             return False
         return self.boot != recorded.boot or self.sure
@@ -253,9 +253,9 @@ def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
-    """Publish a list in an inventory, with the devices' tokens; return whether anything changed.
+    """Publish a list of devices in an inventory, with the devices' tokens; return whether the inventory changed.
 
-    While one of their paths does not answer, this function waits, and the previously listed devices are unhealthy.
+    While a path of a device does not answer, this function waits, and the previously listed devices are unhealthy.
     """
     identifiable = any(device.identity or device.nodes for device in devices)
     tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}

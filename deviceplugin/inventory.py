@@ -1,8 +1,8 @@
-"""The present devices of one resource. The plugin side and the DRA side subscribe to their changes.
+"""The present devices of one resource. The plugin side and the DRA side subscribe to changes of the devices.
 
-A device that vanishes from the source's list may still have a holder, or its Allocate may be running. The kubelet
-crashes if the device disappears during an Allocate (kubelet 1.36.3, devicemanager). So the device stays here, unhealthy
-and marked as gone, until the component that knows the holders calls `forget`.
+A device that vanishes from the source's list may still have a holder, or an Allocate of the device may be running. The
+kubelet crashes if a device disappears during its Allocate (kubelet 1.36.3, devicemanager). So the device stays in the
+inventory, unhealthy and marked as gone, until its service has found no holder and calls `forget`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class InventorySnapshot:
 
 
 def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
-    """Return the devices by id. what: the owner of the list, for messages. Raises DuplicateDeviceError."""
+    """Return the devices of a list by id. what: names the list in messages. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -90,7 +90,7 @@ def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySna
 
 
 class DeviceChange(NamedTuple):
-    """A change of a device, as text. bad: whether the device cannot be used since."""
+    """A change of a device. text: the change, for messages. bad: whether the change makes the device unusable."""
 
     device: str
     text: str
@@ -124,7 +124,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
 def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySnapshot:
     """Return a snapshot in which all devices are unhealthy for one reason.
 
-    With "" as the reason, they are as listed.
+    message: the reason. Without one (""), the devices have the health that the source has listed.
     """
     devices = listed.devices
     if message:
@@ -136,9 +136,9 @@ def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySn
 
 
 class Inventory:
-    """One resource's present devices. It notifies subscribers of every change, and belongs to one event loop.
+    """Holds one resource's present devices, and calls subscribers after each change. Belongs to one event loop.
 
-    looks: runs all looks at these devices' hardware. While a look hangs, the devices are unhealthy for that reason.
+    looks: runs all reads of these devices' paths. While such a read hangs, the devices are unhealthy for that reason.
     """
 
     def __init__(self, resource: str) -> None:
@@ -147,7 +147,7 @@ class Inventory:
         self.looks: Final = Looks(resource, resource=resource)
         self.looks.changed = self._looked
         self._listed = self.snapshot
-        """The devices in the source's list."""
+        """The devices by the source's list, without the effect of a hanging read."""
         self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
     @property
@@ -191,7 +191,7 @@ class Inventory:
         return True
 
     def _looked(self) -> None:
-        """Apply that a look hangs, or that all looks have ended."""
+        """Show the devices as unhealthy because a read hangs, or as listed because no read hangs any more."""
         if self._listed.listed:
             self._show(blamed(self._listed, self.looks.hanging, self.snapshot.version + 1))
 

@@ -1,10 +1,10 @@
-"""The copy that an agent with a ledger keeps of its allocations: `<agent>.allocations` in `cdi.own_directory`.
+"""The copy that an agent with a ledger writes of its allocations: `<agent>.allocations` in `cdi.own_directory`.
 
-If ledger and checkpoint are lost, only the copy names the pods of the plugin side. The checkpoint also drops a pod that
-was deleted by force. If such a pod hangs, only the agent that gave it a device knows of it. So other agents of the node
-read the copy: agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps
-its copy up to date. The copy of an ended agent stays until the next boot. The directory is in memory on most nodes; a
-copy of another boot is ignored.
+If the ledger and the kubelet's checkpoint are lost, only the copy names the pods of the plugin side. The checkpoint
+also drops a pod that was deleted by force, although its processes may hang. So the other agents of the node read the
+copy: agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps its copy
+up to date, and the copy of an ended agent stays. On most nodes the directory is in memory until the next boot; a copy
+of another boot is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUFFIX: Final = ".allocations"
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Copied allocations. boot: the node's boot in which they were made.
+    """The content of a copy. boot: the id of the node's boot in which the copy was written.
 
     sequence: the register's sequence at that time.
     """
@@ -42,7 +42,7 @@ _DECODER: Final = msgspec.json.Decoder(Copy)
 
 
 def path(directory: str, agent: str) -> str:
-    """Return the path of an agent's copy. directory: of the CDI specs."""
+    """Return the path of the copy of an agent. directory: the directory of the CDI specs."""
     return os.path.join(cdi.own_directory(directory), f"{agent}{SUFFIX}")
 
 
@@ -53,7 +53,7 @@ def write(path: str, copy: Copy) -> None:
 
 
 def read(path: str) -> Copy | None:
-    """Read a copy; None if there is none. Raises OSError or msgspec.MsgspecError if it cannot be read."""
+    """Read a copy; None if the file does not exist. Raises OSError or msgspec.MsgspecError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return _DECODER.decode(file.read())
@@ -62,7 +62,7 @@ def read(path: str) -> Copy | None:
 
 
 class AllocationCopies:
-    """The copies in a directory of CDI specs, except the copy of the agent `own`."""
+    """Reads the copies in a directory of CDI specs, except the copy of the agent `own`."""
 
     def __init__(self, directory: Path, own: str = "") -> None:
         self._directory = Path(cdi.own_directory(str(directory)))
@@ -72,8 +72,8 @@ class AllocationCopies:
     def changed(self) -> Mapping[Allocation, Wanted]:
         """Return the grants in the copies that are new or have changed since the last call. May block.
 
-        If an agent ended before a checkpoint named a grant's container, the copy has no holder of it; the checkpoint
-        names it.
+        A grant without a holder is left out: its agent ended before a checkpoint named the container. The kubelet's
+        present checkpoint names that container.
         """
         try:
             names = os.listdir(self._directory)

@@ -1,4 +1,4 @@
-"""Decides which devices are withheld from the device list and from the slices. Pure functions."""
+"""Decides which listed devices are left out of the kubelet's device list and of the slices. Pure functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claim
 
 
 class ListedResource(NamedTuple):
-    """A served resource at one moment. driver: "" for none. ids: returns the kubelet's ids of a device."""
+    """A served resource at one moment. driver: its DRA driver, or "". ids: returns the kubelet's ids of a device."""
 
     snapshot: InventorySnapshot
     driver: str
@@ -40,8 +40,8 @@ class ListedResource(NamedTuple):
 class OfferQuestion:
     """The input for deciding which devices a side may offer.
 
-    state: the register's records. view: see `View`. hardware: of all listed devices. resources: by name. wanted:
-    returns the identity and amount that a holder would get by one id of a device.
+    state: the register's records. view: see `View`. hardware: of all listed devices. resources: the served resources
+    by name. wanted: returns the identity and amount that a holder would get by one id of a device.
     """
 
     state: RegisterSnapshot
@@ -55,9 +55,9 @@ class OfferQuestion:
 class WithheldDevices:
     """The devices of a resource that one side must not offer, although its source lists them.
 
-    ids: the kubelet's ids, or for claims the devices, with reasons. devices: devices without any id left to offer,
-    which the side would otherwise offer, with reasons. by_others: those among them that pods have, or may have, through
-    another plugin of the same resource.
+    ids: the withheld ids of the kubelet (for claims: devices), with reasons. devices: the devices of which all ids are
+    withheld, although they are on this side, with reasons. by_others: the withheld devices that pods have, or may have,
+    through another plugin of the same resource.
     """
 
     ids: Mapping[str, str] = field(default_factory=dict)
@@ -149,14 +149,14 @@ def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: Si
 
 
 def _is_only_possible(use: Use, *, held: bool) -> bool:
-    """Return whether a use is only a possibility, while the device has a known holder. Then it changes no offer."""
+    """Return whether a use is only possible, and the device has a known holder, so that the use changes no offer."""
     return held and use.unit[0] == UNCERTAIN
 
 
 def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
-    """Return a reason if a device of the same hardware is on the other side, else "".
+    """Return why a device is not offered because a device of the same hardware is on the other side, else "".
 
-    Then neither device is offered.
+    Neither of the two devices is offered.
     """
     mine, resources = asked.state.state(*key).side, asked.resources
     for peer in sorted(asked.hardware.peers(key)):
@@ -169,7 +169,7 @@ def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
 
 
 def _offered_under_another_id(asked: OfferQuestion, key: DeviceKey, side: SideName) -> str:
-    """Return a reason if an idle device is already offered by an earlier id. So the device is offered once."""
+    """Return why an idle device is not offered because an earlier id of the same hardware is offered, else ""."""
     mine = asked.resources[key[0]]
     for other in sorted(asked.hardware.aliases(key), key=natural_key):
         theirs = asked.resources[other[0]]

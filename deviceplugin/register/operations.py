@@ -143,11 +143,11 @@ def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested:
 
 @_operation
 def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
-    """Compare the allocations of a resource with checkpoint and cgroups; release allocations that have ended.
+    """Compare the allocations of a resource with a scan of the kubelet's checkpoint and of the pods' cgroups.
 
-    An allocation has ended when no holder of it is left, and no grant of it waits for its container to be named. A held
-    id that the register does not know becomes an allocation. If its device is on the DRA side, evidence and register
-    contradict each other, and the device is quarantined.
+    An allocation is released when no holder is left, and no grant of the id waits for a checkpoint that names its
+    container. A held id that the register does not know becomes an allocation. If the device of such an id is on the
+    DRA side, evidence and register contradict each other, and the device is quarantined.
     """
     changes: list[Change] = []
     released: list[str] = []
@@ -179,7 +179,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders of ids, as (pod UID, container, resource, id). Evidence shows that their pods may run."""
+    """Record further holders of ids: (pod UID, container, resource, id). By the evidence, these pods may run."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -302,10 +302,10 @@ def _moves_begun(
 
 @_operation
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Change a prepared claim back to a reservation. It keeps its devices and has no result.
+    """Change a prepared claim back to a reservation: the claim keeps its devices, and loses its result.
 
-    This is called after a reboot, when the devices must be set up again. It is also called after an Unprepare during
-    which processes of the claim's pods still ran.
+    Called after a reboot, when the devices must be set up again, and after an Unprepare during which processes of the
+    claim's pods still ran.
     """
     recorded = state.claims.get((driver, uid))
     if recorded is None or recorded.result is None:
@@ -316,10 +316,10 @@ def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | N
 
 @_operation
 def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
-    """Record claims and devices that are in the claims' files and not in the register; return the new records.
+    """Record claims and devices that are in the claims' files but not in the register; return the new records.
 
-    The register lacks them if it was lost or replaced by an older copy. A claim that the register has with other
-    devices was allocated again. It then counts as holder of both its former and its new devices.
+    The register lacks such a claim if the ledger was lost or replaced by an older copy. A claim that the register has
+    with other devices was allocated again, and counts as the holder of both its former and its new devices.
     """
     new = []
     for claim in claims:
@@ -336,7 +336,7 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
 def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
-    """Add facts to a claim's record: its name, if only its CDI file was known, and pods that share the claim."""
+    """Add a claim's name to its record, if only its CDI file was known, and the pods that share the claim."""
     recorded = state.claims.get((driver, uid))
     if recorded is None:
         return Decision(None)
@@ -362,7 +362,7 @@ def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim 
 
 @_operation
 def set_setting(state: RegisterSnapshot, section: str, key: str, value: str | None) -> Decision[None]:
-    """Store a value, or remove it (None)."""
+    """Store a value, or remove the stored value (None)."""
     if state.setting(section, key) == value:
         return Decision(None)
     record = None if value is None else Setting(section, key, value)
@@ -381,11 +381,11 @@ def begin_move(
     *,
     for_claim: bool = False,
 ) -> Decision[Mapping[str, State]]:
-    """Begin moves to a side. The answer is the new state of each device that changed.
+    """Begin to move devices to a side. The answer is the new state of each device that changed.
 
-    The move of a device that is moving to the other side reverses. Quarantined devices do not move. Devices of another
-    driver do not move either: they first leave its slices, by a move to the plugin side. driver: the driver whose
-    claims are to get the devices. for_claim: whether a claim needs them.
+    A device that is moving to the other side returns. Quarantined devices do not move. A device in the slices of
+    another driver does not move either: it must first move to the plugin side. driver: the driver whose claims will get
+    the devices. for_claim: whether a claim needs the devices.
     """
     at = {device: state.device(resource, device) for device in devices}
     moves = {
@@ -412,7 +412,7 @@ def commit_to_dra(
 def commit_to_plugin(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
-    """End those moves to the plugin side for which the evidence suffices."""
+    """Complete the move to the plugin side of each device that, by the evidence, no claim holds or may get any more."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
     waits = {record.device: rules.to_plugin_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)

@@ -1,8 +1,8 @@
-"""Decides whether a holder may have devices beside all present holdings. Pure functions.
+"""Decides whether a holder may get devices beside all present holdings. Pure functions.
 
-Two uses are of the same hardware if their identities share a token, or if they have the same name and one of them has
-no identity of this boot. The parts of a device never add up to more than the device, and the quantities taken of a
-counter never to more than the counter has.
+Two uses are of the same hardware if their identities share a token, or if their devices have the same name and one of
+the uses has no identity of this boot. The parts of a device never add up to more than the device, and the quantities
+taken of a counter never to more than the counter has.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from deviceplugin.register.records import (
 )
 
 Counter = tuple[str, str, str]
-"""(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
+"""(scope, counter set, counter). The scope is the driver of a resource, or the resource's name without a driver."""
 _ONE: Final = Fraction(1)
 HOOK: Final = "hook"
-"""The first element of a unit for a hook that works on a device after its timeout."""
+"""The first element of the unit of a hook that still runs after its timeout."""
 RELEASE: Final = "release"
 """The first element of a unit for a device that has to be released before it is granted."""
 UNCERTAIN: Final = "uncertain"
-"""The first element of a unit for a possible holder: a pod that has a device of another plugin, without it being known
-which."""
+"""The first element of a possible holder's unit: a pod that got a device from another plugin, and it is not known
+which device."""
 _NO_HOLDERS: Final = frozenset({HOOK, RELEASE, UNCERTAIN})
 
 
@@ -45,9 +45,10 @@ class Use(NamedTuple):
     """The part of one device that one holder has.
 
     unit: identifies the holder: one of the kubelet's ids, a claim, a hook, or a holder of another plugin or driver.
-    title: the holder, for messages. key: the device; None if only its tokens are known. tokens: the device's identity
-    in this boot, empty if unknown. part: None if unknown. takes: the quantities taken of counters. reached: tokens of
-    other nodes that the holder may reach; they do not identify the device. left: nodes that it does not reach any more.
+    title: names the holder in messages. key: the device; None if only the device's tokens are known. tokens: the
+    device's identity in this boot, empty if unknown. part: the fraction of the device; None if unknown. takes: the
+    quantities taken of counters. reached: tokens of other nodes that the holder may reach, which do not identify the
+    device. left: nodes that the holder does not reach any more.
     """
 
     unit: tuple[str, ...]
@@ -61,17 +62,17 @@ class Use(NamedTuple):
 
     @property
     def own(self) -> set[Point]:
-        """The tokens and the device of the grant."""
+        """The tokens of the granted device, and the device's name."""
         tokens = self.tokens - self.left if self.left else self.tokens
         return {*tokens, self.key} if self.key else {*tokens}
 
     @property
     def points(self) -> set[Point]:
-        """The tokens and the devices at which holdings are added up."""
+        """The tokens and the device at which the parts of all holders are added up."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
-        """Return whether the use is at one of these points, counters included."""
+        """Return whether this use has one of these points, or takes from one of these counters."""
         return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
 
 
@@ -94,7 +95,7 @@ class View:
 
 
 class Wanted(NamedTuple):
-    """A requested device, with its present identity and the requested amount."""
+    """A requested device, the identity that it has now, and the requested amount."""
 
     key: DeviceKey
     identity: Identity
@@ -146,9 +147,9 @@ def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
 
 
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
-    """Return a use whose takes count in the recorded scope, and in the present scope of its resource.
+    """Return a use whose counters count in the recorded scope, and in the present scope of its resource.
 
-    If neither is known, they count in the scopes of all resources.
+    If neither scope is known, the counters count in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -167,14 +168,14 @@ def _use(
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return a requested device as a use. It has the hardware and the place that the device has now."""
+    """Return a requested device as a use, with the hardware and the place that the device has now."""
     use = _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
     present = view.present.get(wanted.key)
     return use if present is None else use._replace(tokens=use.tokens | present)
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
-    """Return an allocation as a use, with what former holders have that are still there."""
+    """Return an allocation as a use, together with the devices of former holders that have not ended."""
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
     identity, amount = allocation.identity, allocation.amount
@@ -186,7 +187,7 @@ def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
     """Return one device of a claim as a use.
 
-    A claim that is known from evidence alone may have any part of the device.
+    If the claim is known only from evidence, its part of the device is unknown.
     """
     title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
     key, unit = (device.resource, device.device), ("claim", claim.driver, claim.uid)
@@ -215,8 +216,8 @@ def possible_uses(
 ) -> tuple[Use, ...]:
     """Return uses of every device that a pod may have got from another plugin under its resource's name.
 
-    Any device of the resource is possible if neither the id nor the answer to Allocate identifies it. devices: tokens
-    by resource and device. listed: tokens of all devices.
+    Every device of the resource is possible if neither the id nor the answer to Allocate identifies the device.
+    devices: tokens by resource and device. listed: tokens of all devices.
     """
     possible: list[Use] = []
     for allocation in records:
@@ -235,9 +236,10 @@ def is_given_by_others(allocation: AllocationRecord) -> bool:
 
 
 def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
-    """Return whether the holders of all ids together have more than the whole device. Hooks do not count.
+    """Return whether the holders of all ids of a device together have more than the whole device.
 
-    times: how many containers may share it; a holding of unknown amount counts as one of them.
+    Hooks do not count. times: how many containers may share the device. A holding of unknown amount counts as the part
+    of one container.
     """
     points: set[Point] = {wanted.key, *wanted.identity.in_boot(view.boot)}
     held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in _NO_HOLDERS]
@@ -261,7 +263,8 @@ def refusal(
     """Return why a holder may not have these devices beside all present holdings; "" if it may.
 
     Present holdings of the same units do not count, and requests for one device add up. beside: further holdings that
-    count. own: returns whether another use does not count. counted: returns whether a use's takes of counters count.
+    count. own: returns True for a use of another unit that does not count either. counted: returns whether the
+    quantities that a use takes of counters count.
     """
     points, count = set[Point](), 0
     for use in wanted:
@@ -304,7 +307,7 @@ def refusal(
 
 
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:
-    """Return the requested devices that have no holder and have to be released first, as uses."""
+    """Return, as uses, the requested devices without a holder for which `released` must succeed first."""
     due: list[Use] = []
     for use in wanted if view.unreleased else ():
         key = use.key

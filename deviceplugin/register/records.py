@@ -1,4 +1,4 @@
-"""The register's frozen records, its snapshot, the result of an operation, and the ledger's errors."""
+"""The frozen records of the register, its snapshot, the decision of an operation, and the errors of the ledger."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class LedgerError(Exception):
-    """Raised when a change could not be recorded; then nothing was granted."""
+    """Raised when the ledger could not record a change. The grant that needed the change is then refused."""
 
 
 class LedgerLostError(LedgerError):
-    """Raised when the files were replaced since they were opened, or have lost written records.
+    """Raised when the ledger's files were replaced since they were opened, or have lost written records.
 
-    After that, all grants are refused. The process must restart, and rebuild the records from evidence.
+    After this error the ledger refuses all grants. The process must restart, and rebuild the records from evidence.
     """
 
 
 SideName = Literal["plugin", "dra", "none"]
-"""The side of a device; none if the device is quarantined."""
+"""The name of a device's side: plugin or dra; none for a quarantined device, which is on no side."""
 
 
 class Side(enum.Enum):
-    """The two sides.
+    """The two sides on which a device can be offered.
 
-    PLUGIN: pods get devices as an extended resource. DRA: claims get devices.
+    PLUGIN: pods get the device by the `limits` of an extended resource. DRA: ResourceClaims get the device.
     """
 
     PLUGIN = "plugin"
@@ -62,22 +62,22 @@ class State(enum.Enum):
 
     @property
     def allocates(self) -> bool:
-        """Whether Allocate may be granted here."""
+        """Whether Allocate may be granted for a device in this state."""
         return self in {State.PLUGIN, State.TO_DRA}
 
     @property
     def prepares(self) -> bool:
-        """Whether claims may be prepared here."""
+        """Whether claims may be prepared with a device in this state."""
         return self in {State.DRA, State.TO_PLUGIN}
 
     @property
     def healthy(self) -> bool:
-        """Whether ListAndWatch may show the device Healthy."""
+        """Whether ListAndWatch may report a device in this state as Healthy."""
         return self is State.PLUGIN
 
     @property
     def offered(self) -> bool:
-        """Whether the slice offers the device."""
+        """Whether the ResourceSlice has a device in this state."""
         return self is State.DRA
 
     @property
@@ -99,7 +99,7 @@ class State(enum.Enum):
 
     @property
     def rests(self) -> bool:
-        """Whether the device is on a side and does not move."""
+        """Whether the device is on one side and is not moving to the other."""
         return self in {State.PLUGIN, State.DRA}
 
     @property
@@ -125,9 +125,9 @@ class State(enum.Enum):
 class Outlook(enum.Enum):
     """Whether a claim that was refused its devices may get them soon.
 
-    FINAL: no known event will free them. ENDING: their holders are about to end. MOVING: the devices move to DRA, and
-    have no holders. UNKNOWN: the agent is finding out their holders. FREE: they may be free now, or a request for them
-    begins a move.
+    FINAL: no known event will free the devices. ENDING: the devices' holders are about to end. MOVING: the devices are
+    moving to DRA, and have no holders. UNKNOWN: the agent does not know the devices' holders yet. FREE: the devices may
+    be free now, or a request for the devices begins their move.
     """
 
     FINAL = "final"
@@ -138,7 +138,7 @@ class Outlook(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Whether Prepare waits."""
+        """Whether Prepare waits for the devices instead of failing at once."""
         return self in {Outlook.ENDING, Outlook.MOVING, Outlook.UNKNOWN}
 
 
@@ -155,7 +155,7 @@ RecordKey = tuple[str, str]
 ContainerKey = tuple[str, str]
 """(pod UID, container)."""
 Point = str | RecordKey
-"""A key by which holdings are found: a token of an identity, (resource, device), or (counter set, counter)."""
+"""A key of the index of holdings: a token of an identity, (resource, device), or (counter set, counter)."""
 
 
 class Amount(msgspec.Struct, frozen=True, array_like=True):
@@ -176,9 +176,9 @@ WHOLE: Final = Amount("1")
 
 
 class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
-    """The identity and amount of an id for its former holders, if they differ from now.
+    """The identity and amount that former holders of an id were granted, if a later grant of the id has others.
 
-    They count until these holders end.
+    The former grant counts as held until its holders have ended.
     """
 
     holders: frozenset[ContainerKey]
@@ -190,9 +190,9 @@ class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
 class DeviceRecord:
     """The state of one device.
 
-    since: Unix seconds. sequence: of the change to this state. reason: for messages. driver: the driver whose slices
-    have the device; "" on the plugin side. for_claim: whether a Prepare of a claim that needs the device has begun its
-    move.
+    since: when the device got this state (Unix seconds). sequence: the register's sequence at that change. reason: why
+    the state changed, for messages. driver: the driver whose slices have the device; "" on the plugin side. for_claim:
+    whether a Prepare of a claim that needs the device has begun the device's move.
     """
 
     resource: str
@@ -211,7 +211,7 @@ class DeviceRecord:
 
 
 class Allocation(NamedTuple):
-    """One device id that one container has. device_id: the kubelet's id, a replica's included."""
+    """One device id that one container has. device_id: the kubelet's id, which may name a replica of a device."""
 
     pod_uid: str
     container: str
@@ -223,10 +223,11 @@ class Allocation(NamedTuple):
 class AllocationRecord:
     """A kubelet device id (the device's own, or a replica's) that Allocate has granted to a container.
 
-    holders: the containers that the kubelet's checkpoint has named since. pending: no checkpoint has named the
-    container of the last grant yet. absent_since: when the first checkpoint without the id was requested (monotonic
-    seconds). pod: a holder's namespace/name or UID, for messages. ending: whether the checkpoint no longer names its
-    pods, or their processes have ended. These three are not stored. identity, amount: of the last grant, see
+    holders: the containers that the kubelet's checkpoint has named since the grant. pending: whether no checkpoint has
+    named the container of the last grant yet. absent_since: when the first checkpoint without the id was requested
+    (monotonic seconds). pod: a holder's namespace/name or UID, for messages. ending: whether the checkpoint no longer
+    names the holders' pods, or their processes have ended. The ledger does not store absent_since, pod and ending.
+    identity, amount: of the last grant, see
     `ClaimDevice`. former: the grants of earlier holders of the id. shown: (pod UID, directory) for each directory in
     which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
     (`deviceplugin.kubelet.pod_evidence`).
@@ -268,10 +269,10 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim that is prepared, or is being prepared (result None).
+    """A claim that the driver has prepared, or is preparing (result None).
 
-    result: the driver's answer, which the register does not interpret. pods: UIDs of the pods that the claim was
-    reserved for when it was prepared. durable: whether the record is on disk, not only in this process.
+    result: the driver's answer to Prepare, which the register does not interpret. pods: UIDs of the pods for which the
+    claim was reserved when it was prepared. durable: whether the record is on disk, or only in this process.
     """
 
     driver: str
@@ -302,7 +303,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that must survive restarts, by section and key."""
+    """A value that the agent needs after a restart, by section and key."""
 
     section: str
     key: str
@@ -311,7 +312,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EndedClaim:
-    """A claim that this process has unprepared."""
+    """A claim that this process has unprepared, although older evidence may still name it as prepared."""
 
     driver: str
     uid: str

@@ -20,6 +20,7 @@ from typing import Final, Protocol, TypeVar
 from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import (
+    NO_TOKENS,
     DeviceConflictError,
     DeviceKey,
     Hardware,
@@ -62,32 +63,32 @@ SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
 
 
 class OtherSideError(DeviceConflictError):
-    """Raised when one side requests a device that is on the other side."""
+    """Raised when a pod by limits requests a device of the DRA side, or a claim one of the plugin side."""
 
 
 class HookWorksError(DeviceConflictError):
-    """Raised when a hook works on a device after its timeout."""
+    """Raised when a hook still works on the requested device after the hook's timeout."""
 
 
 class UnknownHolderError(DeviceConflictError):
-    """Raised when it is not known yet who holds a device."""
+    """Raised when the agent does not know yet whether the requested device has a holder."""
 
 
 class ResourceDevices(Protocol):
-    """A resource's devices (`deviceplugin.node.service.Service`)."""
+    """The devices of one resource, for the register (`deviceplugin.node.service.Service`)."""
 
     source: DeviceSource
     inventory: Inventory
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
-        """Return the ids under which the kubelet knows a device now."""
+        """Return the ids that the kubelet's device list has for a device now: its own, or those of its replicas."""
 
     def device_of(self, device_id: str) -> str:
-        """Return the device of one of the kubelet's ids."""
+        """Return the device for which one of the kubelet's ids stands."""
 
 
 class RegisterHost:
-    """The interface of a register to its process. The defaults here are those of a process that serves no resource.
+    """The interface of a register to its process. The defaults here are for a process that serves no resource.
 
     services: the resources that the process serves now, by name.
     """
@@ -95,11 +96,11 @@ class RegisterHost:
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return holdings of other drivers and plugins, from files. The object stays the same until they change."""
+        """Return the holdings of other drivers and plugins, as read from files. Same object until a holding changes."""
         return ()
 
     async def reread(self) -> None:
-        """Read the sources of `foreign_uses` and the kubelet's checkpoint again."""
+        """Read the files behind `foreign_uses`, and the kubelet's checkpoint, again."""
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
@@ -107,7 +108,7 @@ class RegisterHost:
 
 
 async def _tokens_now(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    """Return the present identities of devices, by the same keys. Raises LookTimeoutError."""
+    """Return the tokens that devices have now, by the same keys. Raises LookTimeoutError."""
     for device in devices.values():
         if device.nodes or device.identity.startswith("file:"):
             return await looks.at(kind, _read_tokens, devices, brief=True)
@@ -122,7 +123,7 @@ def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
 
 
 class ListedHardware:
-    """The identities of the devices of this process's resources. served: the current resources by name."""
+    """The tokens of all devices that this process lists. served: the current resources by name."""
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
@@ -132,7 +133,7 @@ class ListedHardware:
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
 
     def now(self) -> HardwareIndex:
-        """Return all devices. The object stays the same until they change."""
+        """Return the tokens of all listed devices. Same object until a device changes."""
         services, version = self.served, list[object]()
         for name, service in services.items():
             version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
@@ -155,7 +156,7 @@ class ListedHardware:
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
-        """Return a device and the devices of its driver that move together with it. The first one leads the move."""
+        """Return a device, and the devices of its driver that must move together with it. The first device leads."""
         services, hardware = self.served, self.now()
         if (resource, device) not in hardware.related:
             return ((resource, device),)
@@ -195,11 +196,11 @@ class Register:
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """All present records."""
+        """All records of the register now."""
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return the input of `refusal` besides the records. The object stays the same until it changes."""
+        """Return the input of `refusal` besides the records. Same object until the input changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
         unreleased = self.releases.unreleased()
@@ -252,23 +253,23 @@ class Register:
         return self._possible[2]
 
     def hardware(self) -> HardwareIndex:
-        """Return all listed devices. The object stays the same until they change."""
+        """Return the tokens of all listed devices, as `ListedHardware.now`."""
         return self.listed.now()
 
     def sources(self) -> Iterator[tuple[DeviceSource, InventorySnapshot]]:
-        """Yield the served sources with their devices."""
+        """Yield the source of each served resource, with the devices that it lists now."""
         for service in self.listed.served.values():
             yield service.source, service.inventory.snapshot
 
     # Identity and amount of a device.
 
     def times(self, resource: str, device: Device) -> int | None:
-        """Return how many containers may share a device; None if its resource is not served."""
+        """Return how many containers may share a device; None if this process does not serve the resource."""
         service = self.listed.served.get(resource)
         return None if service is None else len(service.ids_now(device))
 
     def wanted(self, resource: str, device: str) -> Wanted:
-        """Return the present identity and amount that a holder gets by one id of a device."""
+        """Return the identity and the amount that a holder would get now by one id of a device."""
         key, served = (resource, device), self.listed.served.get(resource)
         tokens = self.listed.now().tokens_by_device.get(key)
         its = identified(tokens, self.boot) if tokens else UNIDENTIFIED
@@ -292,7 +293,7 @@ class Register:
         return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
     def withheld(self, resource: str, side: SideName) -> WithheldDevices:
-        """Return the devices of a resource that a side must not offer now."""
+        """Return the listed devices of a resource that a side must leave out of its list or slices now."""
         listed = {
             name: ListedResource(
                 service.inventory.snapshot, service.source.driver or "", service.source.replicas, service.ids_now
@@ -304,7 +305,7 @@ class Register:
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
-        """Record which devices a side withholds by its newest list or slices, and log new ones."""
+        """Record which devices the newest list or slices of a side leave out, and log newly withheld devices."""
         before = self.last_withheld(resource, side).devices
         for name, why in withheld.devices.items():
             if before.get(name) != why:
@@ -313,17 +314,17 @@ class Register:
         self._withheld[resource, side] = withheld
 
     def last_withheld(self, resource: str, side: SideName = "plugin") -> WithheldDevices:
-        """Return which devices a side withholds by its last list or slices. Any thread may call it."""
+        """Return which devices the last list or slices of a side left out. Any thread may call this method."""
         return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
-        """Return the listed devices with the identity that one of the kubelet's ids had at its grant."""
+        """Return the listed devices that are the hardware which one of the kubelet's ids stood for at its grant."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
         return frozenset(key for token in tokens for key in hardware.having(token))
 
     def held_twice(self, resource: str) -> frozenset[str]:
-        """Return the devices of a served resource of which the holders of all ids together have more than the whole."""
+        """Return the devices of a served resource whose holders together have more than the whole device."""
         state, view, service = self.snapshot, self.view(), self.listed.served[resource]
         held = state.index.keys() | {point for use in view.others for point in use.points}
         return frozenset(
@@ -380,11 +381,11 @@ class Register:
                 self.notify()
 
     def is_held(self, key: DeviceKey) -> bool:
-        """Return whether a pod or a claim holds any part of a device under this name."""
+        """Return whether a pod or a claim holds any part of the device with this resource and id."""
         return key in self.snapshot.index
 
     async def decide(self, keys: Collection[DeviceKey], operation: Callable[[View], Operation[_T]]) -> _T:
-        """Verify devices, then let the store execute an operation that grants them to a claim.
+        """Verify devices, then let the store execute an operation that grants the devices to a claim.
 
         Raises DeviceConflictError as `verify` does, and the store's errors.
         """
@@ -407,7 +408,7 @@ class Register:
         return not refusal([whole], self.snapshot, view, own=lambda use: use.unit in units or use.unit[0] == RELEASE)
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return the present tokens of a device."""
+        """Return the tokens of a device by its source's newest list."""
         return self.listed.now().tokens(key)
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
@@ -415,7 +416,7 @@ class Register:
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
-        """Check that devices have the listed identity, and wait for their hooks. Return the listed hardware.
+        """Check that devices are still the listed hardware, and wait for their hooks. Return the listed hardware.
 
         Raises DeviceConflictError, or LookTimeoutError if the paths of a device do not answer.
 
@@ -445,22 +446,23 @@ class Register:
             if name in snapshot.devices:
                 devices[name] = snapshot.devices[name]
         now = await _tokens_now(inventory.looks, "grant", devices)
-        other: list[str] = []
+        other, changed = list[str](), False
         for name, tokens in now.items():
-            if (tokens or name in snapshot.identities) and not identity.agree(
-                tokens, snapshot.identities.get(name, ())
-            ):
+            listed = snapshot.identities.get(name, NO_TOKENS)
+            if (tokens or listed) and not identity.agree(tokens, listed):
                 other.append(name)
-        if other and inventory.snapshot is snapshot:
+            elif identity.is_port(tokens) and not tokens <= listed:
+                changed = True  # Another holder may have the hardware that is in the port now.
+        if (other or changed) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
             await identity.publish(inventory, there, snapshot.replicas)
         for name in other:
-            if listed := snapshot.identities.get(name):
+            if listed := snapshot.identities.get(name, NO_TOKENS):
                 was = f"device {name} of {snapshot.resource} is not what it was listed as"
                 raise DeviceConflictError(f"{was}: {shown(listed)}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
-        """Check that devices still have the identity of their grants.
+        """Check that devices are still the hardware that their holders were granted.
 
         Raises DeviceConflictError if a device has another identity, LookTimeoutError if the paths of a device do not
         answer.
@@ -508,7 +510,7 @@ class Register:
     # Evidence.
 
     async def adopt(self) -> None:
-        """Set the identity of holdings that have none to the present identity of their devices."""
+        """Give the present identity of its device to each holding without an identity of this boot."""
         state, hardware = self.snapshot, self.listed.now()
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
@@ -518,7 +520,7 @@ class Register:
         self._adopted = hardware
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
-        """Compare the allocations of a resource with evidence. Raises the store's errors."""
+        """Compare the allocations of a resource with a scan of the kubelet. Raises the store's errors."""
         return await self.store.do(operations.observe(resource, seen, time.time()))
 
     async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
@@ -529,11 +531,11 @@ class Register:
     # Changes.
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when a change of holdings may change which devices are offered."""
+        """Call `callback` whenever a change of holdings may change which devices are offered."""
         self._subscribers.append(callback)
 
     def notify(self) -> None:
-        """Call the subscribers if the offers of other devices may change. Most grants change only their own device."""
+        """Call the subscribers if other devices may now be offered or withheld. Most grants change no other device."""
         self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view
@@ -553,7 +555,7 @@ class Register:
                 callback()
 
     def _of_another_driver(self, point: DeviceKey, entries: Iterable[tuple[str, DeviceKey]]) -> bool:
-        """Return whether a claim of a former driver has a device. The present driver waits for the claim's end."""
+        """Return whether a claim of a former driver holds a device, which the present driver must not offer yet."""
         served = self.listed.served.get(point[0])
         return served is not None and any(
             table == "claims" and key[0] != served.source.driver for table, key in entries

@@ -1,4 +1,4 @@
-"""Decides whether Allocate, Prepare and the end of a move are granted. Pure functions of a snapshot and evidence."""
+"""Decides whether an Allocate, a Prepare or the end of a move is granted. Pure functions of records and evidence."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from deviceplugin.register.records import (
 )
 
 WELL_APART: Final = 3.0
-"""Minimum seconds between two checkpoints that do not name a grant's container. Then the grant has ended.
+"""Minimum seconds between two checkpoints without a grant's container after which the grant counts as ended.
 
-The kubelet records an allocation some microseconds after it has the agent's answer, and then writes its checkpoint at
-once (kubelet 1.36, devicemanager/manager.go: allocateContainerResources). Both checkpoints were composed at the agent's
-own requests, so other goroutines of the kubelet ran meanwhile. The remaining time is for a busy node, which may not
-schedule one goroutine for a second.
+The kubelet records an allocation some microseconds after the agent's answer, and then writes its checkpoint at once
+(kubelet 1.36, devicemanager/manager.go: allocateContainerResources). The kubelet composed both checkpoints at the
+agent's own requests, so other goroutines of the kubelet ran meanwhile. The seconds are for a busy node, on which the
+goroutine that records the allocation may not run for a second.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MoveWait:
-    """The event that the move of a device waits for. text: for messages.
+    """The event for which the move of a device waits. text: the event, for messages.
 
-    on_holder: whether it waits for a holder, which may run for long; if not, for evidence, which takes a moment. pod,
-    claim: namespace/name of the holder, "" if the holder is of the other kind or its name is not known.
+    on_holder: True if the event is the end of a holder, which may run for long; False if it is new evidence, which
+    takes a moment. pod, claim: namespace/name of the holder; "" if the holder is of the other kind, or has no known
+    name.
     """
 
     text: str
@@ -62,11 +63,12 @@ class MoveWait:
 
 @dataclass(frozen=True, slots=True)
 class ObservedAllocation:
-    """A kubelet device id that containers hold, by the checkpoint and the pod cgroups.
+    """A kubelet device id that containers hold, by the kubelet's checkpoint and the pods' cgroups.
 
-    pod: one of its pods, for messages. sure: whether other evidence than an old checkpoint shows it. If not sure, the
-    id counts as held but does not contradict the register. reason: why it counts as held, for messages. identity,
-    amount: from the answer to Allocate, if the checkpoint has it. ending, shown: see `AllocationRecord`.
+    pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
+    that is not sure counts as held, but does not contradict the register. reason: why the id counts as held, for
+    messages. identity, amount: from the answer to Allocate, if the checkpoint has that answer. ending, shown: see
+    `AllocationRecord`.
     """
 
     device: str
@@ -82,11 +84,11 @@ class ObservedAllocation:
 
 @dataclass(frozen=True, slots=True)
 class KubeletSnapshot:
-    """The held ids of one resource, by the checkpoint and the pod cgroups (`deviceplugin.kubelet.holders`).
+    """The held ids of one resource, by the kubelet's checkpoint and the pods' cgroups (`deviceplugin.kubelet.holders`).
 
     sequence: the register's sequence before the evidence was read. at: when the reading began (monotonic seconds).
-    current: whether the checkpoint was written after that, and no Allocate was running meanwhile. held: by kubelet
-    device id. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not current.
+    current: whether the kubelet wrote the checkpoint after that moment, and no Allocate ran meanwhile. held: the held
+    ids, by id. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not current.
     """
 
     sequence: int
@@ -102,7 +104,7 @@ class KubeletEvidence:
     """The evidence that the end of a move to DRA needs; times are monotonic seconds of one process.
 
     sequence: the register's sequence before all evidence was read. shown: when ListAndWatch sent each device as
-    Unhealthy. snapshot: the holders, read after that.
+    Unhealthy. snapshot: the holders, read after ListAndWatch had sent the devices as Unhealthy.
     """
 
     sequence: int
@@ -129,9 +131,9 @@ class ClusterEvidence:
 class ClaimEvidence:
     """A claim whose allocation names devices of this node, or that has files on this node.
 
-    devices: the devices of one resource that it holds. prepared: whether it has files, or the kubelet counts it as
-    prepared; namespace and name may then be unknown (""). pods: the known UIDs of its pods. granted: the known grants
-    of its devices, of all resources. Of a device without a grant here, only the id is known.
+    devices: the devices of one resource that the claim holds. prepared: whether the claim has files, or the kubelet
+    counts the claim as prepared; namespace and name may then be unknown (""). pods: the known UIDs of the claim's pods.
+    granted: the known grants of the claim's devices, of all resources. A device without a grant is known by id only.
     """
 
     driver: str
@@ -146,11 +148,11 @@ class ClaimEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The evidence of one resource's holders, from outside of the register.
+    """The evidence of one resource's holders, from sources other than the register.
 
-    held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
-    claims' files, the most reliable source first. current: whether the checkpoint was written at the agent's own
-    request. If not, the absence of an id proves nothing.
+    held: the held ids by the kubelet's checkpoint, by id. claims: from the API server, the kubelet's claim state and
+    the claims' files, the most reliable source first. current: whether the kubelet wrote the checkpoint at the agent's
+    own request. Otherwise, the absence of an id proves nothing.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
@@ -159,7 +161,7 @@ class Evidence:
 
     @property
     def merged(self) -> list[ClaimEvidence]:
-        """The claims without duplicates."""
+        """The claims, with the facts of all sources about one claim in one entry."""
         merged: dict[RecordKey, ClaimEvidence] = {}
         for claim in self.claims:
             key = claim.driver, claim.uid
@@ -186,9 +188,9 @@ def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> 
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    moving: whether a move to the requested side is in progress, so that a later try can succeed. unmoved: the resource
-    that prevents such a move, because pods have its devices by limits on both sides; "" if there is none. outlook: of a
-    claim.
+    record: of the device. holder: the pod that holds the device, for messages. moving: whether the device is moving to
+    the requested side, so that a later try can succeed. unmoved: a resource that prevents the move, because pods have
+    its devices by limits on both sides; "" if no resource does. outlook: whether the claim may get devices soon.
     """
 
     record: DeviceRecord
@@ -218,32 +220,32 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim does not get a device: its holders leave too little of it. outlook: of a claim."""
+    """Why a pod or a claim does not get a device: other holders leave too little of it. outlook: of the claim."""
 
     message: str
     outlook: Outlook = Outlook.FINAL
 
 
 def served_by_limits(claim: Claim, resource: str) -> int:
-    """Return how many devices of a resource pods have by their `limits` through a claim."""
+    """Return how many devices of a resource a claim has for pods' `limits` (the scheduler made such a claim)."""
     return sum(device.limits and not device.admin and device.resource == resource for device in claim.devices)
 
 
 def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
-    """Return how many ids of a resource pods have by their `limits`: through the plugin, and through DRA."""
+    """Return how many devices of a resource pods have by `limits`: from the plugin side, and from the DRA side."""
     return len(now.allocations_of(resource)), sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
 def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:
-    """Return the refusal of an Allocate; None in the states PLUGIN and TO_DRA, in which Allocate is granted."""
+    """Return why the device's side refuses an Allocate; None in the states PLUGIN and TO_DRA."""
     record = now.device(resource, device)
     return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
 
 def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
-    """Return the refusal of a Prepare.
+    """Return why the device's side refuses a Prepare.
 
-    It is None in the states DRA and TO_PLUGIN, for the driver that publishes the device.
+    None in the states DRA and TO_PLUGIN, for the driver that publishes the device, without a pod that holds it.
     """
     record = now.device(resource, device)
     pods = now.allocations_on(resource, (device,)) if (resource, device) in now.index else ()
@@ -271,7 +273,7 @@ def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
 
 
 def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> MoveWait | None:
-    """Return what the commit of TO_DRA still waits for; None if it is granted."""
+    """Return the event for which the end of a move to DRA still waits; None if the move can end."""
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
     if evidence.sequence < record.sequence:
@@ -296,7 +298,7 @@ def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: Kube
 
 
 def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence) -> MoveWait | None:
-    """Return what the commit of TO_PLUGIN still waits for; None if it is granted."""
+    """Return the event for which the end of a move to the plugin side still waits; None if the move can end."""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:
         return MoveWait("evidence read after the move began")
@@ -312,10 +314,10 @@ def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: C
 
 
 def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
-    """Return whether a grant has ended whose pod no checkpoint has ever named.
+    """Return whether a grant has ended although no checkpoint has ever named its pod.
 
-    The kubelet may not have written the pod into its checkpoint yet. So this takes two checkpoints without the id, both
-    written at our request, with at least WELL_APART seconds between the requests.
+    The kubelet may not have written the pod into its checkpoint yet. So two checkpoints without the id are needed, both
+    written at the agent's request, with at least WELL_APART seconds between the requests.
     """
     return snapshot.current and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 
@@ -330,11 +332,11 @@ def _utc(seconds: float) -> str:
 def with_outlook(
     decision: Decision[Claim | Refused | Excluded], state: RegisterSnapshot, claim: Claim, view: View
 ) -> Decision[Claim | Refused | Excluded]:
-    """Return a decision. If its answer is a refusal, add whether the claim may get its devices soon."""
+    """Return a decision, with the claim's outlook added to a refusal."""
     if isinstance(decision.answer, Claim):
         return decision
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
-    # A refusal of seemingly free devices stays. Pods by limits on both sides may keep a device on its side.
+    # FREE contradicts the refusal: pods by limits on both sides may keep the device on its side. So it is FINAL.
     return replace(decision, answer=replace(decision.answer, outlook=seen if seen.waits else Outlook.FINAL))
 
 
@@ -345,11 +347,11 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
 
     - It is a claim of the same driver. The scheduler gives a device to a claim only when the claims that it knows leave
       enough of it. So the holder is deallocated or deleted at the API server, and its pod was deleted by force, say.
-    - It is a pod by limits which the kubelet's checkpoint does not name any more, or whose processes have ended; or a
-      grant whose pod is not known yet: the kubelet may have rejected it.
-    - It is a hook that works on after its timeout, or a failed release, which is tried again.
+    - It is a pod by limits which the kubelet's checkpoint does not name any more, or whose processes have ended.
+    - It is a grant whose pod is not known yet: the kubelet may have rejected the pod.
+    - It is a hook that still runs after its timeout, or a failed `released`, which is called again.
 
-    Of a pod by limits that the kubelet counts as active the node does not know whether it is being deleted.
+    The node does not know whether a pod by limits is being deleted while the kubelet counts the pod as active.
     """
     sides = {_of_side(state, claim.driver, key) for key in claim.held}
     for worst in (Outlook.FINAL, Outlook.ENDING, Outlook.MOVING):

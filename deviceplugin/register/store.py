@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Counts changes, and lets callers wait for the next one. It belongs to one event loop."""
+    """Counts changes, and lets callers wait for the next change. An instance belongs to one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,7 +27,7 @@ class Changes:
             self._next = None
 
     async def after(self, count: int, timeout: float) -> None:
-        """Wait until there were more changes than `count`, or until the timeout in seconds."""
+        """Wait until the number of changes is larger than `count`, or until the timeout in seconds is over."""
         if self.count == count and timeout > 0:
             if self._next is None:
                 self._next = asyncio.get_running_loop().create_future()
@@ -37,9 +37,9 @@ class Changes:
 
 
 class Store(Protocol):
-    """Executes operations: in memory, or in a file (`dra_bridge.ledger`).
+    """Keeps the register's records: in memory, or in a file (`dra_bridge.ledger`).
 
-    changes: those of the snapshot, and of other inputs of the register.
+    changes: counts the changes of the snapshot, and of other inputs of the register.
     """
 
     changes: Changes
@@ -49,18 +49,18 @@ class Store(Protocol):
         """All records after the last operation."""
 
     def do(self, operation: Operation[_T]) -> Awaitable[_T]:
-        """Execute an operation: decide, then record."""
+        """Execute an operation on the snapshot, record its changes, then return its answer."""
 
 
 class MemoryStore:
-    """A store for the plugin alone. Its durable record is the kubelet's checkpoint."""
+    """A store for an agent without DRA. After a restart the kubelet's checkpoint replaces the records."""
 
     def __init__(self) -> None:
         self.snapshot = RegisterSnapshot()
         self.changes = Changes()
 
     async def do(self, operation: Operation[_T]) -> _T:
-        """Execute an operation: decide, then record. It awaits nothing."""
+        """Execute an operation on the snapshot, record its changes, then return its answer. Never waits."""
         decision: Decision[_T] = operation(self.snapshot)
         if decision.changes:
             self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)

@@ -1,4 +1,4 @@
-"""The devices that callers wait for. Meanwhile, evidence about their holders is read often."""
+"""The devices for which an Allocate or Prepare waits. The agent reads the evidence about their holders more often."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 from deviceplugin.exclusion import DeviceKey
 
 PROMPT: Final = 0.3
-"""Seconds between two readings of evidence about awaited devices."""
+"""Seconds between two readings of the evidence about awaited devices, so that a waiting call is answered soon."""
 
 
 class Waits:
-    """The devices that callers wait for now. It belongs to one event loop."""
+    """The awaited devices at present. An instance belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: Counter[DeviceKey] = Counter()
@@ -31,9 +31,9 @@ class Waits:
         self._subscribers.append(callback)
 
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
-        """Count these devices as awaited for some seconds, for callers that try again later.
+        """Count these devices as awaited for some seconds, because a refused caller will try again.
 
-        Call it in the event loop.
+        Must be called in the event loop.
         """
         ending = ExitStack()
         ending.enter_context(self.waiting(keys))
@@ -48,4 +48,4 @@ class Waits:
         try:
             yield
         finally:
-            self._waiting -= Counter(keys)  # This drops devices that are no longer awaited.
+            self._waiting -= Counter(keys)  # The subtraction drops devices with a count of 0.

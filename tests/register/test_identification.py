@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from deviceplugin import identity
+from deviceplugin.device import Device
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import Tokens, agree, identified, lasting
 from deviceplugin.register import identification
 from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
 from deviceplugin.register.records import WHOLE, AllocationRecord, Change, FormerGrant, RegisterSnapshot
+from deviceplugin.register.store import MemoryStore
+from tests.register.resources import ListedResource, ListedResources
 
 R, BOOT = "example.com/stick", "1"
 
@@ -126,12 +131,29 @@ def test_a_further_holder_may_still_have_the_former_number(more: Mapping[str, ob
     """Only with one holder is it known which container has ended; else the number counts on."""
     why, after = start(state(held("A", at(1, "A", "1-1"), **more)), A=at(7, "A", "1-1"))
     assert why == ""
-    identity = after.allocations[R, "A"].identity
-    assert identity.tokens == lasting(at(1, "A", "1-1"))
-    assert identity.reached == {"char:188:7"}
+    reaches = after.allocations[R, "A"].identity
+    assert (reaches.tokens, reaches.reached) == (lasting(at(1, "A", "1-1")), frozenset({"char:188:7"}))
     assert "same hardware" in asked(after, "B", at(1, "B", "1-2"))
 
 
 def test_an_id_without_a_record_starts_nothing_new() -> None:
     """The register does not record what the kubelet's checkpoint has not shown yet."""
     assert start(state(), A=at(1, "A", "1-1")) == ("", state())
+
+
+async def test_the_stick_in_a_port_is_read_again_before_the_port_is_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stick that another pod holds has moved into the port since the source's last scan."""
+    ports, sticks = ListedResource("example.com/port", driver=""), ListedResource(R, driver="")
+    here = ListedResources(MemoryStore(), ports, sticks)
+    port, stick = Device("P", nodes=["/dev/by-path/1-1"]), Device("A", nodes=["/dev/by-id/A"])
+    now = {"P": at(1, "T", "1-1", port=True), "A": at(2, "A", "1-2")}
+    monkeypatch.setattr(identity, "tokens_now", lambda device: now[device.id])
+    monkeypatch.setattr(identity, "identities", lambda devices: {device.id: now[device.id] for device in devices})
+    ports.inventory.publish([port], {"P": now["P"]})
+    sticks.inventory.publish([stick], {"A": now["A"]})
+    await here.register.grant(R, {"A": "A"})
+    now["P"] = at(7, "A", "1-1", port=True)
+    with pytest.raises(DeviceConflictError, match="same hardware"):
+        await here.register.grant("example.com/port", {"P": "P"})
+    now["P"] = at(8, "T", "1-1", port=True)
+    await here.register.grant("example.com/port", {"P": "P"})
