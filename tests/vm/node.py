@@ -177,6 +177,10 @@ class MachineCluster(Cluster):
             "volumePluginDir": "/var/lib/x",
         }
 
+    def healthy(self, resource: str) -> int | None:
+        """How many healthy devices the Node names: the socket at which the kubelet lists them is in the machine."""
+        return self.allocatable(resource)
+
     # --- the agent ---
 
     def install_agent(self, resources: Sequence[Mapping[str, Any]], count: int) -> None:
