@@ -16,7 +16,7 @@ from typing import Final, Literal
 __all__ = ["CgroupLayout", "CgroupTree"]
 
 CgroupLayout = Literal["v2", "v2-systemd", "v1", "v1-systemd"]
-"""The version of the kernel's interface, and the kubelet's cgroup driver (cgroupfs, or systemd if it is named)."""
+"""The cgroup version of the kernel, and the kubelet's cgroup driver: systemd if it is named, otherwise cgroupfs."""
 
 V1_CONTROLLERS: Final = ("cpu,cpuacct", "memory", "pids", "systemd")
 _EVENTS: Final = "cgroup.events"
@@ -48,11 +48,11 @@ class CgroupTree:
                 self._add(mount / self._path(*names))
 
     def pod(self, uid: str) -> list[Path]:
-        """Return the directories of a pod: one, or one for each controller with v1."""
+        """Return the directories of a pod's cgroup: one with cgroup v2, one for each controller with cgroup v1."""
         return [mount / self._path("kubepods", "besteffort", f"pod{uid}") for mount in self._mounts()]
 
     def container(self, uid: str, container: str) -> list[Path]:
-        """Return the directories of a container or of a pod's sandbox, by its id."""
+        """Return the cgroup directories of a pod's container or sandbox with this id."""
         name = f"cri-containerd-{container}.scope" if self._systemd else container
         return [path / name for path in self.pod(uid)]
 
@@ -98,7 +98,7 @@ class CgroupTree:
     def _path(self, *names: str) -> Path:
         """Return a cgroup's path.
 
-        With systemd it consists of slices; the name of each contains those above it (ToSystemd).
+        With the systemd driver, the path consists of slices, each named after all slices above it (ToSystemd).
         """
         if not self._systemd:
             return Path(*names)
@@ -106,7 +106,7 @@ class CgroupTree:
         return Path(*(f"{'-'.join(escaped[: depth + 1])}.slice" for depth in range(len(escaped))))
 
     def _update_events(self, uid: str) -> None:
-        """Write into the files of a pod and of its parents whether there are processes, as the kernel does with v2."""
+        """Write into cgroup.events of a pod and its parents whether they have processes, as the kernel does with v2."""
         if not self._v2:
             return
         (pod,) = self.pod(uid)

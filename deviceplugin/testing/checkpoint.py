@@ -1,4 +1,4 @@
-"""The device manager's checkpoint file, with the same bytes that the kubelet writes.
+"""Reads and writes the device manager's checkpoint file, byte for byte as the kubelet does.
 
 `device-plugins/kubelet_internal_checkpoint` states which container holds which devices, and which devices were healthy
 at the last write. The checksum is FNV-1a (32 bits) over a dump of the Go values. So a real kubelet accepts a file from
@@ -25,7 +25,7 @@ _ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\
 
 
 def go_json(document: Any) -> str:
-    """Return JSON in Go's form."""
+    """Return a document as JSON with the spaces and escapes of Go's encoding/json."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
     for char, escape in _ESCAPES.items():
         text = text.replace(char, escape)
@@ -45,9 +45,9 @@ class CorruptCheckpointError(ValueError):
 class PodDevicesEntry:
     """The devices of one resource that one container holds.
 
-    device_ids: ids by NUMA node; -1 has those without a node. alloc_resp: the serialized ContainerAllocateResponse,
-    which the kubelet uses again when the container restarts. None stands for Go's nil; its checksum differs from that
-    of an empty value.
+    device_ids: device ids by NUMA node; -1 stands for devices without a node. alloc_resp: the serialized
+    ContainerAllocateResponse, which the kubelet uses again when the container restarts. None stands for Go's nil, which
+    gives another checksum than an empty value.
     """
 
     pod_uid: str
@@ -59,7 +59,7 @@ class PodDevicesEntry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The content of the file."""
+    """The content of a checkpoint file. registered: the ids of healthy devices, by resource."""
 
     entries: Sequence[PodDevicesEntry] | None = None
     registered: Mapping[str, Sequence[str] | None] | None = field(default_factory=dict)
@@ -91,11 +91,11 @@ class Checkpoint:
 
     @classmethod
     def from_json(cls, blob: bytes | str) -> Checkpoint:
-        """Parse the content of a file.
+        """Parse the content of a checkpoint file.
 
         Raises:
             CorruptCheckpointError: the checksum does not match.
-            ValueError: this is no checkpoint.
+            ValueError: the content is no checkpoint.
         """
         document = json.loads(blob)
         try:

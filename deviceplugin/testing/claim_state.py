@@ -1,9 +1,9 @@
-"""The kubelet's claim state file, with the same bytes that the kubelet writes.
+"""Reads and writes the kubelet's claim state file, byte for byte as the kubelet does.
 
 `dra_manager_state` in the kubelet's root directory names the claims that the kubelet counts as prepared, or is about to
-prepare. It also has the pods that use them, and the devices in the drivers' answers. Source of the facts: kubelet
-1.36.3, pkg/kubelet/cm/dra/state (checkpoint.go, checkpointer.go, state.go) and claiminfo.go, and a Go program that
-wrote the samples in the tests.
+prepare. For each claim it has the pods that use the claim, and the devices in the drivers' answers. Source of the
+facts: kubelet 1.36.3, pkg/kubelet/cm/dra/state (checkpoint.go, checkpointer.go, state.go) and claiminfo.go, and a Go
+program that wrote the samples in the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FILE_NAME", "AnsweredDevice", "DevicesOfClaim", "from_json", "read_o
 
 @dataclass(frozen=True, slots=True)
 class AnsweredDevice:
-    """A device in a driver's answer. share: None if the driver sent none."""
+    """A device in a driver's answer to NodePrepareResources. share: the share id; None if the answer has none."""
 
     requests: tuple[str, ...]
     pool: str
@@ -34,7 +34,7 @@ class AnsweredDevice:
 
 @dataclass(slots=True)
 class DevicesOfClaim:
-    """The kubelet's record of a claim (ClaimInfo). prepared: not in the file."""
+    """The kubelet's record of a claim (ClaimInfo). prepared: whether this run prepared it; not in the file."""
 
     namespace: str
     name: str
@@ -45,7 +45,7 @@ class DevicesOfClaim:
 
 
 def to_json(claims: Iterable[DevicesOfClaim] | None) -> bytes:
-    """Return the content of the file. None stands for Go's nil, which the kubelet's first start writes."""
+    """Return the file's content. claims: None stands for Go's nil, which the kubelet writes at its first start."""
     listed = None if claims is None else [_claim(claim) for claim in claims]
     data = go_json(
         {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1", "ClaimInfoStateList": listed}
@@ -54,11 +54,11 @@ def to_json(claims: Iterable[DevicesOfClaim] | None) -> bytes:
 
 
 def from_json(blob: bytes | str) -> list[DevicesOfClaim]:
-    """Parse the content of a file.
+    """Parse the content of a claim state file.
 
     Raises:
         CorruptCheckpointError: the checksum does not match.
-        ValueError: this is no claim state.
+        ValueError: the content is no claim state.
     """
     try:
         document = json.loads(blob)
@@ -71,7 +71,7 @@ def from_json(blob: bytes | str) -> list[DevicesOfClaim]:
 
 
 def read_or_create(root: Path) -> list[DevicesOfClaim]:
-    """Read the file in a kubelet's root directory, or create an empty one (checkpointer.GetOrCreate).
+    """Read the claim state file in a kubelet's root directory; create it if it is missing (checkpointer.GetOrCreate).
 
     Raises:
         CorruptCheckpointError, ValueError: the file is damaged; a kubelet does not start then.
@@ -84,7 +84,7 @@ def read_or_create(root: Path) -> list[DevicesOfClaim]:
 
 
 def write(root: Path, claims: Iterable[DevicesOfClaim]) -> None:
-    """Replace the file atomically (claimInfoCache.syncToCheckpoint)."""
+    """Replace the claim state file in a kubelet's root directory atomically (claimInfoCache.syncToCheckpoint)."""
     replace_file(root / FILE_NAME, to_json(claims))
 
 

@@ -1,8 +1,8 @@
 """The kubelet's device manager without its sockets: its state and its decisions.
 
-One instance lives as long as one run of the kubelet; only the checkpoint survives. The order of steps, the use of the
+A `DeviceManager` lasts for one run of the kubelet; only its checkpoint file remains. The order of steps, the use of the
 mutex, and the bugs are those of kubelet 1.36.3 (pkg/kubelet/cm/devicemanager/manager.go, endpoint.go, pod_devices.go).
-The mutex is the lock argument. It is never held during a call to a plugin.
+The kubelet's mutex is the argument `lock`. The mutex is never held during a call to a plugin.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContainerSpec:
-    """A container in a pod's spec. limits: by resource.
+    """A container in a pod's spec. limits: numbers of devices by resource.
 
-    restartable: an init container that keeps running beside the others (a sidecar). through_dra: resources in the
-    limits that the pod's extended resource claim serves. Admission ignores them; the start of the container does not
-    (kubelet 1.36.3). lasting: an init container that runs until `FakePod.end_init_container`; others end at once after
-    their start.
+    restartable: whether an init container keeps running beside the other containers (a sidecar). through_dra: resources
+    in the limits that the pod's extended resource claim serves. Admission ignores these resources; the start of the
+    container does not (kubelet 1.36.3). lasting: whether an init container runs until `FakePod.end_init_container`;
+    otherwise it ends at once after its start.
     """
 
     name: str
@@ -115,7 +115,7 @@ class ContainerOptions:
     cdi: dict[str, None] = field(default_factory=dict)
 
     def add(self, response: pb.ContainerAllocateResponse) -> None:
-        """Add one resource's response. Existing entries stay, as in the kubelet."""
+        """Add the options of one resource's response. As in the kubelet, they do not replace existing options."""
         for key, value in response.envs.items():
             self.env.setdefault(key, value)
         for node in response.devices:
@@ -128,7 +128,7 @@ class ContainerOptions:
 
 
 class PluginEndpoint:
-    """A plugin's registration for a resource, or the record of one after a restart."""
+    """A plugin's registration for a resource; with `call` None, a registration known only from the checkpoint."""
 
     def __init__(
         self, resource: str, call: Call | None, options: pb.DevicePluginOptions | None, socket: str = ""
@@ -147,7 +147,7 @@ class PluginEndpoint:
         return response
 
     def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> set[str]:
-        """Ask the plugin for its preferred devices."""
+        """Send GetPreferredAllocation; return the ids that the plugin prefers."""
         request = pb.PreferredAllocationRequest(
             container_requests=[
                 pb.ContainerPreferredAllocationRequest(
@@ -181,9 +181,9 @@ class _ContainerAllocation:
 class DeviceManager:
     """The device state of one run of the kubelet.
 
-    lock: the mutex. active_pods: the uids of pods that have not ended. seed: sets are iterated in random order as in
-    Go, but one seed always gives the same order. by_socket: several plugins of one resource are distinguished by their
-    sockets, as since kubelet 1.37 (kubernetes#135437).
+    lock: the kubelet's mutex. active_pods: returns the uids of pods that have not ended. seed: sets are iterated in
+    random order as in Go, but one seed always gives the same order. by_socket: whether several plugins of one resource
+    are distinguished by their sockets, as since kubelet 1.37 (kubernetes#135437).
     """
 
     def __init__(
@@ -221,18 +221,18 @@ class DeviceManager:
         self._writing = Lock()
         self._version = self._written = 0
         self.hold_writes = 0
-        """Number of next checkpoints to compute without writing them yet."""
+        """How many of the next checkpoints are computed, but not written yet."""
         self.land_writes = False
-        """Whether held writes replace newer ones, one at each later write."""
+        """Whether each further write puts the oldest of the held checkpoints into the file, instead of the newest."""
         self._held_writes: list[Checkpoint] = []
 
     # Registration and lists of plugins.
 
     def connected(self, endpoint: PluginEndpoint) -> None:
-        """Record a plugin's registration. Allocate goes to the plugin that registered last.
+        """Record a plugin's registration. The kubelet sends Allocate to the plugin that registered last.
 
         Raises:
-            PluginCallError: its socket is connected already (kubelet 1.37).
+            PluginCallError: a plugin is connected on the same socket already (kubelet 1.37).
         """
         with self._lock:
             if self._by_socket:
@@ -244,10 +244,10 @@ class DeviceManager:
             self._lock.notify_all()
 
     def disconnected(self, resource: str, socket: str = "") -> None:
-        """Mark all devices of the resource as unhealthy, and its present endpoint as stopped.
+        """Mark all devices of a resource as unhealthy, and its present endpoint as stopped.
 
-        If plugins are distinguished by sockets, only the endpoint of this socket stops. Another endpoint of the
-        resource replaces it, and the devices stay.
+        If plugins are distinguished by sockets, only the endpoint of `socket` stops. If the resource has another
+        endpoint, that one replaces the stopped endpoint, and the devices keep their health.
         """
         with self._lock:
             if self._by_socket:
@@ -278,7 +278,10 @@ class DeviceManager:
     # State that others can read.
 
     def capacity(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return capacity and allocatable by resource. Resources whose grace period is over are removed."""
+        """Return the numbers of all and of healthy devices, each by resource.
+
+        Resources whose plugin disconnected more than `stop_grace` seconds ago are forgotten first.
+        """
         with self._lock:
             gone = set()
             capacity: dict[str, int] = {}
@@ -319,7 +322,7 @@ class DeviceManager:
             }
 
     def container_devices(self, uid: str, container: str) -> dict[str, dict[int, list[str]]]:
-        """Return the devices that a container holds, by resource and NUMA node."""
+        """Return the ids of the devices that a container holds, by resource and NUMA node."""
         with self._lock:
             held = self._pods.get(uid, {}).get(container, {})
             return {r: {node: list(ids) for node, ids in a.by_node.items()} for r, a in held.items()}
@@ -327,7 +330,8 @@ class DeviceManager:
     def health_of(self, uid: str, container: str) -> dict[str, dict[str, str]]:
         """Return the health of a container's devices, in the form of the pod's status.
 
-        A device that left all lists counts as healthy. So does a device whose plugin ended without a last list.
+        A device that the plugin no longer lists counts as healthy; so does a device whose plugin ended without a last
+        list.
         """
         with self._lock:
             result = {}
@@ -337,7 +341,7 @@ class DeviceManager:
             return result
 
     def allocated(self, resource: str) -> set[str]:
-        """Return the ids that the kubelet counts as allocated."""
+        """Return the ids of a resource's devices that the kubelet counts as allocated."""
         with self._lock:
             return set(self._allocated.get(resource, ()))
 
@@ -349,8 +353,8 @@ class DeviceManager:
     def update_allocated(self) -> None:
         """Free the devices of pods that have ended.
 
-        If there are any, the allocated ids are computed again from `podDevices`. Then the chosen devices of a running
-        allocation are lost (kubernetes#137534).
+        If such pods exist, the allocated ids are computed again from `podDevices`. An allocation in progress then loses
+        the devices that it has chosen (kubernetes#137534).
         """
         with self._lock:
             if not self.sources_ready:
@@ -367,7 +371,7 @@ class DeviceManager:
         """Allocate devices for every container of a pod, init containers first.
 
         Raises:
-            AdmissionError: the pod must fail.
+            AdmissionError: the kubelet must reject the pod.
             KubeletCrashError: a real kubelet would crash now.
         """
         for container in (*pod.init_containers, *pod.containers):
@@ -394,12 +398,11 @@ class DeviceManager:
                     reusable[resource] = reusable.get(resource, set()) - allocation.ids
 
     def run_options(self, pod: PodSpec, container: ContainerSpec) -> ContainerOptions:
-        """Prepare the start of a container: PreStartContainer, and Allocate where it was never called.
+        """Call PreStartContainer, and Allocate if it was never called; return the container's options for its start.
 
         Raises:
             PluginCallError, AdmissionError: the container cannot start now; the kubelet tries again.
             KubeletCrashError: a real kubelet would crash now.
-
         """
         again = False
         for resource, number in container.limits.items():
@@ -583,7 +586,7 @@ class DeviceManager:
     # The checkpoint.
 
     def write_checkpoint(self) -> None:
-        """Write the holders of devices, and the healthy devices.
+        """Write the checkpoint: which containers hold which devices, and which devices are healthy.
 
         Raises:
             OSError: the file cannot be replaced.
@@ -601,20 +604,20 @@ class DeviceManager:
             checkpoint = Checkpoint(entries or None, registered)
             late = self.hold_writes > 0
             self.hold_writes -= late
-        # Do not take the mutex below: callers may hold it, and the file must not wait for it.
+        # Do not take the kubelet's mutex under `_writing`: a caller that holds the mutex may wait for `_writing`.
         with self._writing:
             if late:
                 self._held_writes.append(checkpoint)
             elif version > self._written:
-                # Between the two renames, no reader can see the newer file.
+                # Write only the held checkpoint: no reader can see the newer file between the kubelet's two renames.
                 overtaken = self.land_writes and self._held_writes
                 (self._held_writes.pop(0) if overtaken else checkpoint).write(self._path)
                 self._written = version
         with self._lock:
-            self._lock.notify_all()  # A waiter may wait for the file.
+            self._lock.notify_all()  # A waiter's condition may depend on the file.
 
     def read_checkpoint(self) -> None:
-        """Read the last run's checkpoint. Its resources come back without devices and with stopped endpoints.
+        """Read the last run's checkpoint. Its resources are restored without devices and with stopped endpoints.
 
         Raises:
             ValueError, OSError: the file is damaged or cannot be read; the kubelet continues without it.

@@ -2,10 +2,11 @@
 
     python -m deviceplugin.testing.foreign FILE --directory /var/lib/kubelet/device-plugins
 
-FILE is JSON: `{"resources": [...], ...}` with the fields of `Resource`, `AllocateAnswer` and `Quirks` below. It is read
-again when it is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA, AMD, Intel,
-SR-IOV, squat, GKE, the Kubernetes sample). With the default quirks it behaves as most of these plugins: one constant
-socket, a new registration when kubelet.sock is created, one reader of the list.
+FILE is JSON: `{"resources": [...], ...}` with the fields of `Resource`, `AllocateAnswer` and `Quirks` below. The plugin
+reads FILE again when FILE is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA,
+AMD, Intel, SR-IOV, squat, GKE, the Kubernetes sample). With the default quirks, the fake behaves as most of these
+plugins: its socket's name is constant, it registers again when kubelet.sock is created, and each update of the list
+reaches only one of several ListAndWatch streams.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
 
 _CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 REGISTRY: Final = Path("/var/lib/kubelet/plugins_registry")
-"""The path that most plugins have as a constant. They use it in their container, whatever is mounted there."""
+"""The path that most plugins have as a constant. They use the path in their container, whatever is mounted there."""
 PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
@@ -47,9 +48,9 @@ PANIC: Final = 2
 class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to Allocate. `{id}` stands for each device's id, `{ids}` for all ids, `{random}` for a random number.
 
-    nodes: [host path, container path, permissions] for each id. control: the same, once in each answer. mounts: [host
-    path, container path] for each id. files: texts by path, written before the answer (Intel's CDI specs). extra:
-    bytes, in hexadecimal, of fields that this version of the API lacks.
+    nodes: device nodes for each id, as [host path, container path, permissions]. control: device nodes that are once in
+    each answer. mounts: [host path, container path] for each id. files: texts by path, which the plugin writes before
+    the answer (Intel's CDI specs). extra: bytes, in hexadecimal, of fields that this version of the API lacks.
     """
 
     env: dict[str, str] = {}
@@ -89,7 +90,7 @@ class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One resource. devices: health by id, in the order of the list. numa: NUMA nodes by id."""
+    """One resource. devices: health by device id, in the order of ListAndWatch's list. numa: NUMA nodes by that id."""
 
     name: str
     devices: dict[str, str]
@@ -99,28 +100,29 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def socket_name(self) -> str:
-        """The name of its socket. It is constant, as in most plugins."""
+        """The file name of the resource's socket. The name is constant, as in most plugins."""
         return self.socket or f"{self.name.replace('/', '_')}-vendor.sock"
 
 
 class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Properties in which plugins differ.
 
-    trigger: the event after which it registers again: kubelet.sock is created (NVIDIA, AMD), its own socket is removed
-    (Intel), or its own socket is missing at a check every `poll` seconds (SR-IOV, squat). watcher: if plugins_registry
-    is mounted, it has its sockets there, waits for GetInfo, and names its sockets by their paths in its container. If
-    it is notified that it is not registered, it serves again (SR-IOV), or ends its servers for good (RDMA). once: it
-    never registers if kubelet.sock is missing at its start (GKE). failed_register: it tries three times, `retry`
-    seconds apart (AMD); or it ends (Intel, SR-IOV); or it stops all its resources and starts again after `retry`
-    seconds (NVIDIA). stream_end: when the client ends a ListAndWatch, the remaining reader takes the next update
-    (most), and then the process panics (Intel); or it ends at once (AMD). second_stream: the effect of a second stream
-    beside the first: both share the updates, or the process panics (KubeVirt). empty_first: the first list is empty
-    (Intel). repeat: seconds after which the same list is sent again (AMD). shuffled: each list has another order.
-    unknown_ids: Allocate accepts unknown ids (AMD, SR-IOV). needs_list: before the first list was sent, all ids are
-    unknown (AMD). minds_deprecation: it does not register if the file DEPRECATION exists (the Kubernetes sample).
-    pause: seconds from the trigger to the new start (ten in the sample). empty_last: it sends an empty list before it
-    stops (KubeVirt). hold: the call `held` waits while this file exists. pre_start, preferred: whether it has the
-    optional calls.
+    trigger: the event after which the plugin registers again: kubelet.sock is created (NVIDIA, AMD), its own socket is
+    removed (Intel), or its own socket is missing at a check every `poll` seconds (SR-IOV, squat). watcher: if
+    plugins_registry is mounted, the plugin has its sockets there, waits for GetInfo, and names its sockets by their
+    paths in its container. If the kubelet notifies the plugin that it is not registered, the plugin serves again
+    (SR-IOV), or ends its servers for good (RDMA). once: the plugin never registers if kubelet.sock is missing at its
+    start (GKE). failed_register: the plugin tries three times, `retry` seconds apart (AMD); or ends (Intel, SR-IOV); or
+    stops all its resources and starts again after `retry` seconds (NVIDIA). stream_end: when the client ends a
+    ListAndWatch stream, the stream's reader still takes the next update (most plugins), after which the process may
+    panic (Intel); or the process ends at once (AMD). second_stream: if a second stream is open beside the first, each
+    update reaches one of them, or the process panics (KubeVirt). empty_first: the first list is empty (Intel). repeat:
+    seconds after which the same list is sent again (AMD). shuffled: each list has another order. unknown_ids: Allocate
+    accepts unknown ids (AMD, SR-IOV). needs_list: until the first list was sent, all ids are unknown (AMD).
+    minds_deprecation: the plugin does not register if the file DEPRECATION exists (the Kubernetes sample). pause:
+    seconds from the trigger to the new start (ten in the sample). empty_last: the plugin sends an empty list before it
+    stops (KubeVirt). hold: a path; the call that `held` names waits while this file exists. pre_start, preferred:
+    whether the plugin has PreStartContainer and GetPreferredAllocation.
     """
 
     trigger: Literal["create", "own-socket", "poll"] = "create"
@@ -146,14 +148,14 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole configuration."""
+    """The whole content of the configuration file."""
 
     resources: list[Resource]
     quirks: Quirks = Quirks()
 
 
 def write(path: Path, resources: Sequence[Mapping[str, Any]], **quirks: Any) -> None:
-    """Write a configuration. An existing one is replaced atomically. Raises msgspec.ValidationError."""
+    """Write a configuration file; an existing file is replaced atomically. Raises msgspec.ValidationError."""
     content = {"resources": list(resources), "quirks": quirks}
     msgspec.convert(content, File)
     new = path.with_name(f"{path.name}.new")
@@ -162,7 +164,7 @@ def write(path: Path, resources: Sequence[Mapping[str, Any]], **quirks: Any) -> 
 
 
 def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
-    """Return the recorded calls: `{"call": ..., "resource": ..., ...}` for each call, or for those of one name."""
+    """Return the recorded calls of all names or of one, each as `{"call": ..., "resource": ..., ...}`."""
     if not notes.exists():
         return []
     calls_noted = [json.loads(line) for line in notes.read_text().splitlines()]
@@ -170,7 +172,7 @@ def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
 
 
 class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
-    """One resource on one socket."""
+    """The gRPC services of one resource on one socket."""
 
     def __init__(self, plugin: ForeignPlugin, resource: Resource) -> None:
         self.resource = resource
@@ -265,7 +267,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
     async def _hold(self, call: str) -> None:
         quirks = self._plugin.quirks
         while quirks.held == call and quirks.hold and os.path.exists(quirks.hold):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # No event reports the removal of a file.
+            await asyncio.sleep(0.02)  # Poll: no event reports the removal of this file.
 
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:  # noqa: N802
         ids = [name for container in request.container_requests for name in container.devices_ids]
@@ -322,7 +324,7 @@ class ForeignPlugin:
         self.file = _read(path)
         self.quirks = self.file.quirks
         self.stopping = asyncio.Event()
-        """Whether the servers are being stopped. Then the streams end by themselves."""
+        """Set while the servers are being stopped, so that the ListAndWatch streams end by themselves."""
         self._path = path
         self._directory = directory
         self._watched = bool(self.quirks.watcher) and registry.is_dir()
@@ -344,7 +346,7 @@ class ForeignPlugin:
         )
 
     def note(self, call: str, resource: Resource, **more: object) -> None:
-        """Record an event."""
+        """Print an event as a line of JSON, and append the line to the file of notes if there is one."""
         line = json.dumps({"call": call, "resource": resource.name, **more})
         _say(line)
         if self._notes is not None:
@@ -352,16 +354,16 @@ class ForeignPlugin:
                 file.write(f"{line}\n")
 
     def end(self, why: str, status: int) -> None:
-        """End the process at once, as a program that gives up. Its sockets stay."""
+        """End the process at once, as a program that gives up does. The sockets' files stay."""
         _say(f"panic: {why}" if status == PANIC else f"fatal: {why}")
         os._exit(status)
 
     def refused(self) -> None:
-        """Record the notification that it is not registered."""
+        """Wake the main loop after the kubelet's notification that the plugin is not registered."""
         self._names.put_nowait(("refused", ""))
 
     async def run(self) -> None:
-        """Serve and register. Do so again at each trigger."""
+        """Serve and register all resources, and again at each trigger, until the task is cancelled."""
         observer = Observer()
         handler = _Names(asyncio.get_running_loop(), self._names)
         for directory in {str(self._directory), str(self._path.parent)}:
@@ -395,7 +397,7 @@ class ForeignPlugin:
             await server.start()
             self._servers.append(server)
             self._services.append(service)
-        while not self._names.empty():  # These events come from its own sockets.
+        while not self._names.empty():  # These events come from the plugin's own sockets.
             self._names.get_nowait()
 
     async def _stop(self) -> None:
@@ -406,7 +408,7 @@ class ForeignPlugin:
         self._servers, self._services = [], []
 
     async def _register_all(self) -> bool:
-        """Register all resources. Return whether that is done, or must not be tried again."""
+        """Register all resources. Return True to wait for the trigger, False to serve again after a pause."""
         if self.quirks.minds_deprecation and (self._directory / "DEPRECATION").exists():
             _say("DEPRECATION is there: not registered")
             return True
@@ -424,7 +426,8 @@ class ForeignPlugin:
         request = pb.RegisterRequest(version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name)
         target = f"unix:{self._directory / 'kubelet.sock'}"
         try:
-            # Vendors connect for each try. One channel would fail at once for a second after a failed connection.
+            # Vendors connect for each attempt. For a second after a failed connection, calls on the same channel would
+            # fail at once.
             async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
                 await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
         except grpc.aio.AioRpcError as error:

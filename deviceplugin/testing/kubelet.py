@@ -1,12 +1,12 @@
 """A fake kubelet for tests: sockets, faults, pods and a small scheduler around the device manager.
 
 It serves `device-plugins/kubelet.sock` (v1beta1.Registration) and `pod-resources/kubelet.sock` (v1.PodResourcesLister)
-under its root, calls plugins as the device manager of kubelet 1.36.3 does, and starts pods that are values. All methods
-are synchronous and thread-safe. Threads of the fake do the work, so a plugin may run in this process (in another
-thread) or in another process.
+under its root, calls plugins as the device manager of kubelet 1.36.3 does, and starts pods that are Python objects
+without processes. All methods are synchronous and thread-safe. Threads of the fake kubelet call the plugin, so the
+plugin may run in another thread of the test's process or in another process.
 
-It leaves out the delay of up to 10 s between a change and the node's status, the node predicates after Allocate (see
-`reject_next_pod`), and CPU and memory.
+The fake kubelet leaves out the delay of up to 10 s between a change and the node's status, the node predicates after
+Allocate (see `reject_next_pod`), and CPU and memory.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ if TYPE_CHECKING:
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
 
 Damage = Literal["deleted", "empty", "torn", "unreadable"]
-"""Kinds of damage to a file. unreadable: a directory has its name, so the file cannot be replaced either."""
+"""Kinds of damage to a file. torn: its last bytes are missing. unreadable: a directory takes the file's place, so that
+the kubelet cannot replace the file either."""
 
 _POLL: Final = 0.02
-"""Seconds after which `wait_until` checks again, even if nothing has changed here."""
+"""Seconds between two checks of `wait_until` while the fake node does not change: a predicate may test other state."""
 _NO_DEVICES: Final = ("cpu", "memory", "ephemeral-storage", "hugepages-")
 
 
 class FakeKubelet(NodeState):
-    """A node with its pods. Its kubelet can start and stop; the pods stay.
+    """A fake node with its kubelet and its pods. The kubelet can start and stop; the pods stay.
 
-    It is a context manager: entering starts the kubelet, leaving stops it. Its methods block, so a test with a plugin
-    in the same event loop calls them through `asyncio.to_thread`.
+    The object is a context manager: entering starts the kubelet, leaving stops it. Its methods block, so a test with a
+    plugin in the same event loop calls them through `asyncio.to_thread`.
 
-    root: stands for /var/lib/kubelet; None creates a directory that is removed with the object. topology_policy: the
-    topology manager's, with container scope, over `numa_nodes`. stop_grace: seconds after which a resource without its
-    plugin is forgotten.
-    dial_timeout: seconds that Register tries to connect to the plugin. start_backoff: seconds between attempts to start
-    a container (a kubelet: 10 s and more). seed: the kubelet iterates over sets of devices in random order; the same
-    seed gives the same order. pod_resources_qps, pod_resources_burst: the rate limit of PodResources. cgroup_root: the
-    directory of the node's cgroups; None stands for `cgroup` under the root. cgroup_layout: the cgroups' version and
-    naming. minor: 36, or 37 for a kubelet that distinguishes several plugins of one resource by their sockets.
+    root: stands for /var/lib/kubelet; None creates a directory that `close` removes. topology_policy: the policy of the
+    topology manager, whose scope is `container`, over `numa_nodes`. stop_grace: seconds after which the kubelet forgets
+    a resource whose plugin has disconnected.
+    dial_timeout: seconds for which Register tries to connect to the plugin. start_backoff: seconds between attempts to
+    start a container (in a kubelet: 10 s and more). seed: the kubelet iterates over sets of devices in random order;
+    the same seed gives the same order. pod_resources_qps, pod_resources_burst: the rate limit of PodResources.
+    cgroup_root: the directory of the node's cgroups; None stands for `cgroup` under the root. cgroup_layout: the cgroup
+    version, and the kubelet's cgroup driver. minor: the kubelet's minor version, 36, or 37 for a kubelet that
+    distinguishes several plugins of one resource by their sockets.
     """
 
     _run: Run | None = None
@@ -63,7 +65,7 @@ class FakeKubelet(NodeState):
 
     @property
     def paths(self) -> Paths:
-        """The paths of the node, for an agent."""
+        """The paths of the fake node, as the argument of an agent."""
         from deviceplugin.kubelet.paths import Paths
 
         return Paths(
@@ -87,7 +89,7 @@ class FakeKubelet(NodeState):
 
     @property
     def claim_state(self) -> Path:
-        """The DRA manager's checkpoint."""
+        """The path of the DRA manager's checkpoint."""
         return self.root / claim_state.FILE_NAME
 
     # Start and stop.
@@ -95,7 +97,7 @@ class FakeKubelet(NodeState):
     def __enter__(self) -> Self:
         try:
             self.start()
-        except BaseException:  # This includes Ctrl-C, because no other code knows of the directory.
+        except BaseException:  # This includes Ctrl-C, because no other code removes the temporary directory.
             with contextlib.suppress(Exception):
                 self.close()
             raise
@@ -113,14 +115,14 @@ class FakeKubelet(NodeState):
 
     @property
     def hears_of_pods(self) -> bool:
-        """Whether the kubelet runs and the API server reaches it."""
+        """Whether the kubelet runs and receives its pods from the API server."""
         return self._run is not None and not (self.sources_held and not self._run.manager.sources_ready)
 
     def start(self, *, wipe: bool = True) -> None:
         """Start the kubelet: delete sockets, read the checkpoint, admit the existing pods again.
 
         Raises:
-            ValueError: the claim state is damaged; a kubelet ends with that error.
+            ValueError: the claim state file is damaged; a real kubelet ends with an error then.
         """
         with self.changed:
             if self._run is not None:
@@ -134,7 +136,7 @@ class FakeKubelet(NodeState):
         run.start(wipe=wipe)
 
     def stop(self) -> None:
-        """End the kubelet. Connections break, its sockets stay without a listener, and containers continue to run."""
+        """Stop the kubelet. Its connections break, its socket files stay, and containers continue to run."""
         with self.changed:
             run, self._run = self._run, None
             self.changed.notify_all()
@@ -163,14 +165,14 @@ class FakeKubelet(NodeState):
         self.start()
 
     def recreate_socket(self) -> None:
-        """Serve on a new kubelet.sock in the same kubelet, as newer kubelets do after a failure of their server.
+        """Replace kubelet.sock while the kubelet runs, as newer kubelets do after a failure of their server.
 
-        Streams and other sockets stay.
+        ListAndWatch streams and other sockets stay.
         """
         self._up().serve_registration()
 
     def close(self) -> None:
-        """Stop the kubelet and remove the directory, if it is its own."""
+        """Stop the kubelet, and remove the root directory if this object created it."""
         try:
             self.stop()
         finally:
@@ -180,15 +182,18 @@ class FakeKubelet(NodeState):
     # Faults.
 
     def drop_streams(self, resource: str | None = None) -> None:
-        """End ListAndWatch streams from the kubelet's side while kubelet and plugin run (kubernetes#125501)."""
+        """Make the kubelet end ListAndWatch streams while it and the plugin run (kubernetes#125501).
+
+        resource: the resource whose streams end; None ends the streams of all resources.
+        """
         self._up().drop_streams(resource)
 
     def freeze(self) -> None:
-        """Accept connections, but answer nothing and read nothing from streams, until `thaw`."""
+        """Make the kubelet hang until `thaw`: it accepts connections, but neither answers calls nor reads streams."""
         self._up().thawed.clear()
 
     def thaw(self) -> None:
-        """Continue after `freeze`."""
+        """Let the kubelet continue after `freeze`."""
         self._up().thawed.set()
 
     def reject_registrations(self, count: int = 1, message: str = "registration refused by the test") -> None:
@@ -197,16 +202,19 @@ class FakeKubelet(NodeState):
             self._rejecting += [message] * count
 
     def reject_next_pod(self, reason: str = "OutOfcpu") -> None:
-        """Reject the next pod after its devices were allocated, as the node predicates may."""
+        """Reject the next pod after its devices were allocated, as the node predicates may.
+
+        reason: the reason in the pod's status.
+        """
         with self.changed:
             self._rejecting_pods.append(reason)
 
     def hold_sources(self) -> None:
-        """Separate the kubelet from the API server. From its next start on, it knows only static pods.
+        """Separate the kubelet from the API server. From its next start on, the kubelet knows only static pods.
 
         Until `release_sources`, PodResources List is empty (v1PodResourcesServer.List does not wait for sources),
         UpdateAllocatedDevices does nothing, and no pod is cleaned up (sourcesReady.AllReady, kubelet 1.36.3). The
-        checkpoint names the pods as before.
+        device manager's checkpoint still names the pods that hold devices.
         """
         with self.changed:
             self.sources_held = True
@@ -220,8 +228,8 @@ class FakeKubelet(NodeState):
     def lose_network(self) -> None:
         """Make the node's network unready: pods are admitted and get devices, but are not started.
 
-        Such pods have neither cgroup nor directory (Kubelet.SyncPod returns before it creates them, kubelet 1.36.3).
-        Running containers continue, and are not started again when they end.
+        Such pods have neither a cgroup nor a directory (Kubelet.SyncPod returns before it creates them, kubelet
+        1.36.3). Running containers continue; a container that ends is not started again.
         """
         with self.changed:
             self.network_ready = False
@@ -233,7 +241,7 @@ class FakeKubelet(NodeState):
             self.changed.notify_all()
 
     def hold_checkpoint_writes(self, count: int = 1) -> None:
-        """Delay the next writes of the checkpoint after their content was computed.
+        """Delay the next `count` writes of the device manager's checkpoint, after their content was computed.
 
         The kubelet computes the content under its mutex and writes it outside of the mutex
         (ManagerImpl.writeCheckpoint, kubelet 1.36.3), so an older state can replace a newer one.
@@ -243,15 +251,15 @@ class FakeKubelet(NodeState):
             manager.hold_writes, manager.land_writes = count, False
 
     def land_checkpoint_writes(self) -> None:
-        """Let the delayed writes replace newer ones, the oldest first, one at each write from now on."""
+        """From now on, let each write put the oldest delayed content into the checkpoint, instead of the newest."""
         with self.changed:
             self._up().manager.land_writes = True
 
     def damage_checkpoint(self, damage: Damage) -> None:
         """Damage the device manager's checkpoint, while the kubelet runs or is down.
 
-        A running kubelet replaces the file at its next write, if it can. A kubelet that starts continues without it,
-        and then knows no devices of running containers (ManagerImpl.Start, kubelet 1.36.3).
+        A running kubelet replaces the file at its next write, if the damage permits that. A kubelet that starts ignores
+        a damaged checkpoint, and then knows no devices of running containers (ManagerImpl.Start, kubelet 1.36.3).
         """
         _damage(self.checkpoint, damage)
 
@@ -259,14 +267,17 @@ class FakeKubelet(NodeState):
         """Damage the DRA manager's checkpoint, while the kubelet runs or is down.
 
         If the file is deleted, a kubelet that starts creates a new one, and then never unprepares the claims of running
-        pods. With other damage it does not start (newClaimInfoCache, kubelet 1.36.3).
+        pods. With other damage, the kubelet does not start (newClaimInfoCache, kubelet 1.36.3).
         """
         _damage(self.claim_state, damage)
 
     # Pods.
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return why devices of these resources are withheld, and what the slices lack, for messages; "" for none."""
+        """Return a text for error messages: which devices of these resources are withheld, and why; "" for none.
+
+        The text also has what the ResourceSlices of the node leave out.
+        """
         reasons = [
             f"{device}: {why.reason}"
             for resource in itertools.chain.from_iterable(status() for status in self.statuses)
@@ -288,7 +299,7 @@ class FakeKubelet(NodeState):
     ) -> FakePod:
         """Create a pod. It stays Pending until the allocatable devices that are not requested yet suffice for it.
 
-        limits: those of a single container, `main`; alternatively, give `containers`.
+        limits: the limits of the only container, which is named `main`; alternatively, give `containers`.
         """
         return self._make_pod(name, limits, containers, init_containers, namespace)
 
@@ -306,14 +317,13 @@ class FakeKubelet(NodeState):
     ) -> FakePod:
         """Create a pod without the scheduler, and wait until it runs.
 
-        static: whether it comes from a manifest on the node. check: whether to raise if it fails; otherwise the failed
-        pod is returned with its `phase`, `reason` and `message`.
+        static: whether the pod comes from a manifest on the node. check: whether to raise PodFailedError if the pod
+        fails; otherwise the failed pod is returned with its `phase`, `reason` and `message`.
 
         Raises:
-            PodFailedError: the pod has failed, or runs with fewer devices than it requests. It is also raised, even
-                without `check`, if the pod requests a resource that no plugin serves (a real kubelet's node predicates
-                would fail it).
-            KubeletCrashError: its admission would have ended a real kubelet.
+            PodFailedError: the pod has failed, or runs with fewer devices than it requests; or, even without `check`,
+                the pod requests a resource that no plugin serves (a real kubelet's node predicates would fail the pod).
+            KubeletCrashError: the pod's admission would have crashed a real kubelet.
             TimeoutError: the pod neither runs nor fails in time.
         """
         specs = [*_containers(limits, containers), *container_specs(init_containers)]
@@ -339,7 +349,7 @@ class FakeKubelet(NodeState):
         return pod
 
     def device_health(self, pod: FakePod, container: str | None = None) -> dict[str, dict[str, str]]:
-        """Return allocatedResourcesStatus of a container: health by device id, by resource."""
+        """Return a container's allocatedResourcesStatus: health by device id, for each resource."""
         return self._up().manager.health_of(pod.uid, pod.container(container).name)
 
     # State that tests can observe.
@@ -362,11 +372,11 @@ class FakeKubelet(NodeState):
             return {} if self._run is None else self._run.manager.devices(resource)
 
     def allocated(self, resource: str) -> set[str]:
-        """Return the ids that the kubelet counts as allocated."""
+        """Return the ids of a resource's devices that the kubelet counts as allocated."""
         return self._up().manager.allocated(resource)
 
     def updates(self, resource: str) -> list[Update]:
-        """Return the ListAndWatch messages of a resource so far, over all kubelet restarts."""
+        """Return the ListAndWatch messages of a resource so far, including those before restarts of the kubelet."""
         with self.changed:
             return list(self._updates.get(resource, ()))
 
@@ -376,7 +386,7 @@ class FakeKubelet(NodeState):
             return 0 if self._run is None else self._run.streams[resource]
 
     def rpcs(self, method: str, resource: str | None = None) -> list[Rpc]:
-        """Return the finished calls of a method."""
+        """Return the finished calls of a gRPC method, of one resource or (None) of all."""
         with self.changed:
             return [
                 r
@@ -387,12 +397,13 @@ class FakeKubelet(NodeState):
     def wait_until(
         self, predicate: Callable[[], object], timeout: float = 10.0, what: str | Callable[[], str] = "a condition"
     ) -> None:
-        """Wait until a condition is true. It may concern this node or anything else, such as the arguments of a hook.
+        """Wait until a condition of this node or of anything else, such as the arguments of a hook, is true.
 
-        predicate: a plain function without arguments, called whenever something changes here and every 20 ms without
-        that. It may block, and may call the kubelet. It cannot be a coroutine function, because this method blocks. A
-        test that is a coroutine function uses `await asyncio.to_thread(fake_kubelet.wait_until, predicate)`. timeout:
-        seconds. what: the text for the error; a function is called only in case of an error.
+        predicate: the condition, a plain function without arguments. It is called at each change of the fake node, and
+        every 20 ms if nothing changes. It may block, and may call the kubelet. It cannot be a coroutine function,
+        because `wait_until` blocks. A test that is a coroutine function uses `await
+        asyncio.to_thread(fake_kubelet.wait_until, predicate)`. timeout: seconds. what: the text for the error; a
+        function is called only in case of an error.
 
         Raises:
             TimeoutError: the condition does not become true in time.
@@ -414,7 +425,7 @@ class FakeKubelet(NodeState):
             raise TypeError("wait_until takes a plain function; of a coroutine function it would wait for nothing")
 
     def wait_registered(self, resource: str, count: int = 1, timeout: float = 10.0) -> Registration:
-        """Wait until a resource was registered this many times; return the latest registration."""
+        """Wait until a resource was registered `count` times; return the latest registration."""
 
         def those() -> list[Registration]:
             return [r for r in self.registrations if r.resource == resource]
@@ -428,7 +439,10 @@ class FakeKubelet(NodeState):
         want: int | Callable[[Mapping[str, DeviceState]], bool],
         timeout: float = 10.0,
     ) -> dict[str, DeviceState]:
-        """Wait until this many devices are healthy, or a predicate over the devices is true; return the devices."""
+        """Wait until `want` devices of a resource are healthy; return all its devices by id.
+
+        want: their number, or a predicate to which the devices are passed.
+        """
 
         def enough() -> bool:
             devices = self.devices(resource)
@@ -438,11 +452,11 @@ class FakeKubelet(NodeState):
         return self.devices(resource)
 
     def wait_allocatable(self, resource: str, count: int, timeout: float = 10.0) -> None:
-        """Wait until this many devices are allocatable."""
+        """Wait until `count` devices of a resource are allocatable."""
         self.wait_until(lambda: self.allocatable(resource) == count, timeout, f"{count} allocatable {resource}")
 
     def wait_rpc(self, method: str, resource: str | None = None, count: int = 1, timeout: float = 10.0) -> Rpc:
-        """Wait until a method was called and answered this many times; return the latest call."""
+        """Wait until `count` calls of a gRPC method have ended; return the latest call."""
         self.wait_until(lambda: len(self.rpcs(method, resource)) >= count, timeout, f"{count} calls of {method}")
         return self.rpcs(method, resource)[-1]
 
@@ -499,7 +513,7 @@ class FakeKubelet(NodeState):
         self.changed.notify_all()
 
     def schedule(self) -> None:
-        """Bind the pods that fit now. It is called whenever that may have changed."""
+        """Bind the waiting pods for which enough devices are free. Changes of devices and pods call this method."""
         with self.changed:
             run = self._run
             if run is None or not run.manager.sources_ready:
@@ -520,17 +534,17 @@ class FakeKubelet(NodeState):
                     self._bind(pod)
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return the Node's allocatable numbers; 0 for a resource that has not registered again after a restart."""
+        """Return the Node's allocatable by resource; 0 until a plugin registers again after the kubelet's restart."""
         return {} if self._run is None else self._run.manager.capacity()[1]
 
     def drop(self, pod: FakePod) -> None:
-        """Forget a pod that should be deleted, if none of its processes runs. `FakePod.delete` calls it."""
+        """Remove a pod that is marked for deletion, if none of its processes runs. `FakePod.delete` calls this."""
         with self.changed:
             if not pod.bound or (pod.terminal and self.hears_of_pods):
                 self.end_pod(pod, None)
 
     def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
-        """Remove a pod from the kubelet's list, even if its processes run. `FakePod` calls it."""
+        """Remove a pod from the kubelet's list, even if its processes run. `FakePod` calls this method."""
         with self.changed:
             over = not pod.bound or pod.terminal
             pod.deleting = pod.deleted = True
@@ -549,7 +563,7 @@ def _containers(limits: Mapping[str, int] | None, containers: Containers | None)
 
 
 def lacking(requests: Mapping[str, int], free: Mapping[str, int]) -> str:
-    """Return the missing amount for a pod, such as "2 of example.com/fpga, 1 free"; "" if it fits."""
+    """Return the requests that exceed the free devices, such as "2 of example.com/fpga, 1 free"; "" if none does."""
     few = [(name, number, free.get(name, 0)) for name, number in requests.items()]
     return "; ".join(f"{number} of {name}, {left} free" for name, number, left in few if left < number)
 

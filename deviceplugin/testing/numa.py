@@ -19,7 +19,10 @@ TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A set of NUMA nodes that satisfies a request; None stands for any nodes."""
+    """A set of NUMA nodes that satisfies a request. nodes: None stands for any NUMA nodes.
+
+    preferred: whether no smaller set of NUMA nodes has enough devices, allocated devices included.
+    """
 
     nodes: frozenset[int] | None
     preferred: bool
@@ -37,10 +40,10 @@ def device_hints(
     request: int,
     numa_nodes: Sequence[int],
 ) -> list[Hint] | None:
-    """Return the hints of one resource, None if its devices have no NUMA nodes.
+    """Return the hints of one resource for a request; None if its devices have no NUMA nodes.
 
-    devices: all devices of the resource with their NUMA nodes. The time is exponential in the
-    number of NUMA nodes that have such devices, here as in the kubelet (kubernetes#135541).
+    devices: all devices of the resource with their NUMA nodes. The run time is exponential in the number of NUMA nodes
+    that have devices of the resource, here as in the kubelet (kubernetes#135541).
     """
     if not any(devices.values()):
         return None
@@ -68,7 +71,7 @@ def merge(
 ) -> tuple[frozenset[int] | None, bool]:
     """Merge the hints of all resources of a container.
 
-    Returns the NUMA nodes to use, and whether the container may run.
+    Returns the NUMA nodes whose devices the container should get (None: any), and whether the container may run.
     """
     if policy == "none":
         return None, True
@@ -108,8 +111,8 @@ def _better(current: Hint, candidate: Hint, target: int) -> Hint:
     if current.preferred != candidate.preferred:
         return current if current.preferred else candidate
     if not current.preferred:
-        # Neither hint has the width that its resource needs. Choose the width nearest to that of the resource that
-        # needs most.
+        # Neither hint is preferred. Choose the hint whose number of NUMA nodes is nearest to `target`, the number that
+        # the resource with the widest hints needs.
         if current.width == target and candidate.width != target:
             return current
         if current.width < target and candidate.width != current.width:

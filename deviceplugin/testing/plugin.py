@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures `fake_kubelet` and `served`.
 
-If the package is installed, every pytest run imports this module. So it imports no large modules itself.
+If the package is installed, every pytest run imports this module. So it imports large modules only in the fixtures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Served", "fake_kubelet", "serve", "served"]
 
 @pytest.fixture
 def fake_kubelet() -> Iterator[FakeKubelet]:
-    """Provide a running fake kubelet. At the end, the test fails if a real kubelet would have crashed."""
+    """Provide a running fake kubelet. The test fails at its end if a real kubelet would have crashed."""
     from deviceplugin.testing.kubelet import FakeKubelet
 
     with FakeKubelet() as kubelet:
@@ -33,10 +33,10 @@ def fake_kubelet() -> Iterator[FakeKubelet]:
 
 @pytest.fixture
 def served(fake_kubelet: FakeKubelet) -> Iterator[Callable[..., Served]]:
-    """Provide a function that runs an agent with its sources until the test ends.
+    """Provide a function that runs an agent with the given device sources until the test ends.
 
     served(*sources, timeout=10.0, period=5.0, **options) returns a `Served` once all sources are registered; `serve`
-    describes its arguments and errors. A test of `released` uses a small `period` (in seconds).
+    describes the arguments and errors. A test of a source's `released` uses a small `period` (in seconds).
     """
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""Pods of the fake kubelet, in the form in which tests use them."""
+"""The pods and containers of the fake kubelet, as objects that tests read and change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "Linge
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed"]
 ContainerState = Literal["waiting", "running", "terminated"]
 Lingering = Literal["", "grace", "hang"]
-"""Why containers of a removed pod still run: their grace period, or a runtime that hangs."""
+"""Why containers of a removed pod still run: "grace" is their grace period, "hang" a container runtime that hangs."""
 Containers = Mapping[str, Mapping[str, int]] | Sequence[ContainerSpec]
-"""Limits by container name, or complete containers."""
+"""The containers of a pod: their limits by container name, or their complete specs."""
 
 
 class PodFailedError(Exception):
@@ -43,9 +43,9 @@ class ContainerMount(NamedTuple):
 class FakeContainer:
     """A container: the options of its last start, and the times of its starts.
 
-    state: "waiting" before its first start, "terminated" after its end. message: why it does not start. starts: times
-    by the monotonic clock. id: the runtime's id, a new one at each start; "" before the first. log_links: the kubelet's
-    links to the logs of its last starts.
+    state: "waiting" before its first start, "terminated" after its end. message: why the container does not start.
+    starts: times by the monotonic clock. id: the container runtime's id, a new one at each start; "" before the first
+    start. log_links: the kubelet's symbolic links to the logs of the last starts.
     """
 
     def __init__(self, spec: ContainerSpec, *, init: bool) -> None:
@@ -74,21 +74,21 @@ class FakeContainer:
 
     @property
     def restarts(self) -> int:
-        """The number of its restarts."""
+        """The number of the container's starts after its first."""
         return max(0, len(self.starts) - 1)
 
     @property
     def device_ids(self) -> tuple[str, ...]:
-        """The ids of all its devices, of all resources."""
+        """The ids of the container's devices, of all resources."""
         return tuple(device for ids in self.devices.values() for device in ids)
 
     @property
     def stays(self) -> bool:
-        """Whether it runs until the pod ends."""
+        """Whether this container runs as long as its pod: true for app containers and sidecars."""
         return not self.init or self.spec.restartable
 
     def started(self, options: ContainerOptions, devices: Mapping[str, Iterable[str]]) -> None:
-        """Record a start. The kubelet calls it."""
+        """Record a start of the container. The fake kubelet calls this method."""
         self.devices = {resource: tuple(sorted(ids)) for resource, ids in devices.items()}
         self.env = dict(options.env)
         self.nodes = tuple(ContainerNode(host, path, rights) for path, (host, rights) in options.nodes.items())
@@ -101,16 +101,16 @@ class FakeContainer:
 
 
 class Node(Protocol):
-    """The interface between a pod and the kubelet of its node."""
+    """The methods of the fake kubelet that its pods call."""
 
     changed: threading.Condition
 
     @property
     def hears_of_pods(self) -> bool:
-        """Whether the kubelet runs and the API server reaches it."""
+        """Whether the kubelet runs and receives its pods from the API server."""
 
     def drop(self, pod: FakePod) -> None:
-        """Forget a pod that should be deleted, if none of its processes runs."""
+        """Remove a pod that is marked for deletion, if none of its processes runs."""
 
     def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
         """Remove a pod from the kubelet's list, even if its processes run."""
@@ -125,10 +125,11 @@ class Node(Protocol):
 class FakePod:
     """A pod on the fake node.
 
-    phase, reason and message are those of a pod's status. bound: whether the scheduler bound it to this node.
-    waits_for: the missing amount for a pod that is not bound. A pod stays in the kubelet's `pods` until it is deleted.
-    sandbox: the id of its sandbox while that runs, otherwise "". static: whether it comes from a manifest on the node.
-    lingering: why its containers still run although it is deleted. gone: whether nothing of it is left on the node.
+    phase, reason and message are those of a pod's status. bound: whether the scheduler bound the pod to this node.
+    waits_for: the requests of an unbound pod for which too few devices are free. A pod stays in the kubelet's `pods`
+    until it is deleted. sandbox: the id of the pod's running sandbox, otherwise "". static: whether the pod comes from
+    a manifest on the node. lingering: why the pod's containers still run although the pod is deleted. gone: whether the
+    node has no processes and files of the pod any more.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class FakePod:
 
     @property
     def terminal(self) -> bool:
-        """Whether the pod has ended."""
+        """Whether the pod is deleted, Succeeded or Failed."""
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
     @property
@@ -186,9 +187,9 @@ class FakePod:
 
     @property
     def requests(self) -> dict[str, int]:
-        """The pod's requests as the scheduler counts them, by resource.
+        """The numbers of devices that the scheduler counts for the pod, by resource.
 
-        Later containers reuse the devices of init containers.
+        Later containers reuse the devices of init containers that end before them.
         """
         lasting: dict[str, int] = {}
         peak: dict[str, int] = {}
@@ -216,7 +217,7 @@ class FakePod:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment that plugins gave to the first container."""
+        """The environment variables that plugins set in the first container."""
         return self.container().env
 
     @property
@@ -230,7 +231,7 @@ class FakePod:
         return self.container().mounts
 
     def wait_running(self, timeout: float = 10.0) -> FakePod:
-        """Wait until all its containers run.
+        """Wait until all containers of the pod run.
 
         Raises:
             PodFailedError: the pod failed or ended first.
@@ -249,7 +250,7 @@ class FakePod:
         return self
 
     def delete(self, timeout: float = 10.0) -> None:
-        """End the pod and remove it from the node. While the kubelet is down, only record the request."""
+        """End the pod and remove it from the node. While the kubelet is down, only mark the pod for deletion."""
         with self._changed:
             self.deleting = True
             self._node.drop(self)
@@ -259,9 +260,9 @@ class FakePod:
     def force_delete(self, *, hang: bool = False, timeout: float = 10.0) -> None:
         """Delete the pod with a grace period of 0, as `kubectl delete --force` does.
 
-        For the kubelet the pod is gone at once (Kubelet.HandlePodRemoves, kubelet 1.36.3): it leaves List, and
-        UpdateAllocatedDevices frees its devices, even if its processes still run (kubernetes#104824). The kubelet kills
-        its containers. hang: whether the runtime delays this until `end_containers`.
+        For the kubelet the pod is gone at once (Kubelet.HandlePodRemoves, kubelet 1.36.3): PodResources List omits it,
+        and UpdateAllocatedDevices frees its devices, even if its processes still run (kubernetes#104824). The kubelet
+        then kills the pod's containers. hang: whether the container runtime delays their end until `end_containers`.
         """
         self._node.remove_pod(self, "hang" if hang else "")
         if not hang:
@@ -285,7 +286,7 @@ class FakePod:
         self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
 
     def end_init_container(self, name: str, timeout: float = 10.0) -> None:
-        """End a lasting init container and wait until the next containers run."""
+        """End an init container whose spec is `lasting`, and wait until the pod's containers run."""
         container = self.init_containers[name]
         with self._changed:
             self._node.end_container(self, container)
@@ -293,7 +294,7 @@ class FakePod:
         self._wait(lambda: self.running or self.terminal or not self._node.hears_of_pods, timeout, "to run")
 
     def complete(self, phase: Literal["Succeeded", "Failed"] = "Succeeded", timeout: float = 10.0) -> None:
-        """Let its containers end by themselves. Its devices become free; the pod object stays.
+        """End the pod's containers as if they had exited. The pod's devices become free; the pod object stays.
 
         While the kubelet is down, the pod's sandbox stays. A kubelet that starts admits the pod again, and fails it if
         its devices belong to a plugin that has not registered yet (ManagerImpl.devicesToAllocate, 1.36.3).
@@ -338,7 +339,7 @@ class FakePod:
 
 
 def container_specs(containers: Containers | None) -> list[ContainerSpec]:
-    """Return the complete containers."""
+    """Return the complete specs of containers; limits by container name become specs."""
     if isinstance(containers, Mapping):
         return [ContainerSpec(name, limits) for name, limits in containers.items()]
     return list(containers or ())

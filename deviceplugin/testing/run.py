@@ -1,7 +1,7 @@
-"""One run of the fake kubelet: its servers, its connections to plugins, and the life of its pods.
+"""One run of the fake kubelet: its servers, its connections to plugins, and the start and end of its pods.
 
-A run uses the node (`NodeState`), which outlives it. Events after the end of a run change nothing. Source of the facts:
-kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
+A run reads and changes the node (`NodeState`), which outlives the run. Events after the end of a run change nothing.
+Source of the facts: kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ RECEIVE_LIMIT: Final = 4 * 1024 * 1024
 """Maximum bytes of one ListAndWatch message in the kubelet (grpc-go's default)."""
 
 _GRACE: Final = 0.5
-"""Seconds for running calls when a server ends. With None, clients would print an error about GOAWAY."""
+"""Seconds that a stopped server gives to calls in progress. Without them, clients print an error about GOAWAY."""
 _CHANNEL_OPTIONS: Final = (
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", RECEIVE_LIMIT),
     ("grpc.max_send_message_length", -1),
-    # Each registration has its own connection, as in the kubelet.
+    # Without this, gRPC shares one connection between the registrations of a socket; the kubelet opens one for each.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
@@ -105,7 +105,10 @@ class Run:
         )
 
     def start(self, *, wipe: bool) -> None:
-        """Begin: read the checkpoint, clean up, serve, and admit the existing pods again."""
+        """Start the run: read the checkpoint, serve, and admit the existing pods again.
+
+        wipe: whether to delete the sockets in the device plugin directory before serving.
+        """
         with contextlib.suppress(ValueError, OSError):  # A damaged checkpoint is ignored, as in the kubelet.
             self.manager.read_checkpoint()
         pods = self._assigned_pods()
@@ -125,7 +128,7 @@ class Run:
         self.thread(lambda: self._admit_all(pods), "kubelet-admission")
 
     def stop(self) -> None:
-        """End as a killed process does, and wait for the threads."""
+        """End the run as if the kubelet's process were killed, and wait for the run's threads."""
         self.over.set()
         self.thawed.set()
         stopping = [server.stop(_GRACE) for server in self._servers]
@@ -146,7 +149,7 @@ class Run:
         with self.changed:
             self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
             self._threads.append(thread)
-            thread.start()  # It starts here, because `stop` joins the threads in the list.
+            thread.start()  # Start it under the lock: `stop` joins all threads of the list.
 
     # Serving.
 
@@ -192,8 +195,8 @@ class Run:
         try:
             options = client.connect(context)
         except PluginCallError:
-            # The former client is not restored, so its end stays unnoticed. Since 1.37 this holds only for the same
-            # socket.
+            # The kubelet does not restore the resource's former client, so it never notices the end of that client's
+            # stream. Since 1.37 this holds only for a former client of the same socket.
             with self.changed:
                 self._deregister(client)
             raise
@@ -217,7 +220,7 @@ class Run:
         self.kubelet.notify()
 
     def _deregister(self, client: _Client) -> list[_Client]:
-        """Forget all clients of a client's resource, since 1.37 only those of its socket; return them."""
+        """Forget and return all clients of a client's resource; since 1.37, only the clients of its socket."""
         clients = self.clients.pop(client.resource, [])
         kept = [other for other in clients if other.path != client.path] if self.kubelet.minor >= 37 else []
         if kept:
@@ -225,7 +228,7 @@ class Run:
         return [other for other in clients if other not in kept]
 
     def drop_streams(self, resource: str | None) -> None:
-        """End streams from the kubelet's side."""
+        """End the kubelet's ListAndWatch streams of a resource, or (None) of all resources."""
         with self.changed:
             clients = [c for c in self._all_clients if resource is None or c.resource == resource]
         for client in clients:
@@ -282,9 +285,9 @@ class Run:
                 self._admit(pod)
 
     def _end_orphan(self, pod: FakePod) -> None:
-        """Kill the rest of a pod that this run never knew (Kubelet.SyncTerminatingRuntimePod, kubelet 1.36.3).
+        """Kill the containers of a removed pod that this run never knew (Kubelet.SyncTerminatingRuntimePod, 1.36.3).
 
-        The pod has 1 s, with any grace period, and its claims are not unprepared.
+        The kubelet gives the containers 1 s, whatever the pod's grace period, and does not unprepare the pod's claims.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.over.is_set() or pod.lingering != "hang")
@@ -315,11 +318,11 @@ class Run:
             self.thread(lambda: self._keep(pod), f"kubelet-pod-{pod.name}")
 
     def _check_fits(self, pod: FakePod) -> None:
-        """Count pods that DRA serves by limits beside this one (removeMissingExtendedResources, kubelet 1.36.3).
+        """Check that a pod fits beside pods whose limits DRA serves (removeMissingExtendedResources, kubelet 1.36.3).
 
         Limits that DRA serves are ignored for the pod under admission, but not for the pods before it
-        (lifecycle/predicate.go; kubernetes#124586). Without such pods, the pods fit, or the device manager has already
-        refused one. Raises AdmissionError.
+        (lifecycle/predicate.go; kubernetes#124586). If DRA serves no limits of earlier pods, the pods fit, or the
+        device manager has already refused one of them. Raises AdmissionError.
         """
         with self.changed:
             others = [each for each in self.kubelet.pods.values() if each.uid in self._known and not each.terminal]
@@ -335,7 +338,7 @@ class Run:
                 raise AdmissionError(f"Node didn't have enough resource: {resource}, {text}", f"OutOf{resource}")
 
     def _keep(self, pod: FakePod) -> None:
-        """Start the containers of a pod, and start ended ones again, until the pod has ended.
+        """Start the containers of a pod, and start ended containers again, until the pod has ended.
 
         The order is that of kubelet 1.36.3. SyncPod: cgroup, directory, claims, sandbox, containers.
         SyncTerminatingPod: containers, claims. SyncTerminatedPod: cgroup.
@@ -381,7 +384,7 @@ class Run:
         return bool((pod.deleting or pod.completing) and not pod.lingering)
 
     def _next(self, pod: FakePod) -> FakeContainer | None:
-        """Return the container to start next."""
+        """Return the container of a pod to start next; None if none may start now."""
         if pod.deleting or not self.kubelet.network_ready:
             return None
         for container in pod.init_containers.values():
@@ -441,7 +444,8 @@ class _Client:
     def connect(self, context: grpc.ServicerContext) -> pb.DevicePluginOptions:
         """Connect to the plugin, read its options, and become the endpoint of the resource.
 
-        The connection has its own deadline; the call for the options has only the caller's, as in the kubelet.
+        `dial_timeout` limits only the time to connect; the deadline of Register limits the call for the options, as in
+        the kubelet.
         """
         woken = threading.Event()
         try:
@@ -470,7 +474,7 @@ class _Client:
         return options
 
     def call(self, method: Method | str, request: Any, timeout: float | None = None) -> Any:
-        """Call the plugin and log it."""
+        """Call a method of the plugin and record the call in the fake kubelet's `rpc_log`."""
         self._run.thawed.wait()
         try:
             with self._run.kubelet.recorded(method, self.resource, request) as rpc:
@@ -480,7 +484,7 @@ class _Client:
             raise PluginCallError(f"{method} of {self.resource}: {describe(error)}") from error
 
     def watch(self) -> None:
-        """Read lists from the plugin until its stream ends."""
+        """Read device lists from the plugin until the ListAndWatch stream ends."""
         with contextlib.suppress(grpc.RpcError, ValueError):
             request = pb.Empty()
             with self._run.kubelet.recorded("ListAndWatch", self.resource, request):
@@ -502,7 +506,7 @@ class _Client:
             self._stream.cancel()
 
     def disconnect(self) -> None:
-        """Close the connection. A connection that is still being made stays, without a record of it."""
+        """Close the connection. A connection that is still being established stays open, and no client refers to it."""
         if self._dialled:
             self.close()
 
@@ -626,9 +630,9 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
 
 
 def _container_devices(resource: str, device: str, nodes: Sequence[int] | None) -> list[pr.ContainerDevices]:
-    """Return one entry for each NUMA node, one entry without a topology, and none for a topology without nodes.
+    """Return a device's PodResources entries as the kubelet does: one for each NUMA node of its topology.
 
-    This is the kubelet's behaviour.
+    nodes: None stands for no topology, which gives one entry. A topology without nodes gives no entry.
     """
     if nodes is None:
         return [pr.ContainerDevices(resource_name=resource, device_ids=[device])]

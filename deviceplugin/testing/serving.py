@@ -23,7 +23,7 @@ _S = TypeVar("_S", bound="Served")
 class Served:
     """An agent that runs in its own thread and event loop.
 
-    agent: the agent; its loop is not the caller's. error: the exception that ended it, if there is one.
+    agent: the agent, whose event loop is not the caller's. error: the exception that ended the agent, or None.
     """
 
     def __init__(self, sources: Sequence[DeviceSource], kubelet: FakeKubelet, **options: Any) -> None:
@@ -56,12 +56,12 @@ class Served:
         return not self._over.is_set()
 
     def wait_registered(self, timeout: float = 10.0) -> None:
-        """Wait until every source is registered and its first list has arrived.
+        """Wait until the kubelet has a registration and a device list of every source.
 
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
             BlockedLoopError: a coroutine of a source blocks the agent.
-            TimeoutError: this does not happen in time.
+            TimeoutError: a registration or a list is still missing after `timeout` seconds.
         """
         waiting = [source.resource for source in self._sources if source.resource]
 
@@ -82,7 +82,7 @@ class Served:
             raise BlockedLoopError(f"{blocked} blocks the whole agent: {REMEDY}")
         if (failure := self._failure()) is not None:
             name, cause = failure
-            why = f"{type(cause).__name__}: {cause}"  # The repr leaves out the path of a missing file.
+            why = f"{type(cause).__name__}: {cause}"  # The repr of an OSError leaves out the file's path.
             raise RuntimeError(f"{name}: watch failed before its first list: {why}") from cause
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -109,7 +109,7 @@ class Served:
             raise RuntimeError(f"the agent has ended: {self.error!r}") from self.error
 
     def _failure(self) -> tuple[str, Exception] | None:
-        """Return a resource whose source failed before its first list, and the exception."""
+        """Return a resource whose source failed before its first list, and the exception; None if no source failed."""
         for name, service in list(self._agent.services.items() if self._agent is not None else ()):
             if service.follower.failure is not None and not service.inventory.snapshot.listed:
                 return name, service.follower.failure
@@ -140,7 +140,7 @@ class Served:
             self._watch.end()
 
     def _program(self) -> Program:
-        """Return the program that runs in the thread's loop."""
+        """Return the program that runs in the event loop of the agent's thread."""
         from deviceplugin.node.agent import Agent
         from deviceplugin.node.process import Program
 
@@ -158,9 +158,9 @@ def serve(
 ) -> Iterator[Served]:
     """Run an agent with these sources against a fake kubelet while the context lasts.
 
-    timeout: seconds to wait until all of them are registered; None does not wait. period: seconds between two scans for
-    the holders of devices. The first or second scan after a pod's end calls `released` and forgets gone devices, so 0.1
-    makes such a test quick. options: further arguments of `Agent`.
+    timeout: seconds to wait until all sources are registered; None does not wait. period: seconds between two scans for
+    the holders of devices. The first or second scan after a pod's end calls `released` and forgets gone devices, so a
+    period of 0.1 makes tests of these quick. options: further arguments of `Agent`.
 
     Raises what `Served.wait_registered` raises; TypeError or NamingError if a source cannot be served at all.
     """
@@ -171,7 +171,7 @@ def serve(
 
 @contextlib.contextmanager
 def running_while(running: _S, timeout: float | None) -> Iterator[_S]:
-    """Run an agent while the context lasts. First wait `timeout` seconds for its registration; None does not wait."""
+    """Stop an agent when the context ends. timeout: seconds to wait first for its registration; None does not wait."""
     try:
         if timeout is not None:
             running.wait_registered(timeout)

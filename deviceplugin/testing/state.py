@@ -1,4 +1,4 @@
-"""The state of the fake node. Runs of its kubelet read and change it, and it outlives them."""
+"""The state of the fake node. It outlives the runs of the fake kubelet, which read and change it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SUN_PATH: Final = 107
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One call of Register, times by the monotonic clock.
+    """One call of Register. at, answered: when the call began and ended, by the monotonic clock.
 
     options: the plugin's answer to GetDevicePluginOptions. The kubelet ignores the options in `request`. error: why the
-    call was refused, if it was.
+    kubelet refused the call; "" if the call succeeded.
     """
 
     at: float
@@ -47,7 +47,7 @@ class Registration:
 
 
 class Update(NamedTuple):
-    """One ListAndWatch message: its time, the number of devices and of healthy devices, its bytes."""
+    """One ListAndWatch message. at: monotonic time. total, healthy: numbers of devices. size: bytes of the message."""
 
     at: float
     total: int
@@ -57,7 +57,7 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class Rpc:
-    """One call, by the kubelet or to it. `done` is None until it ends. Times are monotonic."""
+    """One gRPC call, by the kubelet or to it. at, done: monotonic times of its start and end; None until it ends."""
 
     at: float
     method: str
@@ -74,7 +74,7 @@ class Rpc:
 
 
 def describe(error: Exception) -> str:
-    """Describe an error; a gRPC status with its code."""
+    """Return an error's text; for a gRPC error, the status code and the details."""
     if isinstance(error, grpc.Call):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
@@ -112,18 +112,18 @@ class NodeState:
         self.pod_resources_burst = pod_resources_burst
         self.cgroups = CgroupTree(cgroup_root or self.root / "cgroup", cgroup_layout)
         self.register_delay = 0.0
-        """Seconds that Register waits before it does anything."""
+        """Seconds by which the kubelet delays its answer to each Register call, before it connects to the plugin."""
         self.pod_resources_refused = 0.0
         """The fraction of PodResources calls that is refused with RESOURCE_EXHAUSTED.
 
-        The limit is the server's and common to all clients (LimiterUnaryServerInterceptor, kubelet 1.36.3).
+        In a real kubelet, one rate limit is common to all clients (LimiterUnaryServerInterceptor, kubelet 1.36.3).
         """
         self.changed = threading.Condition()
-        """Notified whenever anything observable here changes."""
+        """Notified at each change of the fake node that a test can observe."""
         self.pods: dict[str, FakePod] = {}
         """All pods that are not deleted, by namespace/name."""
         self.orphans: dict[str, FakePod] = {}
-        """Removed pods with processes or files on the node, by uid, until nothing of them is left."""
+        """Removed pods by uid, as long as the node has processes or files of them."""
         self.sources_held = False
         self.network_ready = True
         self.registrations: list[Registration] = []
@@ -133,11 +133,11 @@ class NodeState:
         self.rpc_log: list[Rpc] = []
         """All calls to plugins or to PodResources, in the order of their beginnings."""
         self.crashes: list[str] = []
-        """The places where a real kubelet would have crashed. A test that expects a crash clears the list."""
+        """The errors at which a real kubelet would have crashed. A test that expects a crash clears this list."""
         self.statuses: list[Callable[[], Sequence[ResourceStatus]]] = []
-        """From the agents of `serve`. They know why a device is withheld, and do not report it to a kubelet."""
+        """Functions of `serve`'s agents that return why devices are withheld. Agents do not report it to a kubelet."""
         self.left_out: list[Callable[[], Iterable[str]]] = []
-        """From the agents of `serve_both`: what could not be published for claims, and why, one sentence each."""
+        """For each agent of `serve_both`, a function that returns sentences: what its ResourceSlices lack, and why."""
         self._updates: dict[str, list[Update]] = {}
         self._rejecting: list[str] = []
         self._rejecting_pods: list[str] = []
@@ -148,17 +148,17 @@ class NodeState:
 
     @property
     def device_plugin_dir(self) -> Path:
-        """The directory of plugins' sockets."""
+        """The directory that contains the sockets of plugins."""
         return self.root / "device-plugins"
 
     @property
     def socket(self) -> Path:
-        """The socket at which plugins register."""
+        """The path of the socket at which plugins register."""
         return self.device_plugin_dir / "kubelet.sock"
 
     @property
     def pod_resources_socket(self) -> Path:
-        """The socket of PodResources."""
+        """The path of the socket of PodResources."""
         return self.root / "pod-resources" / "kubelet.sock"
 
     @property
@@ -172,56 +172,60 @@ class NodeState:
 
     @property
     def pod_logs(self) -> Path:
-        """The directory of pods' log directories, which are named namespace_name_uid."""
+        """The directory that contains the pods' log directories, which are named namespace_name_uid."""
         return self.root / "pod-logs"
 
     @property
     def container_logs(self) -> Path:
-        """The directory of links to the logs of started containers."""
+        """The directory that contains symbolic links to the logs of started containers."""
         return self.root / "container-logs"
 
     @property
     def checkpoint(self) -> Path:
-        """The device manager's checkpoint."""
+        """The path of the device manager's checkpoint."""
         return self.device_plugin_dir / CHECKPOINT
 
     def prepare_pod(self, pod: FakePod) -> None:
-        """Prepare a pod before its first container starts; here nothing. Raises PluginCallError to be called again."""
+        """Do what a pod needs before its first container starts; in this class nothing.
+
+        An override raises PluginCallError if the pod cannot start yet; the kubelet then calls the method again.
+        """
 
     def unprepare_pod(self, pod: FakePod) -> None:
-        """Clean up after a pod's last container; here nothing."""
+        """Clean up after a pod's last container has ended; in this class nothing."""
 
     def cdi_devices(self, pod: FakePod, container: FakeContainer) -> Sequence[str]:
-        """Return CDI devices that a container gets from other sources than device plugins; here none."""
+        """Return the CDI devices that a container gets from other sources than device plugins; in this class none."""
         return ()
 
     def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
-        """Return the part of PodResources about a container's claims; here nothing."""
+        """Return the entries of PodResources for a container's claims; in this class none."""
         return ()
 
     def schedule(self) -> None:
-        """Bind the pods that fit now. It is called whenever that may have changed."""
+        """Bind the waiting pods for which enough devices are free. Changes of devices and pods call this method."""
         raise NotImplementedError
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return the Node's allocatable numbers; 0 for a resource that has not registered again after a restart."""
+        """Return the Node's allocatable by resource; 0 until a plugin registers again after the kubelet's restart."""
         raise NotImplementedError
 
     def notify(self) -> None:
-        """Wake all waiters, so that they check again."""
+        """Wake all threads that wait for `changed`, so that they check their conditions again."""
         with self.changed:
             self.changed.notify_all()
 
     def assigned_pods(self) -> list[FakePod]:
-        """Return the pods of this node, from the API server or a manifest, that have not ended."""
+        """Return the pods that are bound to this node, by the API server or a manifest, and have not ended."""
         with self.changed:
             return [pod for pod in self.pods.values() if pod.bound and not pod.terminal]
 
     def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
-        """End a pod with this phase, reason and message, and forget it if it should be deleted.
+        """End a pod, and remove it from the node if it is marked for deletion.
 
-        Its cgroup is removed in any case (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only with the pod
-        (Kubelet.cleanupOrphanedPodDirs, which a kubelet runs every 2 s).
+        status: the pod's final phase, reason and message; None keeps them. The pod's cgroup is removed in any case
+        (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only with the pod (Kubelet.cleanupOrphanedPodDirs,
+        which a kubelet runs every 2 s).
         """
         with self.changed:
             self.end_containers(pod)
@@ -249,7 +253,7 @@ class NodeState:
             del self.pods[key]
 
     def make_pod_files(self, pod: FakePod) -> None:
-        """Create a pod's cgroup, then its directory, at the start of a pod sync (Kubelet.SyncPod, kubelet 1.36.3)."""
+        """Create a pod's cgroup, then its directory, as at the start of Kubelet.SyncPod (kubelet 1.36.3)."""
         with self.changed:
             self.cgroups.add_pod(pod.uid)
             for name in ("volumes", "plugins"):
@@ -282,9 +286,10 @@ class NodeState:
 
     @staticmethod
     def _keep_log_links(container: FakeContainer, count: int) -> None:
-        """Remove all but the last links. The kubelet removes an ended container after the next one (kuberuntime_gc.go).
+        """Remove a container's links to its logs, except the last `count`.
 
-        The link is created with the start (kuberuntime_container.go: startContainer, kubelet 1.36.3).
+        The kubelet creates a link at the start of a container (kuberuntime_container.go: startContainer, kubelet
+        1.36.3), and removes an ended container after the next one (kuberuntime_gc.go).
         """
         while len(container.log_links) > count:
             container.log_links.pop(0).unlink(missing_ok=True)
@@ -296,7 +301,7 @@ class NodeState:
             self.cgroups.remove_container(pod.uid, container.id)
 
     def end_containers(self, pod: FakePod) -> None:
-        """End all processes of a pod, including its sandbox. Its cgroup stays."""
+        """End all processes of a pod, including its sandbox. The pod's cgroup stays."""
         with self.changed:
             for container in pod.all_containers.values():
                 container.state = "terminated"
@@ -319,7 +324,7 @@ class NodeState:
 
     @contextlib.contextmanager
     def recorded(self, method: str, resource: str, request: object) -> Iterator[Rpc]:
-        """Log a call while it lasts. Yields the entry, into which the caller puts the response."""
+        """Record a call in `rpc_log`, its end and its error. Yields the entry; the caller sets the response in it."""
         rpc = Rpc(time.monotonic(), method, resource, request)
         with self.changed:
             self.rpc_log.append(rpc)
@@ -335,17 +340,20 @@ class NodeState:
                 self.changed.notify_all()
 
     def take_rejection(self) -> str | None:
-        """Return the message with which to refuse the next call of Register, if any."""
+        """Return, and use up, the message with which to refuse a call of Register; None if it is not to be refused."""
         with self.changed:
             return self._rejecting.pop(0) if self._rejecting else None
 
     def take_pod_rejection(self) -> str | None:
-        """Return the reason with which to reject the next pod, if any."""
+        """Return, and use up, the reason with which to reject a pod; None if the pod is not to be rejected."""
         with self.changed:
             return self._rejecting_pods.pop(0) if self._rejecting_pods else None
 
     def private_socket(self) -> Path:
-        """Return a path to bind. It is then linked to its public name, so that gRPC never unlinks the public name."""
+        """Return a new path to which a gRPC server binds its socket.
+
+        The caller links the socket's public name to this path, so that gRPC never unlinks the public name.
+        """
         directory = self.root / ".fake"
         directory.mkdir(parents=True, exist_ok=True)
         return directory / f"{next(self._sockets)}"

@@ -1,4 +1,4 @@
-"""Fakes with which authors test claims: a node with both sides and an API server, without a cluster.
+"""Fakes with which authors test claims without a cluster: a node that serves pods and claims, and an API server.
 
 With pytest, no import is needed. The package registers the fixtures:
 
@@ -7,8 +7,8 @@ With pytest, no import is needed. The package registers the fixtures:
         pod = fake_node.start_pod("p", template={"fpga.example.com": 1}).wait_running()
         assert fake_node.devices_of(pod) == {"fpga0": "claim"}
 
-Without it, `FakeApiServer`, `FakeNode` and `serve_both` do the same as context managers. The names here are imported on
-first use.
+Without pytest, `FakeApiServer`, `FakeNode` and `serve_both` do the same as context managers. The names here are
+imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A fake Kubernetes API server in a thread, for tests. It is fast, and can produce faults that are rare in reality.
 
-It stores any kind of object. It handles ResourceSlices as kube-apiserver 1.36 does: versions v1beta1, v1beta2 and v1,
-the validation that matters here, defaulted fields, and dropped fields of features that are off. It has plain HTTP, no
-authentication and no admission.
+The server stores objects of all kinds in KINDS. It handles ResourceSlices as kube-apiserver 1.36 does: versions
+v1beta1, v1beta2 and v1, the validation that the tests need, defaulted fields, and dropped fields of disabled features.
+It serves plain HTTP, without authentication and admission.
 
     with FakeApiServer() as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
@@ -42,7 +42,7 @@ INCONSISTENT: Final = (
     "Continuing with the provided token results in an inconsistent list - objects that were created, modified, or "
     "deleted between the time the first chunk was returned and now may show up in the list."
 )
-"""The message of kube-apiserver about a token whose version is compacted (storage/etcd3/errors.go, 1.36)."""
+"""kube-apiserver's message about a continue token whose version is compacted (storage/etcd3/errors.go, 1.36)."""
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"
 APPS: Final = "apps"
@@ -66,7 +66,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request in the log. `code` is 0 if the request was never answered."""
+    """One request in the log. code: the HTTP status of the answer; 0 if the server never answered."""
 
     method: str
     path: str
@@ -76,17 +76,18 @@ class LoggedRequest:
 
     @property
     def watch(self) -> bool:
-        """Whether the request opens a stream."""
+        """Whether the request opens a watch stream."""
         return self.query.get("watch") == "true"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a request.
+    """A fault with which the server treats a request.
 
-    code: the status of the answer, and nothing is done; 0 closes the connection without an answer. done: the request is
-    carried out, but its answer is lost. delay: seconds before the server does anything. retry_after: seconds, sent with
-    the status. body: a text to send instead of a Status.
+    code: the HTTP status that the server sends instead of carrying out the request; 0 closes the connection without an
+    answer, or only delays the answer if there is a delay. done: whether the request is carried out, but its answer is
+    lost. delay: seconds for which the server waits first. retry_after: seconds in the header Retry-After. body: a text
+    to send instead of a Status.
     """
 
     code: int = 0
@@ -124,17 +125,17 @@ class _Store:
 
 
 class StoredObjects(NamedTuple):
-    """All stored objects at one moment. objects: by plural, namespace and name."""
+    """All stored objects at one resource version. objects: the objects by plural, then by namespace and name."""
 
     version: int
     objects: Mapping[str, dict[tuple[str, str], Object]]
 
 
 class FakeApiServer:
-    """The fake server. `with` starts and stops it. Any thread may call its methods.
+    """A fake API server. As a context manager, it starts and stops. Any thread may call its methods.
 
-    versions: of resource.k8s.io that it serves. features: those that are on, out of taints, counters and sharing;
-    fields of the others are dropped without an error.
+    versions: the versions of resource.k8s.io that the server serves. features: the enabled features, out of taints,
+    counters and sharing; fields of disabled features are dropped without an error.
     """
 
     def __init__(
@@ -145,15 +146,15 @@ class FakeApiServer:
         self.log: list[LoggedRequest] = []
         self.log_condition = threading.Condition()
         self.proxied: Callable[[str], tuple[int, Object | str]] = lambda path: (503, "no endpoints available")
-        """Answers requests to pods and services through the server, by the request's path."""
+        """Answers requests that the server proxies to pods, services and nodes, from the path to status and body."""
         self.user = "system:anonymous"
-        """The name of every client, which SelfSubjectReview returns."""
+        """The user name that SelfSubjectReview returns to every client."""
         self._changed = threading.Condition()
         self._version = 100
         self._oldest = 0
         self._stores: dict[str, _Store] = {}
         self._moments: dict[tuple[str, str, int], list[Object]] = {}
-        """The objects of lists in pages: by path, selectors and resource version."""
+        """The objects of lists that clients read in pages, by path, selectors and resource version."""
         self._faults: list[tuple[Callable[[LoggedRequest], bool], Fault, int]] = []
         self._bookmark = 0
         self._bookmark_at = 0
@@ -180,7 +181,7 @@ class FakeApiServer:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Listen."""
+        """Start the server. After a `stop`, it listens on the same address again."""
         self._stopping = False
         self._http = _Http(("127.0.0.1", self._port), self)
         self._port = self._http.server_address[1]
@@ -204,7 +205,7 @@ class FakeApiServer:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:
-        """Stop serving inside of the block."""
+        """Stop the server while the context lasts."""
         self.stop()
         try:
             yield
@@ -212,7 +213,7 @@ class FakeApiServer:
             self.start()
 
     def break_watches(self) -> None:
-        """End all streams, as a server does when it shuts down."""
+        """End all watch streams, as a server does when it shuts down."""
         with self._changed:
             self._generation += 1
             self._changed.notify_all()
@@ -225,12 +226,15 @@ class FakeApiServer:
             self._faults.append((which, fault, times))
 
     def heal(self) -> None:
-        """Forget all faults that have not happened yet."""
+        """Discard all faults that no request has met yet."""
         with self._changed:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Forget the history. Watches and pages that begin before now get a 410; open watches continue."""
+        """Discard the history of changes, so that watches and list pages of older versions get a 410.
+
+        Open watches continue.
+        """
         with self._changed:
             self._oldest = self._version
             self._moments.clear()
@@ -242,10 +246,10 @@ class FakeApiServer:
             return StoredObjects(self._version, copy.deepcopy(objects))
 
     def restore(self, snapshot: StoredObjects, *, end_streams: bool = True) -> None:
-        """Go back to a snapshot, resource versions included, as etcd does without a revision bump.
+        """Restore a snapshot, resource versions included, as a restored etcd without a revision bump does.
 
-        end_streams: whether streams end, as if the API server is restarted as well. Streams that stay open are silent
-        until the version has passed their position.
+        end_streams: whether watch streams end, as if the API server were restarted as well. A stream that stays open
+        sends nothing until the server's resource version has passed the stream's position.
         """
         with self._changed:
             self._version = self._oldest = snapshot.version
@@ -257,7 +261,7 @@ class FakeApiServer:
             self._changed.notify_all()
 
     def bookmark(self) -> None:
-        """Send a bookmark to every stream that allows them."""
+        """Send a bookmark to every watch stream that allows bookmarks."""
         with self._changed:
             self._version += 1
             self._bookmark += 1
@@ -279,7 +283,7 @@ class FakeApiServer:
 
     @property
     def writes(self) -> list[LoggedRequest]:
-        """The requests that changed something, without dry runs."""
+        """The successful requests other than GET, without dry runs."""
         with self.log_condition:
             return [
                 entry
@@ -288,15 +292,15 @@ class FakeApiServer:
             ]
 
     def requests(self, method: str = "", path: str = "") -> list[LoggedRequest]:
-        """Return the requests with this method whose path contains this text."""
+        """Return the logged requests with this HTTP method ("": any) whose path contains the text `path`."""
         with self.log_condition:
             return [entry for entry in self.log if method in ("", entry.method) and path in entry.path]
 
     def wait_for(self, met: Callable[[FakeApiServer], bool], seconds: float = 10.0) -> None:
-        """Wait until `met(self)` is true. It is called after every request and every change.
+        """Wait until `met(self)` is true. `met` is called after every request, and at least every 20 ms.
 
         Raises:
-            TimeoutError: the condition was not met in time.
+            TimeoutError: `met(self)` is not true after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not met(self):
@@ -306,9 +310,9 @@ class FakeApiServer:
                 self.log_condition.wait(0.02)
 
     def wait_changed(self, after: int, seconds: float) -> int:
-        """Wait until an object was written after a position in the history, at most `seconds`. Return the new position.
+        """Wait at most `seconds` for a change after a position in the history; return the new position.
 
-        Begin with -1, which does not wait.
+        after: the position that the last call returned; -1 does not wait.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._version != after, seconds)
@@ -337,7 +341,7 @@ class FakeApiServer:
         return self._write("POST", *self._place(body), copy.deepcopy(body), {})
 
     def replace(self, body: Object) -> Object:
-        """Replace an object of any resource version, as a client would."""
+        """Replace an object, as a client would that ignores the object's resource version."""
         body = copy.deepcopy(body)
         body["metadata"].pop("resourceVersion", None)
         plural, namespace, _ = self._place(body)
@@ -352,7 +356,7 @@ class FakeApiServer:
         self._delete(plural, namespace, name, {}, {})
 
     def wipe(self, node: str) -> int:
-        """Delete all slices of a node, as its kubelet does when it starts; return how many."""
+        """Delete all ResourceSlices of a node, as its kubelet does when it starts; return their number."""
         names = [body["metadata"]["name"] for body in self.objects() if body["spec"].get("nodeName") == node]
         for name in names:
             self.delete("resourceslices", name)
@@ -414,7 +418,7 @@ class FakeApiServer:
                 same = copy.deepcopy(before)
                 same["metadata"].pop("resourceVersion")
                 if same == after:
-                    return copy.deepcopy(before)  # A write that changes nothing makes no new version.
+                    return copy.deepcopy(before)  # A write that changes nothing creates no new resource version.
             if before is not None and "deletionTimestamp" in before["metadata"]:
                 after["metadata"]["deletionTimestamp"] = before["metadata"]["deletionTimestamp"]
                 if not after["metadata"].get("finalizers"):
@@ -476,7 +480,7 @@ class FakeApiServer:
             whole = copy.deepcopy(before)
             if subresource == "status":
                 whole["status"] = merged.get("status", {})
-                # Of the metadata in a merge patch, only these two are conditions.
+                # Of the metadata in a patch of the status, only uid and resourceVersion count, as preconditions.
                 whole["metadata"] |= {key: merged["metadata"].get(key) for key in ("uid", "resourceVersion")}
             else:
                 whole = {**merged, **({"status": before["status"]} if "status" in before else {})}
@@ -544,7 +548,7 @@ class FakeApiServer:
         if token := request.query.get("continue"):
             told = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
             start = told["start"]
-            if told["rv"] != -1:  # -1 continues at the newest version.
+            if told["rv"] != -1:  # -1 continues the list at the newest resource version.
                 position = told["rv"]
                 if (*place, position) not in self._moments:
                     error = _RefusedError(410, "Expired", INCONSISTENT)
@@ -611,7 +615,7 @@ class FakeApiServer:
             store = self._stores.setdefault(plural, _Store())
             oldest = self._oldest
         self._record(request, 200)
-        # A position in the future is silent, because Cacher.Watch (cacher.go, 1.36) does not compare it.
+        # A watch from a future resource version is silent: Cacher.Watch (cacher.go, 1.36) does not check the version.
         if position < oldest:
             status = _RefusedError(410, "Expired", f"too old resource version: {position} ({oldest})").status
             send({"type": "ERROR", "object": status})
@@ -772,7 +776,7 @@ def _missing(plural: str, name: str) -> _RefusedError:
 
 
 def _key(body: Object) -> str:
-    """Return the key by which etcd sorts an object of a kind."""
+    """Return the key by which etcd sorts the objects of a kind."""
     metadata = body["metadata"]
     return f"{metadata['namespace']}/{metadata['name']}" if metadata.get("namespace") else str(metadata["name"])
 
@@ -826,7 +830,7 @@ def _merge(into: Any, patch: Any) -> Any:
 
 
 def _from_version(body: Object, version: str) -> Object:
-    """Convert a slice to v1. Fields that its version lacks are dropped, as a decoder does."""
+    """Convert a ResourceSlice to v1. Fields that its API version lacks are dropped, as by a decoder."""
     spec = body.get("spec")
     if not isinstance(spec, dict) or version != "v1beta1":
         return body
@@ -880,7 +884,7 @@ def _slice_as_stored(body: Object, before: Object | None, features: frozenset[st
 
 
 def _canonical(value: int | str) -> str:
-    """Return a quantity in the API server's form. Binary quantities have the largest suffix that leaves an integer."""
+    """Return a quantity in the API server's form, with the largest suffix that leaves an integer."""
     number = parse_quantity(value)
     text = str(value)
     base, suffixes = (1024, ["Ki", "Mi", "Gi", "Ti"]) if text.endswith("i") else (1000, ["k", "M", "G", "T"])

@@ -1,10 +1,10 @@
-"""The DRA side of a fake kubelet, for tests: plugin watcher, registration, claims of pods, health.
+"""The DRA manager of a fake kubelet, for tests: plugin watcher, registration, claims of pods, health.
 
-It handles the sockets of `plugins_registry/` as kubelet 1.36.3 does (pkg/kubelet/pluginmanager, pkg/kubelet/cm/dra). It
-keeps the same state: claims by namespace and name, the pods that use them, and the drivers' answers. All methods are
-synchronous and thread-safe. Threads of the fake do the work.
+The fake handles the sockets of `plugins_registry/` as kubelet 1.36.3 does (pkg/kubelet/pluginmanager,
+pkg/kubelet/cm/dra), and keeps the same state: claims by namespace and name, the pods that use each claim, and the
+drivers' answers. All methods are synchronous and thread-safe. Threads of the fake call the drivers.
 
-It does not admit pods. Claims for extended resources through DRA are like all other claims here.
+The fake does not admit pods. Claims for extended resources through DRA are like all other claims here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PodError(Exception):
 class FakeDraPod:
     """A pod that uses claims.
 
-    claims: names of ResourceClaims in its namespace. containers: by container name, its requests as (claim name,
-    request name); an empty request means the whole claim.
+    claims: names of ResourceClaims in the pod's namespace. containers: each container's requests by its name, as (claim
+    name, request name); an empty request name stands for the whole claim.
     """
 
     name: str
@@ -82,8 +82,9 @@ class SeenHealth:
 class Plugin:
     """One registered instance of a driver.
 
-    channel: it is not closed, because grpcio's thread that follows its state would raise an error; it ends with that
-    thread. follow: the function that is called with the channel's state. calls: running calls.
+    channel: never closed, because grpcio's thread that follows the channel's state would raise an error; the channel
+    ends with that thread. told: whether the driver was notified of its registration. follow: the function that is
+    called with the channel's state. calls: gRPC calls in progress.
     """
 
     driver: str
@@ -108,19 +109,20 @@ class _Reported:
 
 
 class FakeDraKubelet:
-    """A kubelet's DRA side under `root`.
+    """A kubelet's DRA manager with its files under `root`.
 
     Args:
         root: the kubelet's root directory; `plugins_registry/` and `plugins/` are created there.
-        get_claim: stands for the API server: (namespace, name) to a ResourceClaim as JSON, None if it does not exist.
+        get_claim: stands for the API server: returns the ResourceClaim of a namespace and a name as JSON, or None.
         services: the versions of the driver API that the kubelet supports.
-        health_services: the versions of the health service that the kubelet supports, in its order. It opens the stream
-            only for drivers that list one, as since 1.37 (pickHealthService). None: v1alpha1 for every driver, as until
-            1.36.
-        period: seconds between two looks of the reconciler (a real one: 1).
-        backoff: first delay after a failed registration (a real one: 0.5), doubling.
-        wipe: a function that deletes the slices of a driver, "" for all drivers.
-        wiping_delay: seconds between the end of a driver's last endpoint and the deletion of its slices (30).
+        health_services: the versions of the health service that the kubelet supports, in its order. The kubelet opens a
+            health stream only to drivers that list one of these, as since 1.37 (pickHealthService). None: v1alpha1 for
+            every driver, as until 1.36.
+        period: seconds between two scans of `plugins_registry/` for sockets (in a real kubelet: 1).
+        backoff: seconds until a failed registration is tried again (in a real kubelet: 0.5), doubled at each failure.
+        wipe: a function that deletes the ResourceSlices of a driver, "" for all drivers.
+        wiping_delay: seconds between the end of a driver's last endpoint and the deletion of its ResourceSlices (in a
+            real kubelet: 30).
     """
 
     def __init__(
@@ -157,13 +159,13 @@ class FakeDraKubelet:
         self.calls: list[tuple[str, str, float]] = []
         self.refuse: str = ""
 
-    # Life.
+    # Start and stop.
 
     def start(self) -> Self:
-        """Start as a kubelet does: read the claim state, delete all slices, then find the existing sockets.
+        """Start as a kubelet does: read the claim state, delete all ResourceSlices, then find the drivers' sockets.
 
         Raises:
-            ValueError: the claim state is damaged; a kubelet ends with that error.
+            ValueError: the claim state file is damaged; a real kubelet ends with an error then.
         """
         self.registry.mkdir(parents=True, exist_ok=True)
         claims = claim_state.read_or_create(self.root)
@@ -178,7 +180,7 @@ class FakeDraKubelet:
         return self
 
     def stop(self) -> None:
-        """End without notice to the drivers, as a kubelet does."""
+        """Stop the DRA manager without notice to the drivers, as a kubelet does."""
         self._stop.set()
         for thread in self._threads:
             thread.join(5.0)
@@ -193,7 +195,7 @@ class FakeDraKubelet:
             self._close(plugin)
 
     def restart(self) -> None:
-        """Stop and start. The claims and their devices are read from the claim state."""
+        """Stop and start the DRA manager. It reads the claims and their devices from the claim state file."""
         self.stop()
         self.start()
 
@@ -215,7 +217,7 @@ class FakeDraKubelet:
             if not self._condition.wait_for(what, timeout):
                 raise TimeoutError(f"not within {timeout:g} s; failures so far: {self.failures}")
 
-    # What it knows.
+    # State that tests can observe.
 
     def plugins(self, driver: str) -> list[Plugin]:
         """Return the registered instances of a driver, the oldest first."""
@@ -228,7 +230,7 @@ class FakeDraKubelet:
         return self.plugins(driver)
 
     def claim(self, namespace: str, name: str) -> DevicesOfClaim | None:
-        """Return the kubelet's record of a claim."""
+        """Return the kubelet's record of a claim; None if the kubelet has none."""
         with self._condition:
             return self._claims.get((namespace, name))
 
@@ -245,11 +247,10 @@ class FakeDraKubelet:
     # Pods.
 
     def prepare_pod(self, pod: FakeDraPod) -> dict[str, list[str]]:
-        """Prepare a pod's claims; return the CDI ids that each of its containers gets.
+        """Prepare a pod's claims; return the CDI ids that each of the pod's containers gets.
 
         Raises:
             PodError: a claim cannot be prepared; the kubelet would try again.
-
         """
         wanted: list[tuple[Mapping[str, Any], DevicesOfClaim, dict[str, Plugin]]] = []
         for name in pod.claims:
@@ -313,7 +314,7 @@ class FakeDraKubelet:
         return ids
 
     def unprepare_pod(self, pod: FakeDraPod) -> None:
-        """Release a pod's claims. Claims that no other pod uses are unprepared.
+        """Unprepare the claims of a pod that no other pod uses.
 
         Raises:
             PodError: a driver failed; the kubelet would try again.
@@ -321,10 +322,10 @@ class FakeDraKubelet:
         self._unprepare(pod.uid, pod.namespace, pod.claims)
 
     def reconcile_claims(self, active: Collection[str]) -> None:
-        """Unprepare the claims of pods that are not active. active: UIDs (Manager.reconcileLoop, kubelet 1.36.3).
+        """Unprepare the claims of pods that are not active (Manager.reconcileLoop, kubelet 1.36.3).
 
-        A kubelet does this every 60 s once its sources are ready. A pod that was deleted by force is not active, even
-        if its processes run.
+        active: UIDs of the active pods. A kubelet does this every 60 s once its pod sources are ready. A pod that was
+        deleted by force is not active, even if its processes run.
         """
         with self._condition:
             claims: dict[tuple[str, str], list[str]] = {}
@@ -332,7 +333,7 @@ class FakeDraKubelet:
                 for uid in claim.pods - set(active):
                     claims.setdefault((uid, claim.namespace), []).append(claim.name)
         for (uid, namespace), names in claims.items():
-            with contextlib.suppress(PodError):  # The next loop tries again.
+            with contextlib.suppress(PodError):  # The next reconciliation tries again.
                 self._unprepare(uid, namespace, names)
 
     def _unprepare(self, pod: str, namespace: str, names: Sequence[str]) -> None:
@@ -366,11 +367,11 @@ class FakeDraKubelet:
         claim_state.write(self.root, self._claims.values())
 
     def call(self, driver: str, method: str, claims: Sequence[Any], timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
-        """Call a driver with any claims (`namespace`, `name`, `uid`); return the answers by UID."""
+        """Call a driver's method for any claims (`namespace`, `name`, `uid`); return the answers by claim UID."""
         return self._call(self.plugin(driver), method, claims, timeout)
 
     def plugin(self, driver: str) -> Plugin:
-        """Return the instance of a driver that is called. Raises PodError: none is registered."""
+        """Return the instance of a driver that the kubelet calls. Raises PodError if no instance is registered."""
         with self._condition:
             listed = self._store.get(driver)
             if not listed:
@@ -400,7 +401,7 @@ class FakeDraKubelet:
 
     @contextlib.contextmanager
     def _calling(self, plugin: Plugin, begin: Callable[[], Any]) -> Iterator[Any]:
-        """Begin a call, which `_close` cancels. Raises grpc.FutureCancelledError if the connection is closed."""
+        """Start a gRPC call that `_close` can cancel. Raises grpc.FutureCancelledError if the connection is closed."""
         with self._condition:
             if plugin.ended:
                 raise grpc.FutureCancelledError

@@ -1,13 +1,13 @@
-"""A fake node for tests: a kubelet with both sides, a scheduler, and the claims of its pods.
+"""A fake node for tests: a kubelet for device plugins and DRA drivers, a scheduler, and the claims of the pods.
 
     with FakeApiServer() as server, FakeNode(server, "n1") as node, serve_both(Gpus(), node, share="all"):
         pod = node.start_pod("train", {"example.com/gpu": 1}).wait_running()
         other = node.start_pod("infer", template={"gpu.example.com": 1}).wait_running()
         assert not overlaps(node.holdings())
 
-The plugin side is `deviceplugin.testing.FakeKubelet`, the DRA side `FakeDraKubelet`, the scheduler
-`dra_bridge.testing.scheduler`. The scheduler sees slices at once. It also sees allocatable numbers at once, unless
-there is a `status_period`.
+`deviceplugin.testing.FakeKubelet` calls device plugins, `FakeDraKubelet` calls DRA drivers, and
+`dra_bridge.testing.scheduler` allocates claims. The scheduler sees ResourceSlices at once. It also sees allocatable
+numbers at once, unless there is a `status_period`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _EXTENDED: Final = "extended-resources"
 class Holding:
     """The time in which a container had a device (monotonic seconds). end: None while it still has the device.
 
-    side: plugin or claim. uid: the pod's UID; two pods of one name can run at once if one was deleted by force.
+    side: "plugin" or "claim", by which the container got the device. uid: the pod's UID, because two pods of one name
+    can run at once if one was deleted by force.
     """
 
     device: str
@@ -55,7 +56,7 @@ class Holding:
 
 
 def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
-    """Return all pairs of simultaneous holdings of one device. Shared devices may have such pairs."""
+    """Return all pairs of holdings in which two pods had one device at the same time, as shared devices permit."""
     pairs = []
     by_device: dict[str, list[Holding]] = {}
     for holding in sorted(holdings, key=lambda holding: holding.begin):
@@ -72,8 +73,8 @@ def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
 class _Wants:
     """The claims that a pod requests: names of claims, and devices by DeviceClass for a claim made for the pod.
 
-    made: claims that were made for the pod. given: the devices of its claims that its containers got. held: its devices
-    at the end of its containers, until the pod has ended.
+    made: names of the claims that were made for the pod. given: published names of the devices that the pod's
+    containers got through claims. held: the pod's holdings since its containers ended, until the pod has ended.
     """
 
     claims: tuple[str, ...] = ()
@@ -84,14 +85,17 @@ class _Wants:
 
 
 class FakeNode(FakeKubelet):
-    """A node with both sides. Entering the context starts it, and creates its Node if there is none.
+    """A fake node for device plugins and DRA drivers. Entering the context starts its kubelet.
+
+    The start creates the Node object if there is none.
 
     Args:
         server: the API server.
         name: the node's name.
-        root: stands for /var/lib/kubelet; None creates a directory that is removed with the object.
+        root: stands for /var/lib/kubelet; None creates a directory that `close` removes.
         status_period: seconds between two reports of the Node's status, which the scheduler uses (10 on a real node);
             None: the scheduler knows the kubelet's numbers at once.
+        socket_period: seconds between two scans for sockets of DRA drivers.
         options: further options of FakeKubelet.
     """
 
@@ -119,7 +123,7 @@ class FakeNode(FakeKubelet):
         self._watch: threading.Thread | None = None
 
     def start(self, *, wipe: bool = True) -> None:
-        """Start the kubelet with both sides. All slices of the node are deleted, as at every start."""
+        """Start the kubelet. It deletes all ResourceSlices of the node, as a real kubelet does at every start."""
         try:
             self.server.get("nodes", self.name)
         except KeyError:
@@ -131,7 +135,7 @@ class FakeNode(FakeKubelet):
         self._watch.start()
 
     def stop(self) -> None:
-        """End the kubelet. The containers continue to run."""
+        """Stop the kubelet. The containers continue to run."""
         if self.is_up:
             self._over.set()
             self.dra.stop()
@@ -159,9 +163,9 @@ class FakeNode(FakeKubelet):
     ) -> Object:
         """Create a ResourceClaim for devices of a class.
 
-        parameters: by driver, the `config` of its `prepare` hook. selectors: CEL expressions that hold for each device,
-        such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError for a selector that
-        the fake scheduler does not support; the message lists what it supports.
+        parameters: by driver, the `config` that its `prepare` hook gets. selectors: CEL expressions that each device
+        satisfies, such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError for a
+        selector that the fake scheduler does not support; the message lists the supported selectors.
         """
         if isinstance(selectors, str):
             raise TypeError(f"selectors must be CEL expressions such as [{selectors!r}], not a string")
@@ -208,18 +212,18 @@ class FakeNode(FakeKubelet):
             )
 
     def claims_of(self, pod: FakePod) -> tuple[str, ...]:
-        """Return the names of a pod's claims, including claims made for it."""
+        """Return the names of a pod's claims, including claims that were made for the pod."""
         wants = self._wants_of(pod)
         return (*wants.claims, *wants.made)
 
     def devices_of(self, pod: FakePod) -> dict[str, str]:
-        """Return a running pod's devices by the ids of their source, each with its side: plugin or claim."""
+        """Return by which side, "plugin" or "claim", a running pod got each of its devices, by device id."""
         devices = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
         ids = self._ids()
         return {**devices, **{ids.get(name, name): "claim" for name in self._wants_of(pod).given}}
 
     def _ids(self) -> dict[str, str]:
-        """Return the ids of devices by their published names. The node's Lease has both."""
+        """Return device ids by the names published in ResourceSlices. The node's Lease has both."""
         leases = [body for body in self.server.objects("leases") if body["metadata"]["name"] == self.name]
         ids: dict[str, str] = {}
         for driver in fleet.drivers_of((), leases):
@@ -232,7 +236,7 @@ class FakeNode(FakeKubelet):
     def edits_of(self, pod: FakePod, container: str | None = None) -> ContainerEdits:
         """Return the edits that a container got, from plugins and from its claims' CDI files.
 
-        container: None for the first one.
+        container: the container's name; None for the pod's first container.
         """
         got = pod.container(container)
         by_id = {}
@@ -250,7 +254,7 @@ class FakeNode(FakeKubelet):
         return ContainerEdits.merge([listed, *(_edits(by_id[name]) for name in named)])
 
     def holdings(self) -> list[Holding]:
-        """Return all holdings, sorted by their beginnings."""
+        """Return all past and present holdings of the node's pods, sorted by their beginnings."""
         with self.changed:
             pods = [pod for pod in (*self.pods.values(), *self.orphans.values()) if pod.uid not in self._recorded]
             now = [holding for pod in pods for holding in self._held(pod, None)]
@@ -275,7 +279,7 @@ class FakeNode(FakeKubelet):
             raise PluginCallError(str(error)) from error
 
     def unprepare_pod(self, pod: FakePod) -> None:
-        """Unprepare a pod's claims, with as many tries as necessary."""
+        """Unprepare a pod's claims; try again after each failure, until the kubelet stops."""
         with self.changed:
             wants = self._wants_of(pod)
             wants.held = self._held(pod, None)
@@ -291,7 +295,7 @@ class FakeNode(FakeKubelet):
         """End a pod and release its claims."""
         with self.changed:
             if pod.uid not in self._recorded:
-                # No other pod can have its devices before the next step.
+                # Record the end before `_give_back`: only then can another pod get the devices.
                 self._past += self._held(pod, time.monotonic())
                 self._recorded.add(pod.uid)
             if pod.uid not in self.orphans:
@@ -300,14 +304,14 @@ class FakeNode(FakeKubelet):
             super().end_pod(pod, status)
 
     def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
-        """Remove a pod from the kubelet's list, even if its processes run. Its claims are released at once."""
+        """Remove a pod from the kubelet's list, even if its processes run. The pod's claims are released at once."""
         with self.changed:
             self._wants_of_orphans[pod.uid] = self._wants.pop(f"{pod.namespace}/{pod.name}", _Wants())
             self._give_back(pod)
             super().remove_pod(pod, lingering)
 
     def end_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """End a container's process. Until then, an init container had its devices for itself."""
+        """End a container's process. Record the holdings of an ordinary init container, which end with the process."""
         with self.changed:
             if container.init and not container.stays and container.state == "running":
                 ids = container.device_ids
@@ -324,11 +328,11 @@ class FakeNode(FakeKubelet):
             self.dra.reconcile_claims({pod.uid for pod in run.active_pods()})
 
     def remove_claim(self, name: str, namespace: str = "default") -> None:
-        """Remove a claim's finalizers and delete it, even if pods use it. The kubelet's claim state still names it."""
+        """Delete a claim in use, as if its finalizers were removed. The kubelet's claim state still names the claim."""
         self.server.delete("resourceclaims", name, namespace)
 
     def start_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """Start a container's process, and record its devices of claims, because the kubelet may forget them."""
+        """Start a container's process. Record the devices of its claims, because the kubelet may forget the claims."""
         with self.changed:
             infos = [self.dra.claim(pod.namespace, claim) for claim in self.claims_of(pod)]
             listed = [devices for info in infos if info is not None for devices in info.drivers.values()]
@@ -341,7 +345,7 @@ class FakeNode(FakeKubelet):
         return self.dra.cdi_ids(self._dra_pod(pod), container.name) if self.claims_of(pod) else ()
 
     def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
-        """Return the part of PodResources about a container's claims."""
+        """Return the entries of PodResources for a container's claims."""
         resources_of_claims = []
         for claim in self.claims_of(pod):
             info = self.dra.claim(pod.namespace, claim)
@@ -374,7 +378,7 @@ class FakeNode(FakeKubelet):
             return None
 
     def release_sources(self) -> None:
-        """Let the kubelet reach the API server again, and delete the slices that it had to delete meanwhile."""
+        """Let the kubelet reach the API server again, and delete the ResourceSlices that it could not delete before."""
         super().release_sources()
         while self._unwiped:
             self._wipe(self._unwiped.pop())
@@ -385,7 +389,7 @@ class FakeNode(FakeKubelet):
             return
         for body in self.server.objects():
             if body["spec"].get("nodeName") == self.name and driver in ("", body["spec"]["driver"]):
-                with contextlib.suppress(Exception):  # Another program may have deleted it.
+                with contextlib.suppress(Exception):  # Another program may have deleted the slice.
                     self.server.delete("resourceslices", body["metadata"]["name"])
 
     # The scheduler.
@@ -400,7 +404,7 @@ class FakeNode(FakeKubelet):
             self.schedule()
 
     def report(self) -> None:
-        """Write the Node's status if it has changed, over the writes of other programs."""
+        """Write the kubelet's numbers into the Node's status if they differ, even if another program wrote there."""
         with self.changed:
             if (run := self._run) is None:
                 return
@@ -416,7 +420,7 @@ class FakeNode(FakeKubelet):
             self.server.patch("nodes", self.name, {"status": patch}, subresource="status")
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return the Node's allocatable numbers, as the kubelet reads them when it admits a pod."""
+        """Return the Node's allocatable by resource, as the kubelet reads it when it admits a pod."""
         return self._reported(super().node_allocatable())
 
     def _reported(self, allocatable: Mapping[str, int]) -> Mapping[str, int]:
@@ -427,7 +431,7 @@ class FakeNode(FakeKubelet):
         return {name: int(number) for name, number in (status.get("allocatable") or {}).items()}
 
     def schedule(self) -> None:
-        """Bind the pods that fit now, and allocate their claims."""
+        """Bind the waiting pods for which enough devices are free, and allocate their claims."""
         with self.changed:
             run = self._run
             if run is None or not run.manager.sources_ready:
@@ -461,7 +465,7 @@ class FakeNode(FakeKubelet):
     def _allocate(
         self, pod: FakePod, through: Mapping[str, str], classes: Sequence[Object], slices: Sequence[Object]
     ) -> str:
-        """Allocate all claims of a pod; or allocate nothing and return what is missing."""
+        """Allocate all claims of a pod and return ""; or allocate nothing and return what is missing."""
         wants = self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants())
         made: list[Object] = []
         if wants.template:
@@ -502,7 +506,10 @@ class FakeNode(FakeKubelet):
         return self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()) if orphaned is None else orphaned
 
     def _give_back(self, pod: FakePod) -> None:
-        """Release a pod's claims as the claim controller does: delete claims made for it, deallocate the others."""
+        """Release a pod's claims as the claim controller does.
+
+        Delete the claims that were made for the pod; deallocate other claims once no pod uses them.
+        """
         wants = self._wants_of(pod)
         for name in wants.made:
             if self._get_claim(pod.namespace, name) is not None:
@@ -564,7 +571,7 @@ def _unallocated(claim: Object, classes: Sequence[Object]) -> str:
 
 
 def _serve_through(pod: FakePod, through: Mapping[str, str]) -> None:
-    """Make the kubelet ignore the resources that a claim serves."""
+    """Make the kubelet ignore the resources in a pod's limits that a claim serves."""
 
     def fitted(spec: ContainerSpec) -> ContainerSpec:
         return replace(spec, through_dra=frozenset(spec.limits) & through.keys())

@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures `fake_node` and `bridged`, for claims.
 
-If the package is installed, every pytest run imports this module. So it imports no large modules itself.
+If the package is installed, every pytest run imports this module. So it imports large modules only in the fixtures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["bridged", "fake_node"]
 def fake_node() -> Iterator[FakeNode]:
     """Provide a running fake node with its API server.
 
-    At the end, the test fails if a real kubelet would have crashed.
+    The test fails at its end if a real kubelet would have crashed.
     """
     from dra_bridge.testing.apiserver import FakeApiServer
     from dra_bridge.testing.node import FakeNode
@@ -36,10 +36,10 @@ def fake_node() -> Iterator[FakeNode]:
 
 @pytest.fixture
 def bridged(fake_node: FakeNode) -> Iterator[Callable[..., ServedBoth]]:
-    """Provide a function that serves sources to pods and to claims until the test ends.
+    """Provide a function that serves the devices of sources to pods and to claims until the test ends.
 
-    bridged(*sources, share="none", drain="cordon", timeout=20.0, period=0.2, **options) returns once the sides of the
-    devices match the share; `serve_both` describes its arguments and errors.
+    bridged(*sources, share="none", drain="cordon", timeout=20.0, period=0.2, **options) returns once as many devices
+    are on the claims' side as the share demands; `serve_both` describes the arguments and errors.
     """
     from dra_bridge.testing.serving import serve_both
 

@@ -1,13 +1,13 @@
 """Allocates claims as kube-scheduler 1.36 does, for one node and simple selectors. Functions without I/O.
 
-Only complete pools count, and only their highest generation. A device is allocated once; with
+Only complete pools of ResourceSlices count, and only their highest generation. A device is allocated once; with
 `allowMultipleAllocations`, it is allocated while its capacity lasts, each time with a new share ID. A device with a
 taint that the request does not tolerate is not allocated. The device plugin serves an extended resource while the
-node's allocatable number is above 0, even if all devices are taken. When the number is 0, the DeviceClass that names
-the resource serves it.
+node's allocatable number of the resource is above 0, even if all devices are taken. When this number is 0, the
+DeviceClass that names the resource serves it.
 
-It supports CEL comparisons joined by `&&`, within LIMITS, so no library for CEL is needed. Other expressions cause an
-`UnknownSelectorError`, which `FakeNode` raises before a pod waits. Nodes get no scores.
+The scheduler supports CEL comparisons joined by `&&`, within LIMITS, so no library for CEL is needed. Other expressions
+cause an `UnknownSelectorError`, which `FakeNode` raises before a pod waits. Nodes get no scores.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ LIMITS: Final = (
     'boolean, alone if it is a boolean, or with .isGreaterThan(semver("1.2.3")), .isLessThan and .compareTo(...) >= 0; '
     'device.capacity["domain"].name.compareTo(quantity("1Gi")) >= 0'
 )
-"""The supported requests of a claim."""
+"""The requests of a claim that the fake scheduler supports, as a text for errors."""
 
 Candidate = tuple[str, str, Object]
-"""(driver, pool, device)."""
+"""A device that may be allocated: its driver, its pool, and its entry in a ResourceSlice."""
 
 
 _TERM: Final = re.compile(
@@ -67,12 +67,15 @@ class UnknownSelectorError(Exception):
 
 
 def through(resource: str, allocatable: int, classes: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the DeviceClass through which an extended resource is served on a node; None: the device plugin."""
+    """Return the DeviceClass that serves an extended resource on a node; None if the device plugin serves it.
+
+    allocatable: the number of the resource in the Node's allocatable.
+    """
     return None if allocatable > 0 else class_of(resource, classes)
 
 
 def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the DeviceClass that names an extended resource; the newest if there are several."""
+    """Return the name of the DeviceClass for an extended resource, of several the newest; None if there is none."""
     if resource.startswith(prefix := "deviceclass.resource.kubernetes.io/"):
         return resource.removeprefix(prefix)
     naming = [
@@ -90,9 +93,9 @@ def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, str, Object]]:
-    """Return (driver, pool, device) of all complete pools of a node, in the order of their slices.
+    """Return the devices of all complete pools of a node as (driver, pool, device), in the order of the slices' names.
 
-    Slices with a node selector are ignored.
+    ResourceSlices with a node selector are ignored.
     """
     pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for body in slices:
@@ -119,7 +122,7 @@ def selected(expression: str, driver: str, device: Mapping[str, Any]) -> bool:
 
 
 def _terms(expression: str) -> list[re.Match[str]]:
-    """Return the comparisons of an expression."""
+    """Return the comparisons that a CEL expression joins by `&&`. Raises UnknownSelectorError."""
     terms = []
     for term in expression.split("&&"):
         text = term.strip()
@@ -198,8 +201,8 @@ def allocate(
 ) -> Object | None:
     """Return the `status.allocation` of a claim on a node; None if the claim has to wait.
 
-    classes, slices, claims: all objects of the cluster, of resource.k8s.io/v1. driver: only this driver's devices are
-    considered.
+    classes, slices, claims: all objects of the cluster, of resource.k8s.io/v1. driver: the driver whose devices may be
+    allocated; "" for all drivers.
 
     Raises:
         UnknownSelectorError: this scheduler does not support a selector.
@@ -244,7 +247,10 @@ def allocate(
 
 
 def _values(attribute: str, candidate: Candidate) -> tuple[Any, ...]:
-    """Return the values of an attribute: none without it, several of a list, of which one has to be common."""
+    """Return a device's values of an attribute: none if the device lacks it, several if the attribute is a list.
+
+    For `matchAttribute`, the devices must have one of these values in common.
+    """
     domain, _, name = attribute.partition("/")
     value = _attribute(candidate[2], "attributes", domain, name, candidate[0])
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
@@ -257,7 +263,7 @@ def _request(
     free: _Free,
     matches: Callable[[str, Candidate], bool],
 ) -> list[Object] | None:
-    """Return the results of one request; None if too few devices are free."""
+    """Return the allocation results of one request; None if too few devices are free."""
     exactly = request["exactly"]
     selectors = [*(device_class["spec"].get("selectors") or ()), *(exactly.get("selectors") or ())]
     fitting = [
@@ -282,7 +288,7 @@ def _request(
 
 
 class _Free:
-    """The free part of all devices: how often each device, and how much of each counter."""
+    """The free devices: how often each device is allocated, and how much of each shared counter is free."""
 
     def __init__(
         self, devices: Iterable[Candidate], slices: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]]
@@ -301,7 +307,7 @@ class _Free:
                 self._consume(candidate)
 
     def take(self, candidate: Candidate) -> bool:
-        """Take a device once if it is free and the counters suffice. Return whether it was taken."""
+        """Allocate a device once if it is free and its counters suffice. Return whether it was allocated."""
         key = (candidate[0], candidate[1], candidate[2]["name"])
         if self._taken.get(key, 0) >= _times(candidate[2]):
             return False
@@ -327,7 +333,7 @@ def _consumes(candidate: Candidate) -> dict[tuple[str, str, str, str], Fraction]
 
 
 def _taken(claims: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:
-    """Return how often each device is allocated."""
+    """Return how often each device is allocated, without admin access."""
     taken: dict[tuple[str, str, str], int] = {}
     for claim in claims:
         allocation = (claim.get("status") or {}).get("allocation") or {}
@@ -339,7 +345,7 @@ def _taken(claims: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], in
 
 
 def _times(device: Mapping[str, Any]) -> int:
-    """Return how many claims can have a device."""
+    """Return how often a device can be allocated: once, or as often as its capacity permits."""
     if not device.get("allowMultipleAllocations"):
         return 1
     capacity = device.get("capacity") or {}
@@ -351,7 +357,7 @@ def _times(device: Mapping[str, Any]) -> int:
 
 
 def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
-    """Return the amounts of a shared device that a claim without requested amounts takes."""
+    """Return how much of each capacity of a shared device a claim takes that requests no amount."""
     capacity: Mapping[str, Mapping[str, Any]] = device.get("capacity") or {}
     return {
         name: (amount.get("requestPolicy") or {}).get("default") or amount["value"] for name, amount in capacity.items()
@@ -359,7 +365,7 @@ def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _repelled(device: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a taint keeps a request away."""
+    """Return whether a device has a taint that forbids its allocation to a request with these tolerations."""
     return any(
         taint["effect"] in ("NoSchedule", "NoExecute")
         and not any(_tolerates(toleration, taint) for toleration in tolerations)

@@ -1,4 +1,4 @@
-"""Runs an agent with both sides in its own thread, for tests. It does not need pytest."""
+"""Runs an agent that serves pods and claims, in its own thread, for tests. It does not need pytest."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class ServedBoth(Served):
 
     @property
     def drivers(self) -> list[str]:
-        """The names of the sources' drivers."""
+        """The names of the DRA drivers that the sources name."""
         return sorted({source.driver for source in self._sources if source.driver})
 
     def wait_registered(self, timeout: float = 20.0) -> None:
-        """Wait until all sources and drivers are registered, and the sides of the devices match the share.
+        """Wait until all sources and drivers are registered, and the claims' side has the devices of its share.
 
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
-            TimeoutError: this does not happen in time.
+            TimeoutError: a registration or a device is still missing after `timeout` seconds.
         """
         super().wait_registered(timeout)
         self._node.wait_until(
@@ -65,7 +65,7 @@ class ServedBoth(Served):
         return registered and published and view.reported is not None and fleet.finished(view)
 
     def _left_out(self) -> list[str]:
-        """Return what the slices lack of the devices, and why."""
+        """Return what the ResourceSlices of the sources' drivers leave out, and why, as sentences."""
         if self._bridge is None or not self.alive:
             return []
         return [problem for driver in self.drivers for problem in self._bridge.publisher.state(driver).problems]
@@ -99,17 +99,17 @@ def serve_both(
     period: float = 0.2,
     **options: Any,
 ) -> Iterator[ServedBoth]:
-    """Run a bridge with these sources against a fake node while the context lasts, and make their DeviceClasses.
+    """Run a bridge with these sources against a fake node while the context lasts; create the sources' DeviceClasses.
 
     An existing DeviceClass stays as it is. If a driver has one resource, such as example.com/fpga for fpga.example.com,
-    its class has the name of the driver; see `deviceplugin.naming.class_name`.
+    the DeviceClass has the name of the driver; see `deviceplugin.naming.class_name`.
 
     share: the share of devices for claims: none (the default of `dra_bridge.run`), all, a number or a percentage.
-    drain: see `dra_bridge.run`. timeout: seconds to wait until the sides of the devices match the share; None does not
-    wait. period: seconds between two scans for the holders of devices. options: further arguments of `Bridge`.
+    drain: see `dra_bridge.run`. timeout: seconds to wait until the claims' side has the devices of its share; None does
+    not wait. period: seconds between two scans for the holders of devices. options: further arguments of `Bridge`.
 
-    Raises what `ServedBoth.wait_registered` raises; TypeError or NamingError if a source cannot be served at all, and
-    ShareError if share or drain is none; ValueError if there is a share and no source has a driver.
+    Raises what `ServedBoth.wait_registered` raises; TypeError or NamingError if a source cannot be served at all;
+    ShareError if `share` or `drain` is invalid; ValueError if claims have a share and no source has a driver.
     """
     from deviceplugin.source_check import check_sources
     from dra_bridge.handover.share import parse_share
