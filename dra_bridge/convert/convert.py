@@ -1,4 +1,4 @@
-"""Converts YAML streams: decides which documents change, makes remarks on them, and collects the templates. Pure."""
+"""Converts the manifests in YAML streams, and collects remarks and the ResourceClaimTemplates. Pure functions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class ManifestText(NamedTuple):
 class Conversion:
     """The settings of a conversion.
 
-    classes: names of DeviceClasses, by resource; the DeviceClasses in the manifests are added. namespace: of objects
-    that name none; empty if it is not known. version: of resource.k8s.io for the templates.
+    classes: names of DeviceClasses, by resource; the DeviceClasses in the manifests are added. namespace: the namespace
+    of objects that name none; "" if it is not known. version: the version of resource.k8s.io in which
+    ResourceClaimTemplates are written. custom: where custom resources have pod specs.
     """
 
     classes: Mapping[str, str]
@@ -60,9 +61,9 @@ class ChangedPod(NamedTuple):
 
 @dataclass(slots=True)
 class Converted:
-    """The result of a conversion. texts: of the streams. pods: the converted ones.
+    """The result of a conversion. texts: the new texts of the streams. pods: the converted pod specs.
 
-    templates: by the devices that they claim.
+    templates: the ResourceClaimTemplates of these pods, by the devices that each template requests.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -72,7 +73,7 @@ class Converted:
 
 
 class _Source(NamedTuple):
-    """A document and its parsed tree. If the document cannot be parsed, `problem` says why, and there is no tree."""
+    """A document and its parsed tree. problem: why the document cannot be parsed, in which case `tree` is None."""
 
     file: str
     document: Document
@@ -81,7 +82,7 @@ class _Source(NamedTuple):
 
 
 def convert(streams: Iterable[ManifestText], how: Conversion) -> Converted:
-    """Replace limits by claims in all documents of some streams."""
+    """Replace the limits of pods by claims in all documents of the streams."""
     done = Converted()
     read = [(stream, list(_read(stream))) for stream in streams]
     objects = [body for _, sources in read for one in sources if one.tree for _, body in objects_in(one.tree.object)]
@@ -95,7 +96,7 @@ def convert(streams: Iterable[ManifestText], how: Conversion) -> Converted:
 
 
 def reverse(streams: Iterable[ManifestText]) -> list[str]:
-    """Undo conversions: return the texts from before `convert`."""
+    """Undo conversions: return the texts that the streams had before `convert`."""
     return [edits.reversed_stream(stream.text) for stream in streams]
 
 
@@ -164,7 +165,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
 
 
 class _Says:
-    """Adds remarks about one object."""
+    """Adds remarks about one object of a document to the remarks of the conversion."""
 
     def __init__(self, source: _Source, path: Path, body: Mapping[str, Any], remarks: list[Remark]) -> None:
         self._source = source
@@ -189,20 +190,23 @@ def title(body: Mapping[str, Any]) -> str:
 
 
 def _devices(pod: ChangedPod, how: Conversion) -> list[ClaimedDevices]:
-    """Return the devices that the claims of a pod stand for, each once, in the order of the containers."""
+    """Return the devices that a pod's claims request, without duplicates, in the order of the containers."""
     each = (claimed(pod.body, claim.class_name, claim.count, how) for claim in pod.change.claims.values())
     return list(dict.fromkeys(each))
 
 
 def claimed(body: Mapping[str, Any], class_name: str, count: int, how: Conversion) -> ClaimedDevices:
-    """Return the devices that the template of this object's claim stands for."""
+    """Return the devices that a claim of this object requests, with the object's namespace."""
     metadata = body.get("metadata")
     namespace = metadata.get("namespace") if isinstance(metadata, dict) else None
     return ClaimedDevices(str(namespace or how.namespace), class_name, count)
 
 
 def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, ChangedPod]], how: Conversion) -> str:
-    """Return the document with claims instead of limits. The result is parsed and compared with the expected object."""
+    """Return a document's text with claims instead of limits.
+
+    Raises UnwritableError if the new text does not parse to the expected object.
+    """
     changes: list[Edit] = []
     expected = copy.deepcopy(tree.object)
     for path, pod in places:
@@ -226,7 +230,7 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
 
 
 def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
-    """Change a pod spec."""
+    """Replace limits by claims in a parsed pod spec. claims: names of ResourceClaimTemplates, by claim name."""
     new = [{"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()]
     spec["resourceClaims"] = [*new, *(spec.get("resourceClaims") or [])]
     for container in change.containers:
@@ -243,7 +247,7 @@ def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
 
 
 def _edits(text: str, tree: Tree, path: Path, change: PodChange, claims: Mapping[str, str]) -> list[Edit]:
-    """Return the edits of a document's text for one pod spec. Raises UnwritableError."""
+    """Return the edits that replace limits by claims in the text of one pod spec. Raises UnwritableError."""
     spec = tree.mapping(tree.at(path))
     items = [_flow({"name": name, "resourceClaimTemplateName": template}, spec) for name, template in claims.items()]
     found = [_listed(text, tree, spec, "resourceClaims", items, ())]
@@ -276,7 +280,7 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
 def _listed(
     text: str, tree: Tree, mapping: yaml.MappingNode, key: str, items: Sequence[str], gone: Iterable[str]
 ) -> Edit:
-    """Return the edit that adds items to the list under a key. The key may be missing."""
+    """Return the edit that adds items to the list under a key of a mapping. The key may be missing."""
     if any(one.value == key for one, _ in mapping.value):
         return edits.with_items(text, tree.entry(mapping, key)[1], items)
     return edits.with_list(text, mapping, key, items, set(gone))
@@ -290,13 +294,13 @@ def _flow(value: Mapping[str, str], mapping: yaml.MappingNode) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Return a scalar in YAML's flow style. It gets quotes if YAML would read it as something else than text."""
+    """Return a text as a scalar in YAML's flow style, with quotes if YAML would not read it as a string otherwise."""
     dumped: str = yaml.safe_dump([text], default_flow_style=True, width=10_000)
     return dumped.strip()[1:-1]
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Join streams to one."""
+    """Join the texts of YAML streams to one stream; add `---` between them where it is missing."""
     whole = ""
     for text in texts:
         if whole.strip() and not text.startswith("---"):

@@ -1,4 +1,4 @@
-"""Parses a YAML stream into documents: their text, their objects, and nodes with their place in the text. Pure.
+"""Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure functions.
 
 The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
 text as this module does. As kubectl and Helm do, this module splits the stream at lines that begin with `---` before it
@@ -27,25 +27,25 @@ class YamlTextError(Exception):
 
 
 class UnwritableError(Exception):
-    """Raised when a place of a text cannot be changed without other places. The message contains the reason."""
+    """Raised when a part of a text cannot be changed without changing another part. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a stream. text: includes its line `---`. line: the number of its first line, from 1."""
+    """One document of a stream. text: with its line `---`. line: where the document begins in the stream, from 1."""
 
     text: str
     line: int
 
     @property
     def eol(self) -> str:
-        """The end of its lines, such as a newline."""
+        """The line ending of the document: a newline, or a carriage return and a newline."""
         first = self.text.partition("\n")[0]
         return "\r\n" if first.endswith("\r") else "\n"
 
     @property
     def head(self) -> int | None:
-        """The index after the line `---`, where another document may begin.
+        """The index in the text after the line `---`, where another document may begin.
 
         None if there is no such place, because the line has more text, or directives come before it.
         """
@@ -58,7 +58,7 @@ class Document:
 
 
 def documents(stream: str) -> list[Document]:
-    """Return the documents of a stream. Their texts, joined, are the stream."""
+    """Split a stream into its documents, whose texts, joined, are the stream again."""
     starts = [0]
     for match in _START.finditer(stream):
         # The directives of a document (%YAML) come before its `---`.
@@ -72,7 +72,7 @@ def documents(stream: str) -> list[Document]:
 
 
 class _Redefining(yaml.SafeLoader):
-    """Allows an anchor to be defined again, as YAML and kubectl do. The loader of libyaml refuses that."""
+    """A loader that lets a text define an anchor again, as YAML and kubectl do. The loader of libyaml refuses that."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if not self.check_event(yaml.AliasEvent):
@@ -99,14 +99,14 @@ class Tree:
             where = f", line {mark.line + 1}" if mark else ""
             raise YamlTextError(f"{getattr(error, 'problem', None) or error}{where}") from error
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise YamlTextError(f"{type(error).__name__}: {error}") from error  # For example, a date with month 13.
+            raise YamlTextError(f"{type(error).__name__}: {error}") from error  # Such as for a date with month 13.
         self._shared = {id(node) for node, count in _references(self.root) if count > 1}
 
     def entry(self, mapping: yaml.Node, key: str) -> tuple[yaml.Node, yaml.Node]:
         """Return the nodes of a key and its value.
 
-        Raises UnwritableError if the key occurs twice, or if its text is also used elsewhere: as an anchor, an alias,
-        or a merge.
+        Raises UnwritableError if the key does not occur exactly once, or if an anchor, an alias or a merge key makes
+        its text count elsewhere as well.
         """
         found = [] if not isinstance(mapping, yaml.MappingNode) else [e for e in mapping.value if e[0].value == key]
         if len(found) != 1:
@@ -116,7 +116,7 @@ class Tree:
         return found[0][0], found[0][1]
 
     def item(self, sequence: yaml.Node, index: int) -> yaml.Node:
-        """Return an item's node. Raises UnwritableError as `entry` does."""
+        """Return the node of a sequence's item. Raises UnwritableError as `entry` does."""
         node: yaml.Node = sequence.value[index]
         if id(node) in self._shared:
             raise UnwritableError(f"item {index} is an anchor that is used elsewhere, or an alias")
@@ -157,7 +157,7 @@ def _loaded(kind: Any, text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def text_end(node: yaml.Node) -> int:
-    """Return the index after the last letter of a node. The end mark of a block is later, at the next token."""
+    """Return the index after the last character of a node. A block's `end_mark` is later, at the next token."""
     end = 0
     for one in _below(node):
         flow = isinstance(one, yaml.CollectionNode) and one.flow_style
@@ -167,7 +167,7 @@ def text_end(node: yaml.Node) -> int:
 
 
 def inside_scalars(tree: Tree) -> set[tuple[int, int]]:
-    """Return the ranges of the text inside scalars. A line there is text, not YAML."""
+    """Return the index ranges of all scalars in a document. A line inside such a range is text, not YAML syntax."""
     if tree.root is None:
         return set()
     scalars = (node for node in _below(tree.root) if isinstance(node, yaml.ScalarNode))
@@ -175,7 +175,7 @@ def inside_scalars(tree: Tree) -> set[tuple[int, int]]:
 
 
 def _below(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Yield a node and all below it, each once."""
+    """Yield a node and all nodes below it, each once."""
     seen: set[int] = set()
     waiting = [node]
     while waiting:
@@ -194,7 +194,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _references(root: yaml.Node | None) -> list[tuple[yaml.Node, int]]:
-    """Return each node with the number of its uses. Aliases and merge keys use a node more than once."""
+    """Return all nodes below the root with the number of their uses, more than 1 by aliases and merge keys."""
     if root is None:
         return []
     counts: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Edits a YAML text so that all other bytes stay, and the result alone is enough to undo the edit. Pure.
+"""Edits a YAML text so that all other bytes stay, and the result alone is enough to undo the edit. Pure functions.
 
 Comments mark each changed line. A removed line becomes a comment, `# dra-bridge: was LINE`. An added line ends with the
 comment `# dra-bridge: added`, and an added document begins with it.
@@ -32,7 +32,7 @@ _WAS_LINE: Final = re.compile(rf"([ ]*){re.escape(WAS)}(.*)", re.DOTALL)
 
 
 class Edit(NamedTuple):
-    """A text that replaces a range of a document's text. start, end: indexes."""
+    """A text that replaces a range of a document's text. start, end: the range, as indexes in that text."""
 
     start: int
     end: int
@@ -40,7 +40,7 @@ class Edit(NamedTuple):
 
 
 def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list[Edit]:
-    """Return the edits that remove entries of a mapping.
+    """Return the edits that remove the entries of a mapping that have these keys.
 
     Raises UnwritableError if other text is on the lines of these entries.
     """
@@ -65,10 +65,10 @@ def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list
 def with_list(
     text: str, mapping: yaml.MappingNode, key: str, values: Sequence[str], without: Collection[str] = ()
 ) -> Edit:
-    """Return the edit that adds a list at the beginning of a mapping.
+    """Return the edit that adds an entry with a list at the beginning of a mapping.
 
-    values: in flow style. without: keys that other edits remove. Raises UnwritableError if no line is suitable for the
-    insertion.
+    values: the list's items in flow style. without: keys of the mapping that other edits remove. Raises UnwritableError
+    if no line is suitable for the insertion.
     """
     eol = Document(text, 1).eol
     value = f"[{', '.join(values)}]"
@@ -91,9 +91,9 @@ def with_list(
 
 
 def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
-    """Return the edit that adds items at the beginning of a list. values: in flow style. The node may be null.
+    """Return the edit that adds items at the beginning of a list. Raises UnwritableError.
 
-    Raises UnwritableError.
+    sequence: the node of the list, or of a null. values: the items in flow style.
     """
     start, end = sequence.start_mark.index, sequence.end_mark.index
     if isinstance(sequence, yaml.ScalarNode):
@@ -162,10 +162,10 @@ def with_documents(document: Document, texts: Sequence[str]) -> str:
 
 
 def reversed_stream(stream: str) -> str:
-    """Undo the changes that are marked in a stream. Texts that are not YAML stay as they are."""
+    """Undo the changes that comments mark in a stream. Documents that are not YAML stay as they are."""
     bom = BOM if stream.startswith(BOM) else ""
     kept = []
-    joins = False  # After an added document was removed: its `---` is the original one, and the next `---` was added.
+    joins = False  # True after the removal of an added document, whose `---` is the original; the next `---` was added.
     for document in documents(stream.removeprefix(bom)):
         text = document.text
         if joins:

@@ -1,4 +1,4 @@
-"""Writes conversions as patches of Kustomize, for manifests that must stay unchanged. Pure."""
+"""Writes conversions as Kustomize patches, for manifests that must stay unchanged. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dra_bridge.convert.convert import ChangedPod, Conversion, Converted, claime
 from dra_bridge.manifests import to_yaml
 
 TEMPLATES: Final = "claim-templates.yaml"
-"""The file of the ResourceClaimTemplates. The component refers to it."""
+"""The name of the file with the ResourceClaimTemplates, to which the Kustomize component refers."""
 
 
 def component(converted: Converted, how: Conversion) -> str:
-    """Return a Kustomize component that converts the objects, as YAML."""
+    """Return a Kustomize component, as YAML, whose patches convert the objects."""
     by_object: dict[int, tuple[Mapping[str, Any], list[dict[str, Any]]]] = {}
     for pod in converted.pods:
         by_object.setdefault(id(pod.body), (pod.body, []))[1].extend(_operations(pod, how))
@@ -26,7 +26,7 @@ def component(converted: Converted, how: Conversion) -> str:
 
 
 def templates(converted: Converted) -> str:
-    """Return the ResourceClaimTemplates as YAML."""
+    """Return the ResourceClaimTemplates of a conversion as YAML."""
     return to_yaml(converted.templates.values())
 
 
@@ -40,7 +40,10 @@ def _target(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _operations(pod: ChangedPod, how: Conversion) -> list[dict[str, Any]]:
-    """Return the operations of a JSON patch (RFC 6902). They first test the names of the containers."""
+    """Return the operations of a JSON patch (RFC 6902) for a pod.
+
+    A test of each container's name comes first, so that the patch fails if another container is at this index.
+    """
     spec: Any = pod.body
     for step in pod.path:
         spec = spec[step]

@@ -1,4 +1,4 @@
-"""Decides which claims replace the limits of a pod, and finds the pods in objects. Pure."""
+"""Decides which claims replace the limits of a pod, and finds the pod specs in objects. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PODS: Final[Mapping[tuple[str, str], Path]] = {
 
 
 class CustomPath(NamedTuple):
-    """The place of pod templates, or pod specs, in objects of a kind. `*` stands for each entry or item."""
+    """Where objects of a custom kind have pod templates or specs. steps: keys; `*` stands for each entry or item."""
 
     kind: str
     steps: tuple[str, ...]
@@ -46,7 +46,7 @@ class CustomPath(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LimitedDevices:
-    """The devices that a container requests by limits."""
+    """The devices of one resource that a container requests by limits."""
 
     resource: str
     class_name: str
@@ -55,7 +55,7 @@ class LimitedDevices:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """The limits that a container loses, and the pod's claims that it names instead. path: from the pod spec."""
+    """The change of a container. path: from the pod spec. resources: of the removed limits. claims: names to add."""
 
     path: Path
     name: str
@@ -65,7 +65,7 @@ class ContainerChange:
 
 @dataclass(frozen=True, slots=True)
 class PodChange:
-    """The changes of a pod spec. claims: by name in the pod, the devices of each claim."""
+    """The changes of a pod spec. claims: the devices of each new claim, by the claim's name in the pod."""
 
     containers: tuple[ContainerChange, ...]
     claims: Mapping[str, LimitedDevices]
@@ -93,9 +93,9 @@ def is_builtin(body: Mapping[str, Any]) -> bool:
 
 
 def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
-    """Return the resources that an object requests by `limits` outside of the pod specs at known paths."""
+    """Return the resources that an object requests by `limits` outside of the pod specs at the paths `known`."""
     found: set[str] = set()
-    seen: set[int] = set()  # An alias may be inside its own anchor.
+    seen: set[int] = set()  # By an alias, a part of the object may contain itself.
     waiting: list[tuple[Path, Any]] = [((), body)]
     while waiting:
         path, part = waiting.pop()
@@ -164,7 +164,7 @@ def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any
 
 
 def ends_first(path: Path, container: Mapping[str, Any]) -> bool:
-    """Return whether this is an init container that ends before the other containers start. A sidecar is not."""
+    """Return whether a container is an init container that ends before the others start; False for a sidecar."""
     return path[0] == "initContainers" and container.get("restartPolicy") != "Always"
 
 
@@ -173,8 +173,8 @@ def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange
 
     classes: names of DeviceClasses, by resource. Each container gets its own claim, because containers that share a
     claim share its devices, and limits never share devices. There is one exception. A container that starts after an
-    init container reuses its devices, so these two share a claim if both request the same number (kubelet 1.36,
-    devicemanager/manager.go, devicesToReuse).
+    init container reuses the init container's devices, so these two share a claim if both request the same number
+    (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
     """
     claims: dict[str, LimitedDevices] = {}
     reusable: set[str] = set()

@@ -1,6 +1,6 @@
-"""The remarks of `convert` on manifests: parts that it did not convert, and effects of claims instead of limits.
+"""The remarks of `convert` on manifests: parts that `convert` left unchanged, and effects of claims instead of limits.
 
-docs/manifests.md lists all kinds of remarks; a test compares it with this module.
+docs/manifests.md lists all kinds of remarks; a test compares that page with this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Level(Enum):
     NOTE = "note"
     WARNING = "warning"
     REFUSED = "refused"
-    """The object, or the document, is printed unchanged."""
+    """`convert` prints the object, or the whole document, unchanged."""
 
 
 class RemarkKind(Enum):
@@ -90,7 +90,7 @@ class RemarkKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One remark. file, line: its place (from 1). subject: the object, and the container if the remark is about one."""
+    """One remark. line: from 1. subject: the object, and the container if the remark concerns only that container."""
 
     kind: RemarkKind
     file: str

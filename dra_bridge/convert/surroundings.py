@@ -1,4 +1,4 @@
-"""Finds facts about converted objects in the other objects of the manifests. Pure."""
+"""Finds facts about converted objects in the other objects of the manifests. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPod
 class Surroundings:
     """Facts from the objects beside the pods. Objects that name no namespace are in `namespace`.
 
-    classes: names of DeviceClasses, by resource. patient: PriorityClasses that preempt no pods. autoscaled: by
-    (namespace, kind, name) of a scaled object, its autoscaler. quotas: (namespace, name, resource) of each limit.
-    templates: the specs of ResourceClaimTemplates by namespace and name.
+    classes: names of DeviceClasses, by resource. patient: names of PriorityClasses whose pods preempt no other pods.
+    autoscaled: the autoscaler of each scaled object, by the object's (namespace, kind, name). quotas: (namespace, name,
+    resource) of each limit in a ResourceQuota. specs: the specs of ResourceClaimTemplates, by namespace and name.
     """
 
     namespace: str
@@ -32,7 +32,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
-        """Read the objects. classes: known names of DeviceClasses, by resource; they override those in the objects."""
+        """Collect the facts from objects. classes: names of DeviceClasses, by resource, which override the objects'."""
         named: dict[str, str] = {}
         patient, quotas = set(), set()
         autoscaled, specs = {}, {}
@@ -56,7 +56,7 @@ class Surroundings:
         return cls(namespace, {**named, **classes}, frozenset(patient), autoscaled, frozenset(quotas), specs)
 
     def unknown(self, spec: Mapping[str, Any]) -> set[str]:
-        """Return the extended resources of a pod spec without a known class."""
+        """Return the extended resources in a pod spec's limits for which no DeviceClass is known."""
         asked = {name for _, container in containers_of(spec) for name in extended_resources(container)}
         return asked - self.classes.keys()
 
@@ -84,9 +84,9 @@ class Surroundings:
             yield RemarkKind.SCHEDULER, f"schedulerName: {spec['schedulerName']}"
 
     def has_template(self, devices: ClaimedDevices, body: Mapping[str, Any]) -> bool:
-        """Return whether the manifests have this template.
+        """Return whether the manifests contain the ResourceClaimTemplate of these devices.
 
-        Raises UnconvertibleError if another template has its name.
+        Raises UnconvertibleError if a different template has the same name.
         """
         found = self.specs.get((devices.namespace, devices.template))
         if found is not None and found != body["spec"]:

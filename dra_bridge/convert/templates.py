@@ -1,4 +1,4 @@
-"""ResourceClaimTemplates for a number of devices of a DeviceClass. Pure."""
+"""Makes ResourceClaimTemplates for a number of devices of a DeviceClass. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 ClaimApi = Literal["v1", "v1beta2", "v1beta1"]
 KIND: Final = "ResourceClaimTemplate"
 REQUEST: Final = "devices"
-"""The name of a template's one request."""
+"""The name of the only request in each template."""
 _MAX_NAME: Final = 253
 _MAX_LABEL: Final = 63
 _HASH: Final = 10
@@ -18,7 +18,7 @@ _HASH: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevices:
-    """A number of devices of a class, for objects of a namespace. The namespace is empty if the objects name none."""
+    """A number of devices of a DeviceClass, for objects of a namespace; "" if the objects name no namespace."""
 
     namespace: str
     class_name: str
@@ -26,11 +26,11 @@ class ClaimedDevices:
 
     @property
     def template(self) -> str:
-        """The name of their ResourceClaimTemplate. It depends on class and count alone."""
+        """The name of the ResourceClaimTemplate for these devices. Only the class and the count determine it."""
         return _fitting(f"{self.class_name}-{self.count}", _MAX_NAME)
 
     def body(self, version: ClaimApi) -> dict[str, Any]:
-        """Return the template as an object of a version of resource.k8s.io."""
+        """Return the ResourceClaimTemplate in a version of resource.k8s.io."""
         exactly = {"deviceClassName": self.class_name, "count": self.count}
         request = {"name": REQUEST, **(exactly if version == "v1beta1" else {"exactly": exactly})}
         namespace = {"namespace": self.namespace} if self.namespace else {}
@@ -43,7 +43,7 @@ class ClaimedDevices:
 
 
 def claim_name(resource: str, container: str) -> str:
-    """Return the name, in the pod, of a container's claim for a resource. It is a DNS label."""
+    """Return the name (a DNS label) that a container's claim for a resource has in the pod."""
     word = re.sub(r"[^a-z0-9]+", "-", resource.rpartition("/")[2].lower()).strip("-") or "x"
     return _fitting(f"{word}-{container}", _MAX_LABEL)
 
