@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.cluster import isolate
-from tests.cluster.node import Cluster, ExecError
+from tests.cluster.node import Cluster, ClusterError, ExecError
 from tests.cluster.node import Pod as ClusterPod
 from tests.scenarios.fake import NodeWithAgents
 
@@ -104,9 +104,12 @@ class RealNode(NodeWithAgents):
             shutil.rmtree(directory, ignore_errors=True)
 
     def nothing_allocatable(self) -> bool:
-        """Whether the node's status says so of all extended resources of tests."""
+        """Return whether the node's status has 0 of all extended resources of tests; raise ClusterError if not."""
         allocatable = self.cluster.node()["status"]["allocatable"]
-        return all(count == "0" for name, count in allocatable.items() if name.startswith("example."))
+        left = {name: count for name, count in allocatable.items() if name.startswith("example.") and count != "0"}
+        if left:
+            raise ClusterError(f"allocatable are still {left}")
+        return True
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> RealPod:
         return RealPod(self.cluster.start_pod(name, limits))
