@@ -14,13 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from dra_bridge.node.slice_feed import HOLDERS
 from tests.bench.peers import peer
 from tests.cluster import build, isolate
 from tests.fleet import commands, page, parts, peers
 from tests.fleet.commands import Command
 from tests.fleet.limits import (
     BUSIEST,
-    CLAIM_REQUESTS,
+    CLAIM_READS,
+    CLAIM_WRITES,
     COMMAND_MB,
     FIRST_OUTPUT,
     GROWTH,
@@ -46,6 +48,16 @@ def total(requests: Counts) -> float:
     return sum(requests.values())
 
 
+def reads(requests: Counts) -> Counts:
+    """Return the requests that read."""
+    return {what: number for what, number in requests.items() if what.startswith(("get ", "list "))}
+
+
+def writes(requests: Counts) -> Counts:
+    """Return the requests that write."""
+    return {what: number for what, number in requests.items() if what not in reads(requests)}
+
+
 def in_words(requests: Counts) -> str:
     """Return requests by verb and resource, as text."""
     return ", ".join(f"{page.cell(number)} {what}" for what, number in requests.items()) or "none"
@@ -56,7 +68,8 @@ def limits_of_growth(sizes: Sequence[Size]) -> list[Limit]:
     first, last = sizes[0], sizes[-1]
     return [
         Limit("requests of an agent whose 8 devices move", max(total(one.move) for one in sizes), MOVE_REQUESTS),
-        Limit("requests of an agent for a claim", max(total(one.claim) for one in sizes), CLAIM_REQUESTS),
+        Limit("reads of an agent for a claim", max(total(reads(one.claim)) for one in sizes), CLAIM_READS),
+        Limit("writes of an agent for a claim", max(total(writes(one.claim)) for one in sizes), CLAIM_WRITES),
         Limit("requests of a start, largest fleet against smallest", total(last.start) / total(first.start), GROWTH),
         Limit("requests of a move, largest against smallest", total(last.move) / total(first.move), GROWTH),
         Limit("bytes of an agent's lists, largest against smallest", last.list_bytes / first.list_bytes, GROWTH),
@@ -120,7 +133,8 @@ def page_of_growth(sizes: Sequence[Size]) -> str:
             f"- At a start: {in_words(last.start)}. The list of all claims is the one request that grows with the "
             "cluster; it is made once for devices that no ledger knows.",
             f"- For 8 devices that move to DRA together: {in_words(last.move)}.",
-            f"- For a claim that is prepared and unprepared: {in_words(last.claim)}.\n",
+            f"- For a claim that is prepared and unprepared: {in_words(last.claim)}. An agent writes its Lease at most "
+            f"every {HOLDERS:g} s because of holders, however many claims or pods come and go.\n",
             "A list of the driver's slices, as `status` and `rollout` make it, is a scan in the API server:\n",
             page.table(("nodes", "bytes", "ms", "requests"), scans),
             page.of_limits(limits_of_growth(sizes)),
@@ -173,7 +187,9 @@ def page_of_peers(ours: Size, others: Peers | None) -> str:
 def limits_of_peers(ours: Size, others: Peers) -> list[Limit]:
     """Return the limits beside the Go driver."""
     return [
-        Limit("requests for a claim, against the Go driver's", total(ours.claim) / max(1.0, total(others.claim)), 1.0),
+        Limit(
+            "reads for a claim, against the Go driver's", total(reads(ours.claim)) / max(1.0, total(others.claim)), 1.0
+        ),
     ]
 
 

@@ -29,8 +29,10 @@ REST_REQUESTS = 1.0
 """Of an agent at rest in a minute, beside its watches."""
 MOVE_REQUESTS = 10.0
 """Of an agent for all 8 devices of its node that move."""
-CLAIM_REQUESTS = 1.0
+CLAIM_READS = 1.0
 """Of an agent for a claim that is prepared and unprepared: the GET of it."""
+CLAIM_WRITES = 2.0
+"""Of an agent for such a claim: its Lease names the claim, and then no more."""
 GROWTH = 1.25
 """How many times as much an agent may ask, be sent and use in the largest fleet as in the smallest."""
 IN_STEP = 60.0

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from dra_bridge.rollout import fleet as rollout_fleet
+from dra_bridge.rollout import progress
 from tests.fleet.audit import Log, Request, counts, of_user, spread
 from tests.fleet.plane import AGENTS, DRIVER, NAMESPACE, ControlPlane, Flows, names_of
 from tests.fleet.workers import PERIOD, Fleet
@@ -209,23 +210,33 @@ class Measured:
         wait_for(lambda: all(map(rollout_fleet.finished, self.views(names))), 180.0, f"{len(names)} nodes at {share}")
         self.quiet()
         mine = set(names)
-        return each([one for one in self.requests() if one.node in mine and one.verb != "watch"], len(names))
+        return each([one for one in self.requests() if one.node in mine and not at_rest(one)], len(names))
 
     def claims(self, names: Sequence[str]) -> Counts:
-        """Run a pod with a claim on each of these nodes, and delete it; return the requests for each claim."""
+        """Run a pod with a claim on each of these nodes, and delete it; return the requests for each claim.
+
+        The pod runs until its node's Lease names the claim, and the node is waited for until it does no more.
+        """
         self.requests()
 
         def one(node: str) -> None:
             worker, name = self.fleet.of(node), f"{node}-claim"
             worker.order("pod", name=name, node=node, template={DRIVER: 1}).result(60)
             worker.order("running", name=name, timeout=60).result(90)
+            wait_for(lambda: self._held(node), 60.0, f"the Lease of {node} names the claim")
             worker.order("delete", name=name, timeout=60).result(90)
+            wait_for(lambda: not self._held(node), 60.0, f"the Lease of {node} names no claim")
 
-        with ThreadPoolExecutor(4) as pool:
+        with ThreadPoolExecutor(8) as pool:
             list(pool.map(one, names))
-        self.quiet()
         mine = set(names)
-        return each([one for one in self.requests() if one.node in mine and one.verb != "watch"], len(names))
+        return each([one for one in self.requests() if one.node in mine and not at_rest(one)], len(names))
+
+    def _held(self, node: str) -> bool:
+        """Return whether the report in a node's Lease has a holder."""
+        report = progress.read(DRIVER, [self.plane.api.get("Lease", node, NAMESPACE)])
+        assert report is not None
+        return any(device.holder for one in report.resources.values() for device in one.devices.values())
 
     def lists_of(self, node: str) -> dict[str, int]:
         """Return the bytes of each list that an agent watches from, as the API server sends them."""

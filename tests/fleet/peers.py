@@ -12,7 +12,7 @@ from typing import Final
 from tests.bench.peers import class_of, peer, rights
 from tests.fleet.audit import of_user
 from tests.fleet.nodes import ROOTS
-from tests.fleet.parts import Counts, Measured, Rest, each, wait_for
+from tests.fleet.parts import Counts, Measured, Rest, at_rest, each, wait_for
 from tests.fleet.plane import DEVICES, names_of
 from tests.fleet.workers import Worker
 
@@ -51,7 +51,7 @@ def measure(measured: Measured, worker: Worker, count: int, seconds: float, *, r
     with drivers(measured, program, names):
         wait_for(lambda: len(_slices(measured)) >= count, 120.0, f"slices of {count} Go drivers")
         measured.quiet()
-        start = [one for one in measured.requests(USER) if one.verb != "watch"]
+        start = [one for one in measured.requests(USER) if not at_rest(one)]
         beside = measured.rest(seconds, reopened=reopened)
         rest = of_user(measured.last, USER)
 
@@ -64,7 +64,7 @@ def measure(measured: Measured, worker: Worker, count: int, seconds: float, *, r
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(pod, names))
         measured.quiet()
-        claims = [one for one in measured.requests(USER) if one.verb != "watch"]
+        claims = [one for one in measured.requests(USER) if not at_rest(one)]
     others = [one for one in rest if one.verb != "watch"]
     a_minute = {what: number * 60 / seconds for what, number in each(others, count).items()}
     watches = (len(rest) - len(others)) / count * 60 / seconds
