@@ -837,7 +837,16 @@ class Cluster:
         """Remove all workloads, pods, resource claims, device classes, slices and taint rules and wait until gone.
 
         The kubelet removes a pod's directory later than the pod. While it is there, agents withhold the pod's devices.
+        Extended resources leave the Node's status: a kubelet that has lost its checkpoint keeps those that it does not
+        know any more, with all their capacity allocatable (kubelet 1.36, nodestatus/setters.go, MachineInfo).
         """
+
+        def forget() -> object:
+            former = {name: None for name in self.node()["status"].get("capacity", {}) if name.startswith("example.")}
+            status = {"status": {"capacity": former, "allocatable": former}}
+            return self.api.patch("Node", self.node_name, status, subresource="status")
+
+        self.wait_for(forget, timeout, "the Node has no extended resources")
         kinds = ["DaemonSet", "Deployment", "ReplicaSet", "StatefulSet", "Job", "Pod", "ResourceClaimTemplate"]
         kinds += ["ResourceClaim", "DeviceClass", "DeviceTaintRule", "ResourceSlice"]
         for lease in self.api.list("Lease"):  # of agents: those of the cluster are in its own namespaces
