@@ -184,7 +184,7 @@ def measure(plane: ControlPlane, count: int) -> list[Command]:
     print(f"{count} nodes after {time.monotonic() - began:.0f} s", flush=True)
     kubeconfig = operator(plane)
     found = []
-    many = ("--selector", "pool=fpga", "--max-unavailable", str(max(1, count // 20)))
+    many = ("--selector", "pool=fpga", "--max-unavailable", str(max(1, count // 4)))
     with reports.kept():
         for arguments in (
             ("status", "--driver", DRIVER),
