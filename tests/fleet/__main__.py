@@ -296,9 +296,9 @@ def growth(options: argparse.Namespace) -> list[Limit]:
 
 def page_of_commands(count: int, found: Sequence[Command]) -> str:
     """Return the section about commands."""
-    head = ("command", "s to its first line", "s", "MB", "lines", "requests", "of them")
+    head = ("command", "s to its first line", "its CPU until then", "s", "MB", "lines", "requests", "of them")
     rows = [
-        (one.name, one.first, one.seconds, one.mb, one.lines, total(one.requests), in_words(one.requests))
+        (one.name, one.first, one.cpu, one.seconds, one.mb, one.lines, total(one.requests), in_words(one.requests))
         for one in found
     ]
     return "\n".join(

@@ -20,7 +20,7 @@ from dra_bridge.rollout import progress
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from tests.fleet.audit import of_user
 from tests.fleet.parts import Counts, each
-from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, names_of
+from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, Usage, names_of
 
 OPERATOR: Final = "default:operator"
 ROLE: Final = "dra-bridge-operator"
@@ -33,13 +33,14 @@ IMAGES: Final = [
 
 @dataclass
 class Command:
-    """A command's run. first: seconds until its first line. seconds: of all of it. MB: the most that was resident.
+    """A command's run. first, cpu: seconds, and CPU seconds of the command, until its first line. seconds: of all of it.
 
-    requests: by verb and resource. line: the first one.
+    MB: the most that was resident. requests: by verb and resource. line: the first one.
     """
 
     name: str
     first: float
+    cpu: float
     seconds: float
     mb: float
     status: int
@@ -157,15 +158,17 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
     lines: list[str] = []
-    first = 0.0
+    first = cpu = 0.0
     for line in process.stdout:
-        first = first or time.monotonic() - began
+        if not lines:
+            first, cpu = time.monotonic() - began, Usage.of(process.pid).cpu
         lines.append(line)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return Command(
         " ".join(arguments[:1]),
         first,
+        cpu,
         time.monotonic() - began,
         usage.ru_maxrss * 1024 / 1e6,
         process.returncode,
