@@ -72,7 +72,7 @@ def request_of(event: dict[str, Any]) -> Request:
     extra = event["user"].get("extra") or {}
     return Request(
         datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp(),
-        event["user"]["username"],
+        event["user"].get("username", ""),  # A request without valid credentials has none.
         (extra.get(NODE) or [""])[0],
         event["verb"],
         what,

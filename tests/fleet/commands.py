@@ -33,7 +33,7 @@ IMAGES: Final = [
 
 @dataclass
 class Command:
-    """A command's run. first, cpu: seconds, and CPU seconds of the command, until its first line. seconds: of all of it.
+    """A command's run. first, cpu: seconds and its CPU seconds until its first line. seconds: of all of it.
 
     MB: the most that was resident. requests: by verb and resource. line: the first one.
     """

@@ -31,6 +31,10 @@ def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
     with path.open("a") as file:  # A request to a proxy is logged twice, too.
         file.write(event(4, "get", "ResponseStarted") + event(4, "get"))
     assert counts(log.more()) == {("get", "nodes"): 1}
+    with path.open("a") as file:  # The API server has refused the credentials, as it may do while it starts.
+        file.write(event(5, "list", user={}))
+    (refused,) = log.more()
+    assert (refused.user, refused.node) == ("", "")
 
 
 def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:
