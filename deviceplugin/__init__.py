@@ -1,6 +1,6 @@
 """Kubernetes device plugins in Python: describe a device once, serve it to the kubelet.
 
-An author of a source needs only these names. All other names are imported from their modules.
+An author of a source needs only the names in `__all__`. All other names are imported from their modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "
 
 
 def __getattr__(name: str) -> object:
-    # `run` imports gRPC. A tool that only describes devices does not need it.
+    # `run` imports gRPC, which a tool that only describes devices does not need.
     if name == "run":
         from deviceplugin.node.process import run
 

@@ -1,4 +1,4 @@
-"""Addresses of sockets: host and port, and paths of Unix sockets."""
+"""Functions for addresses of sockets: host and port, and paths of Unix sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SOCKET_PATH: Final = 107
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `host:port`, `[v6]:port` or `:port`. Raises OSError if it is none of these."""
+    """Split `host:port`, `[v6]:port` or `:port`. Raises OSError if the address has another form."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and host == bare):
@@ -25,9 +25,9 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
-    """Return directory/name+tail. A long name is shortened and ends in a hash.
+    """Return the path directory/name+tail for a Unix socket; a long name is shortened and ends in a hash.
 
-    Raises ValueError if the directory is too long.
+    Raises ValueError if the directory's path is too long.
     """
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:

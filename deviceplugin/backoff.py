@@ -1,4 +1,4 @@
-"""Computes the waits between failed tries."""
+"""Computes how long to wait between failed tries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 class Backoff:
     """Waits that double from `first` to `most` seconds.
 
-    `draw` chooses each wait at random between its half and its whole.
+    `draw` chooses each wait at random between half of the whole wait and the whole wait.
     """
 
     first: float = 0.25
@@ -26,13 +26,13 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the seconds to wait if an early retry will not help."""
+        """Return the seconds to wait if a retry before the longest wait will not help."""
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:
-        """Begin again with the shortest wait."""
+        """Begin again with the shortest wait; called after a success."""
         self.tries = 0
 
     def fresh(self) -> Backoff:
-        """Return a backoff with the same bounds, without failures."""
+        """Return a Backoff with the same bounds that has counted no failures."""
         return replace(self, tries=0)

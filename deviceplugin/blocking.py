@@ -1,6 +1,6 @@
 """Detects that a coroutine blocks the event loop, and names the line that blocks it.
 
-A blocked loop runs nothing: no call of the kubelet, no signal handler. Only another thread can report it.
+A blocked loop executes nothing: no call of the kubelet, no signal handler. Only another thread can report the block.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 LIMIT: Final = 2.0
-"""Seconds without an iteration of the loop after which it counts as blocked."""
+"""Seconds without an iteration after which the event loop counts as blocked."""
 PERIOD: Final = 5.0
-"""Seconds between two checks; each wakes the loop once."""
+"""Seconds between two checks of the event loop; each check wakes the loop once."""
 SAMPLE: Final = 0.5
-"""Seconds between two looks at the line that the thread of a blocked loop executes."""
+"""Seconds between two samples of the line that the thread of a blocked loop executes."""
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"
 
 
 class BlockedLoopError(RuntimeError):
-    """Raised in a test that waits for an agent with a blocked loop. The message has resource, file and line."""
+    """Raised in a test that waits for an agent with a blocked loop. The message has the resource, file and line."""
 
 
 class LoopWatch:
-    """Watches the present thread's loop from another thread, until `end`.
+    """Watches the present thread's event loop from another thread, until `end`.
 
-    blocked: the resource and line that block the loop now, as text; "" while the loop runs.
+    blocked: the resource and the line that block the loop now, as text; "" while the loop runs.
     """
 
     def __init__(self, period: float = PERIOD, limit: float = LIMIT) -> None:
@@ -47,7 +47,7 @@ class LoopWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching the loop."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -59,7 +59,7 @@ class LoopWatch:
                 return
             if turned.wait(self._limit):
                 continue
-            # A busy machine delays the loop as well. Only a line that stays the same is what blocks it.
+            # A busy machine delays the loop as well. A line counts as blocking only if two samples find the same line.
             line = self._line()
             while not turned.wait(SAMPLE) and not self._over.is_set():
                 before, line = line, self._line()
@@ -73,7 +73,7 @@ class LoopWatch:
         _LOG.error("%s has blocked the whole agent for %.0f s: %s", place, seconds, REMEDY, extra=extra)
 
     def _line(self) -> tuple[str, str] | None:
-        """Return the line that the loop's thread executes, and the resource of the source with that line ("": none).
+        """Return the resource of the source whose code the loop's thread executes ("": none), and the executed line.
 
         None if the thread executes the loop itself.
         """

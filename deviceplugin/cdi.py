@@ -14,25 +14,24 @@ from deviceplugin import looked_at
 from deviceplugin.device import DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
-"""The directory in which runtimes look for specs that do not survive a reboot."""
+"""The directory in which container runtimes look for CDI specs that do not survive a reboot."""
 CLASS: Final = "claim"
-"""The class in the kind of a CDI device. The vendor in the kind is the driver's name."""
+"""The class in the kind of a claim's CDI device. The vendor in the kind is the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
-"""Prefixes of a claim's CDI device names, `claim_<claim UID>_<request>`. `admin` stands for administrative access
-alone."""
+"""Prefixes of a claim's CDI device names, `claim_<claim UID>_<request>`. `admin` is for administrative access alone."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
-"""The form of a claim's UID, which is a part of its file's name."""
+"""The form of a claim's UID, which is a part of the claim file's name."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
 
 
 class CdiError(ValueError):
-    """Raised when edits cannot be expressed in CDI, or a file cannot be written."""
+    """Raised when edits cannot be expressed in CDI, or a CDI file cannot be written."""
 
 
 def vendor_of(driver: str) -> str:
-    """Return the vendor in a driver's kind: the driver's name, with a letter in front if needed.
+    """Return the vendor for a driver's CDI kind: the driver's name, with `dra.` in front if it begins with no letter.
 
     Raises CdiError if the name cannot be a vendor.
     """
@@ -48,21 +47,21 @@ def qualified(driver: str, device: str) -> str:
 
 
 def file_of(name: str, uid: str) -> tuple[str, str]:
-    """Return the file of a claim that has a CDI device, and the device's short name.
+    """Return the file name of a claim that has this CDI device, and the device's short name.
 
-    The CDI library's convention determines the file.
+    The convention of the CDI library determines the file name. uid: the claim's UID.
     """
     kind, _, device = name.partition("=")
     return f"{kind.replace('/', '-')}_{uid}.json", device
 
 
 def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, Any], ...]]:
-    """Return the entries of these device nodes in a CDI spec. Blocks. Raises CdiError if one is missing on the host."""
+    """Return by device node its entries in a CDI spec. Blocks. Raises CdiError if a node is missing on the host."""
     return {node: tuple(_nodes(node)) for node in nodes}
 
 
 def checked_text(value: str, what: str) -> str:
-    """Return a text that may stand in a CDI spec. what: for the message. Raises CdiError if it contains a NUL."""
+    """Return `value` if it may be in a CDI spec. what: names the value in messages. Raises CdiError if it has a NUL."""
     if "\0" in value:
         raise CdiError(f"{what}: {value!r} contains a NUL character")
     return value
@@ -113,11 +112,11 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 def own_directory(directory: str) -> str:
-    """Return the directory of this project's other files that last until the next boot. It is below that of CDI specs.
+    """Return the directory of this project's other files that last until the next boot, below that of CDI specs.
 
-    The directory of CDI specs is mounted, and in memory on most nodes. Runtimes do not look into directories below it.
-    In the directory of the specs itself, each of these files would cost time: when any file there is renamed or
-    removed, containerd reads all specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch), while the
-    kubelet waits for the agent's answer.
+    The directory of CDI specs is mounted into the agent's container, and in memory on most nodes. Runtimes do not read
+    directories below it. In the directory of CDI specs itself, each of these files would cost time: when any file there
+    is renamed or removed, containerd reads all specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch),
+    while the kubelet waits for the agent's answer.
     """
     return os.path.join(directory, "deviceplugin")

@@ -1,6 +1,6 @@
 """The command line: run, validate, devices, schema, demo, completion. The bridge's command line uses its classes.
 
-Each command imports only the modules that it needs: `validate` never loads gRPC, and `run` soon looks for the kubelet.
+Each command imports only the modules that it needs, so that `validate` never loads gRPC, and `run` starts quickly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Listed = list[tuple["ConfiguredSource", Sequence[Device]]]
 
 
 class CommandError(Exception):
-    """Raised when a command cannot continue. status: the exit status."""
+    """Raised when a command cannot continue. status: the exit status of the program."""
 
     def __init__(self, message: object, status: int = 2) -> None:
         super().__init__(str(message))
@@ -43,7 +43,7 @@ class CommandError(Exception):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Fills the paragraphs of a text, but keeps the lines of examples."""
+    """Wraps the paragraphs of a help text, but keeps the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -52,7 +52,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class CommandLine:
-    """A program with commands, each of which is a function from its options to the exit status."""
+    """A program with commands. Each command is a function that gets the options and returns the exit status."""
 
     def __init__(self, program: str, about: str) -> None:
         self.parser = argparse.ArgumentParser(prog=program, description=about, epilog=EXITS, allow_abbrev=False)
@@ -80,7 +80,7 @@ class CommandLine:
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
-            sys.stdout.flush()  # The flush fails here, and not at the end of the interpreter.
+            sys.stdout.flush()  # Flush here, so that errors are handled below.
             return status
         except CommandError as error:
             print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
@@ -98,7 +98,7 @@ class CommandLine:
         except OSError as error:
             if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
                 raise
-            # The reader of the output has closed it, or the disk is full. The interpreter's last flush must not fail.
+            # The output's reader has closed it, or the disk is full. The last flush of the interpreter must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -118,16 +118,16 @@ class CommandLine:
 
 
 def explained(error: ConfigError) -> str:
-    """Return the problems of a config file, and their number if there are several."""
+    """Return the problems of a config file as text, and their number if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
 
 
-# Commands of `deviceplugin`.
+# The commands of `deviceplugin`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line `deviceplugin`; return the exit status."""
     line = CommandLine("deviceplugin", "Kubernetes device plugins from a file.")
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
     add_config_options(run)
@@ -176,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _load(file: Path) -> Config:
-    """Read a config file, or standard input if its name is `-`. Raises ConfigError."""
+    """Read a config file, or standard input if the file is `-`. Raises ConfigError."""
     if str(file) != "-":
         return config.load(file)
     return config.parse(sys.stdin.buffer.read(config.MAX_BYTES + 1), _title(file))
@@ -216,7 +216,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _note_options(file: str, lock: Lock) -> None:
-    """Print the options that `run` needs for this file, if any."""
+    """Print the options without which `run` refuses this file, if there are any."""
     if arguments := lock.arguments():
         print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
 
@@ -271,7 +271,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 async def _list(loaded: Config) -> tuple[_Listed, int]:
-    """Return the devices of each resource that can be listed, and the exit status."""
+    """Return the devices of each resource whose devices can be listed, and the exit status."""
     import asyncio
 
     from deviceplugin import sources
@@ -294,7 +294,7 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
 
 
 async def first_list(source: ConfiguredSource) -> Sequence[Device]:
-    """Return the first list of a source. Raises what listing raises."""
+    """Return the first list of a source. Raises the exceptions of `watch`, and TimeoutError if it is late."""
     import asyncio
 
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())
@@ -303,7 +303,7 @@ async def first_list(source: ConfiguredSource) -> Sequence[Device]:
 
 
 def _unlinked(devices: Sequence[Device]) -> list[str]:
-    """Return warnings about devices that running containers may lose, if this node has systemd and cgroup v2."""
+    """Return warnings about devices that running containers may lose at a reload of systemd with cgroup v2."""
     if not device_links.reload_matters():
         return []
     missing = device_links.unlinked(devices)
@@ -363,7 +363,7 @@ def _print_devices(listed: _Listed) -> None:
 
 
 def _nodes(source: ConfiguredSource, device: Device) -> str:
-    """Return the host paths that a container gets because of this device, and not because of its resource."""
+    """Return the host paths that a container gets because of this device, without those of its resource."""
     general = {mount.container for mount in source.config.mounts}
     places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]

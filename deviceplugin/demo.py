@@ -1,7 +1,7 @@
-"""`deviceplugin demo`: shows the events of a node in one process. The bridge's demo uses its classes.
+"""`deviceplugin demo` shows the events of a node in one process. The bridge's demo uses the classes of this module.
 
-The demo checks each line before it prints it, and fails if the line is not true. It writes only to a temporary
-directory.
+The demo checks the statement of each line before it prints the line, and fails if a statement is not true. It writes
+only to a temporary directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deviceplugin.testing.serving import Served, serve
 
 GPU: Final = "example.com/gpu"
 TIMEOUT: Final = 10.0
-"""Seconds that a step may take before the demo counts as failed."""
+"""Seconds within which each step of the demo must succeed."""
 
 
 class DemoError(Exception):
@@ -35,18 +35,18 @@ class DemoError(Exception):
 
 
 def check(met: bool, what: str) -> None:
-    """Raise DemoError unless the condition is met."""
+    """Raise DemoError unless the condition is met. what: the condition in words."""
     if not met:
         raise DemoError(f"expected, but not true: {what}")
 
 
 def joined(ids: Iterable[str]) -> str:
-    """Join ids to one value for a variable or a sentence."""
+    """Join sorted ids with commas, for an environment variable or a sentence."""
     return ",".join(sorted(ids))
 
 
 class Gpus(SimulatedSource):
-    """Simulated devices. A variable shows containers which ones they have."""
+    """Simulated devices. An environment variable names the devices of a container."""
 
     resource = GPU
 
@@ -54,7 +54,7 @@ class Gpus(SimulatedSource):
         super().__init__(count, numa=numa, prefix="gpu")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return a variable with the ids of the devices."""
+        """Return an environment variable with the ids of the container's devices."""
         return ContainerEdits(env={"GPU_VISIBLE_DEVICES": joined(device.id for device in devices)})
 
 
@@ -69,17 +69,17 @@ class Printer:
         self._began = time.monotonic()
 
     def title(self, *lines: str) -> None:
-        """Print lines as a title."""
+        """Print lines in bold, as a title."""
         self._print(*(self._styled(line, 1) for line in lines))
 
     def event(self, subject: str, text: str, *more: str) -> None:
-        """Print an event of a subject, with its time. more: further lines about it."""
+        """Print an event of a subject, with its time. more: further lines about the event."""
         passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", 2)
         self._print(f"{passed}  {self._styled(f'{subject:<8}', self.COLOURS[subject])} {text}")
         self._print(*(f"{'':18}{line}" for line in more))
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table."""
+        """Print a table with a header."""
         first, *rest = aligned((header, *rows))
         self.title(first)
         self._print(*rest)
@@ -95,7 +95,7 @@ class Printer:
 def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
     """Run a scenario; return the exit status: 0, or 1 if a check failed.
 
-    stream: where it prints, None for stdout. Log lines are printed only if the scenario fails.
+    stream: where the scenario prints, None for stdout. Log lines are printed only if the scenario fails.
     """
     printer, logged = Printer(stream or sys.stdout), io.StringIO()
     handler = logging.StreamHandler(logged)
@@ -113,7 +113,7 @@ def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
 
 
 def wait_for_signal(printer: Printer, *lines: str) -> None:
-    """Print lines and wait until SIGINT or SIGTERM comes."""
+    """Print lines and wait until SIGINT or SIGTERM arrives."""
     over = threading.Event()
     before = {number: signal.signal(number, lambda *_: over.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -143,7 +143,7 @@ class _HookedGpus(Gpus):
 
 @dataclass
 class _Demo:
-    """The scenario. Each step changes something, waits for the result, checks it and prints it."""
+    """The scenario of the demo. Each step changes something, waits for the result, checks the result and prints it."""
 
     kubelet: FakeKubelet
     gpus: _HookedGpus
@@ -223,17 +223,17 @@ class _Demo:
         check(pod.device_ids == (free,), f"nightly got {free}")
 
     def holders(self) -> None:
-        """The plugin reads the holders in the kubelet's checkpoint, because Allocate does not name the pod."""
+        """Wait until the plugin knows the holders. Allocate names no pods, so it reads the kubelet's checkpoint."""
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
-            time.sleep(0.01)  # Nothing notifies the demo of the plugin's scans.
+            time.sleep(0.01)  # No event notifies the demo of scans.
             (resource,) = self.served.agent.status().resources
             shown = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))
 
     def kubelet_restart(self) -> None:
-        """The kubelet forgets its plugins. The pods continue to run, and the plugin registers again by itself."""
+        """Restart the kubelet, which forgets its plugins. Pods continue to run, and the plugin registers again."""
         before = self.held()
         registered = len(self.kubelet.registrations)
         self.kubelet.stop()
@@ -259,7 +259,7 @@ class _Demo:
         return rows
 
     def check_runs(self, pod: FakePod) -> None:
-        """Wait until a pod runs. Check that it has all requested devices, and that no other pod has them."""
+        """Wait until a pod runs. Check that the pod has all requested devices, and that no other pod has them."""
         (count,) = pod.wait_running(TIMEOUT).requests.values()
         check(pod.running and len(pod.device_ids) == count, f"{pod.name} runs with {count} devices")
         others = {name for other in self.pods if other.running and other is not pod for name in other.device_ids}
@@ -267,11 +267,11 @@ class _Demo:
         check(pod.env.get("GPU_VISIBLE_DEVICES") == joined(pod.device_ids), f"{pod.name} knows its devices")
 
     def held(self) -> dict[str, str]:
-        """Return the running pods' names by device."""
+        """Return by device the name of the running pod that holds it."""
         return {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
 
     def numa(self, device: str) -> int:
-        """Return a device's NUMA node from the kubelet."""
+        """Return a device's NUMA node as the kubelet knows it."""
         return self.kubelet.devices(GPU)[device].numa[0]
 
 

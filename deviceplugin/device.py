@@ -1,4 +1,4 @@
-"""Frozen values that describe devices, and the edits of a container that has them."""
+"""Immutable values that describe devices, and the edits of a container that gets devices."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ CDI_NAME: Final = (
     r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?"
 )
 LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""A DNS label, the form of names in ResourceSlices (RFC 1123)."""
+"""The form of a DNS label (RFC 1123), which names in ResourceSlices must have."""
 LABEL_IN_WORDS: Final = "1 to 63 lower-case letters, digits and '-' (not at the ends)"
 QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
 )
-"""A Kubernetes quantity as text (apimachinery, pkg/api/resource)."""
+"""The form of a Kubernetes quantity as text (apimachinery, pkg/api/resource)."""
 
 
 class Health(enum.Enum):
     """The health of a device. A device of unknown health is still offered, because it may be intact.
 
-    A source sets it for each device of a list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`. New
-    pods and claims do not get an unhealthy device. Its present holder keeps the device. UNKNOWN: the health could not
-    be read.
+    A source sets the health of each device in a list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`.
+    New pods and claims do not get an unhealthy device. The present holder keeps an unhealthy device. UNKNOWN: the
+    health could not be read.
     """
 
     HEALTHY = "healthy"
@@ -38,7 +38,7 @@ class Health(enum.Enum):
 
     @property
     def usable(self) -> bool:
-        """Whether new containers may get such a device."""
+        """Whether new containers may get a device of this health."""
         return self is not Health.UNHEALTHY
 
 
@@ -49,11 +49,11 @@ class Version(str):
 
 
 AttributeValue = str | int | bool | Version
-"""The value of a device's attribute: one of the four kinds of resource.k8s.io."""
+"""The value of a device's attribute: one of the four types that attributes have in resource.k8s.io."""
 
 
 class EditConflictError(ValueError):
-    """Raised when two edits of one container contradict each other."""
+    """Raised when two edits for one container contradict each other."""
 
 
 def counted(number: int, what: str = "device") -> str:
@@ -62,12 +62,12 @@ def counted(number: int, what: str = "device") -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with all characters escaped that move a terminal's cursor, or change its colours or its order."""
+    """Return the text with those characters escaped that move a terminal's cursor or change its colours or order."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def natural(device: str) -> tuple[object, ...]:
-    """Return a sort key that compares runs of digits by value: sim-2, sim-02, sim-10."""
+    """Return a sort key that compares digits in ids by their value: sim-2, sim-02, sim-10."""
     parts: list[object] = _DIGITS.split(device)
     for at in range(1, len(parts), 2):
         number = str(parts[at]).lstrip("0")
@@ -100,9 +100,9 @@ def _is_quantity(value: object) -> bool:
 
 
 def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
-    """Raise TypeError unless this is a dict with strings as keys and fitting values.
+    """Raise TypeError unless `entries` is a mapping with strings as keys and fitting values.
 
-    right, value: texts for the message.
+    what: names the entries in the message. right, value: the right types, for the message.
     """
     if entries is _NOTHING:
         return
@@ -153,8 +153,8 @@ def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
 class DeviceNode:
     """A device node of the host, and its path and permissions in a container.
 
-    `container` empty means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
-    `target` is the target of `host` at the source's last look, if it is a symlink; the runtime resolves the link
+    An empty `container` means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
+    `target` is the target of `host` at the source's last scan, if `host` is a symlink; the runtime resolves the link
     itself.
     """
 
@@ -202,9 +202,9 @@ class Mount:
 class ContainerEdits:
     """The changes to a container that gets devices, by limits or by a claim.
 
-    env: variables by name. nodes: device nodes; a plain string stands for the node at the same path, with permissions
-    rw. mounts: bind mounts. annotations: for the container runtime (plugin side only; they are not the pod's
-    annotations). cdi: fully qualified CDI device names, vendor.com/class=name.
+    env: environment variables by name. nodes: device nodes; a plain string means the node at the same path, with
+    permissions rw. mounts: bind mounts. annotations: for the container runtime (plugin side only; they are not the
+    pod's annotations). cdi: fully qualified CDI device names, vendor.com/class=name.
     """
 
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
@@ -232,16 +232,16 @@ class ContainerEdits:
 
     @property
     def device_nodes(self) -> tuple[DeviceNode, ...]:
-        """The nodes, each as a DeviceNode."""
+        """The device nodes, each as a DeviceNode."""
         return self.nodes  # type: ignore[return-value]  # __post_init__ made them so
 
     @classmethod
     def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
         """Merge edits into one. Equal entries are kept once, and entries of `winner` replace others.
 
-        Raises EditConflictError if two edits give one variable, annotation, node or mount point different contents, and
-        `winner` does not. A common value of several devices, such as a list of ids, is the task of the source's `edits`
-        hook, which gets all devices of the container.
+        Raises EditConflictError if two edits give one environment variable, annotation, node or mount point different
+        contents, and `winner` gives it none. A common value of several devices, such as a list of ids, is the task of
+        the source's `edits` hook, which gets all devices of the container.
         """
         parts = (NO_EDITS if winner is None else winner, *edits)
         united: dict[str, dict[str, Any]] = {}
@@ -272,7 +272,7 @@ _KINDS: Final = (
     ("env", "", "environment variable"),
     ("annotations", "", "annotation"),
 )
-"""Fields of edits; the attribute that names an entry ("": the field is a mapping by name); and the word for an entry.
+"""By field of edits: the attribute that names an entry ("": the field is a mapping by name), and a word for messages.
 """
 
 
@@ -283,9 +283,9 @@ def _checked(
     annotations: Mapping[str, str],
     cdi: tuple[str, ...],
 ) -> ContainerEdits:
-    """Return edits whose entries were already checked in other edits.
+    """Return edits from entries that were already checked as entries of other edits.
 
-    Each Allocate uses this function, so it is fast.
+    Each Allocate calls this function, so it must be fast.
     """
     edits = object.__new__(ContainerEdits)
     for name, value in (("env", env), ("nodes", nodes), ("mounts", mounts), ("annotations", annotations), ("cdi", cdi)):
@@ -373,12 +373,12 @@ class Device:
 
     @property
     def links(self) -> tuple[DeviceNode, ...]:
-        """Its own nodes that are symlinks. The runtime resolves them at each start of a container."""
+        """The device's own nodes that are symlinks. The runtime resolves them at each start of a container."""
         return tuple(node for node in self.nodes if isinstance(node, DeviceNode) and node.target)
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host paths of its own nodes."""
+        """The host paths of the device's own nodes."""
         return tuple([node.host for node in self.nodes])  # type: ignore[union-attr]  # __post_init__ made them nodes
 
     @property

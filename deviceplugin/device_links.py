@@ -2,10 +2,10 @@
 
 With cgroup v2 and the kubelet's systemd driver, a container is a scope of systemd. runc before 1.1.7 passes a device to
 systemd only if /dev/char/MAJOR:MINOR or the same path below /sys exists (libcontainer/cgroups/systemd/common.go). Then
-runc allows all of the container's devices by its own program. `systemctl daemon-reload`, which package managers call,
-replaces runc's program by systemd's. From then on, a container cannot open a device that runc did not pass to systemd
-(EPERM). The kernel and udev create these paths only for devices that a driver announces. NVIDIA's driver does not
-announce its device numbers, so they have no such paths.
+runc allows all of the container's devices by a program of its own in the cgroup. `systemctl daemon-reload`, which
+package managers call, replaces runc's program by systemd's program. From then on, a container cannot open a device that
+runc did not pass to systemd (EPERM). The kernel and udev create these paths only for devices that a driver announces.
+NVIDIA's driver does not announce its device numbers, so NVIDIA's devices have no such paths.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ ADVICE: Final = (
 
 
 def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Return whether systemd writes the device rules of pods: cgroup v2, and no cgroups of the cgroupfs driver."""
+    """Return whether systemd writes the device rules of pods: cgroup v2, without cgroups of the cgroupfs driver."""
     there = {name for name in ("cgroup.controllers", "system.slice", "kubepods") if (cgroup_root / name).exists()}
     return there == {"cgroup.controllers", "system.slice"}
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return the missing links, by the path of their device node.
+    """Return by path of a device node the link that is missing for it.
 
-    places: directories; a link in one of them is enough.
+    places: directories; a link in one of these directories is enough.
     """
     missing: dict[str, str] = {}
     for path in {node.host for device in devices for node in device.container_edits.device_nodes}:
         try:
             status = os.stat(path)
         except OSError:
-            continue  # The source handles this case.
+            continue  # The source reports a missing node.
         if kind := "char" if stat.S_ISCHR(status.st_mode) else "block" if stat.S_ISBLK(status.st_mode) else "":
             link = f"{kind}/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             if not any((place / link).exists() for place in places):
@@ -49,7 +49,7 @@ def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), 
 
 
 def warning(missing: dict[str, str]) -> str:
-    """Return one sentence with the problem of device nodes without links, and its remedy."""
+    """Return a sentence with the problem of device nodes without links, and with the remedy."""
     shown: Sequence[str] = [f"{path} ({link})" for path, link in list(missing.items())[:3]]
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     what = counted(len(missing), "device node")

@@ -1,11 +1,11 @@
-"""Writes files that describe a container's devices to the programs in it (device metadata, KEP-5304).
+"""Writes files that describe a container's devices to the container's programs (device metadata, KEP-5304).
 
 A file is a stream of JSON objects with the same content in different versions of the format, the newest first. A reader
 uses the first version that it knows (dynamic-resource-allocation 0.37, api/metadata and kubeletplugin/metadata.go).
 
 The file of a claim's request names the devices of that request. For limits there is no claim, so each device of a
-container has its own file. The first Allocate of the device writes the file. It stays until the node's next boot,
-because the kubelet's copy of the answer mounts it again when the container restarts.
+container has its own file. The first Allocate of the device writes the file. The file stays until the node's next boot,
+because the kubelet mounts it again when the container restarts, by its copy of the answer to Allocate.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Described = dict[str, Any]
 """A value in such a file, in the form of its JSON."""
 
 VERSIONS: Final = ("v1beta1", "v1alpha1")
-"""Versions of the format, the newest first. Kubernetes 1.36 has only the second one."""
+"""Versions of the format, the newest first. Kubernetes 1.36 knows only v1alpha1."""
 DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
-"""The directory of the files in containers."""
+"""The directory of device metadata files in containers."""
 BY_LIMITS: Final = "extendedresources"
-"""The subdirectory of files for limits. Kubernetes itself does not define a name for them."""
+"""The subdirectory of files for devices by limits. Kubernetes itself defines no name for such files."""
 
 
 def attribute(value: AttributeValue) -> Described:
@@ -48,10 +48,10 @@ def numa_attribute(nodes: Sequence[int]) -> Described:
 
 
 def described(resource: str, device: Device) -> Described:
-    """Return a device's attributes for its file, without those that the API would refuse."""
+    """Return a device's attributes for its file, without attributes that the API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
     for name, value in device.attributes.items():
-        with contextlib.suppress(NamingError):  # The problems of the slices name the attribute.
+        with contextlib.suppress(NamingError):  # A refused attribute is reported with the slices.
             check_attribute(name, value)
             attributes[name] = attribute(value)
     if device.numa_nodes:
@@ -60,11 +60,11 @@ def described(resource: str, device: Device) -> Described:
 
 
 def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described], pod_claim: str = "") -> bytes:
-    """Return the content of a file.
+    """Return the content of a metadata file.
 
-    about: name, namespace and uid of the claim; empty if there is none. request: its name, with the subrequest.
-    devices: driver, pool, name and attributes of each. pod_claim: the claim's name in the pod, if the claim was made
-    from a template.
+    about: name, namespace and uid of the claim; empty if there is no claim. request: the request's name, with the
+    subrequest. devices: driver, pool, name and attributes of each device. pod_claim: the claim's name in the pod, if
+    the claim was made from a template.
     """
     body: Described = {"metadata": {**about, "generation": 1}}
     if pod_claim:
@@ -75,7 +75,7 @@ def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described],
 
 
 def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> str:
-    """Return the path of a claim request's file in a container. request: without the subrequest."""
+    """Return the path of a claim request's file in a container. request: its name without the subrequest."""
     kind, name = ("resourceclaimtemplates", pod_claim) if pod_claim else ("resourceclaims", claim)
     return f"{DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
 
@@ -85,8 +85,8 @@ def by_limits(
 ) -> ContainerEdits:
     """Write the files of devices that a container gets by limits, and return their mounts. Blocks. Raises OSError.
 
-    directory: of CDI specs. driver: the driver, or the domain of a resource without a driver. named: the devices with
-    their published names.
+    directory: the directory of CDI specs. driver: the driver, or the domain of a resource without a driver. named: the
+    devices with their published names.
     """
     own, mounts = cdi.own_directory(directory), []
     for name, device in named:

@@ -17,11 +17,11 @@ from deviceplugin.tasks import SharedCall
 _T = TypeVar("_T")
 
 POLL: Final = 10.0
-"""Seconds between two looks, in case every hint is lost."""
+"""Seconds between two reads of the directories, in case every event is lost."""
 
 
 class DirectoryReader:
-    """Waits for changes of directories. unwatched: see `wait`."""
+    """Waits for changes of directories. unwatched: the argument of the present `wait`."""
 
     def __init__(self, directories: tuple[DirectoryWatch[Any], ...]) -> None:
         self.unwatched = math.inf
@@ -30,17 +30,17 @@ class DirectoryReader:
         self._watcher = filewatch.shared()
 
     def wake(self) -> None:
-        """End the present or the next wait. Any thread may call it."""
+        """End the present or the next wait. Any thread may call this method."""
         self._watcher.call(self._changed.set)
 
     def changed(self) -> None:
-        """End the present or the next wait. Call it in the loop."""
+        """End the present or the next wait. Call this method in the loop."""
         self._changed.set()
 
     async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
         """Wait for a change or for `wake`. Return False if neither came within `timeout` seconds.
 
-        unwatched: seconds between two looks at directories that cause no events.
+        unwatched: seconds between two reads of directories that cause no events.
         """
         self.unwatched = unwatched
         for directory in self._directories:
@@ -58,7 +58,7 @@ class DirectoryReader:
 class DirectoryWatch(Generic[_T]):
     """Directories whose content a blocking function reads. They are watched while there are readers.
 
-    contents: the function. Its results can be compared. gather: hints that may be delayed. poll: see `POLL`.
+    contents: this function; its results are compared. gather: which events may be delayed. poll: see `POLL`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DirectoryWatch(Generic[_T]):
     ) -> None:
         self.looks: Final = looks
         self.latest: _T | None = None
-        """The content at the last look; None before it."""
+        """The content at the last read; None before the first read."""
         self._contents = contents
         self._paths = [str(path) for path in paths]
         self._gather = gather
@@ -76,10 +76,10 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """Seconds of the present wait for directories that cause no events."""
+        """The present wait's seconds between two reads of directories that cause no events."""
 
     async def now(self) -> _T:
-        """Look at the directories now. Calls that arrive before a look begins share it. Raises LookTimeoutError."""
+        """Read the directories now. Calls that arrive before a read begins share that read. Raises LookTimeoutError."""
         return await self._call()
 
     async def _look(self) -> _T:
@@ -87,20 +87,20 @@ class DirectoryWatch(Generic[_T]):
         return latest
 
     def add(self, reader: DirectoryReader) -> None:
-        """Wake a reader after each change."""
+        """Wake this reader after each change."""
         self._readers.add(reader)
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name=f"watch {', '.join(self._paths)}")
 
     def remove(self, reader: DirectoryReader) -> None:
-        """Stop waking a reader."""
+        """Stop waking this reader."""
         self._readers.discard(reader)
         if not self._readers and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
 
     def hurry(self, unwatched: float) -> None:
-        """Shorten the present wait for directories that cause no events, to at most `unwatched` seconds."""
+        """Shorten the present wait to at most `unwatched` seconds for directories that cause no events."""
         if unwatched < self._unwatched and self._watch is not None:
             self._watch.wake()
 
@@ -109,7 +109,7 @@ class DirectoryWatch(Generic[_T]):
         shown: _T | None = None
         with filewatch.shared().watch(self._paths, gather=self._gather) as self._watch:
             while True:
-                with contextlib.suppress(LookTimeoutError):  # The readers get this error from their own looks.
+                with contextlib.suppress(LookTimeoutError):  # Readers get this error from their own calls.
                     now = await self.now()
                     if now != shown:
                         shown = now
@@ -121,7 +121,7 @@ class DirectoryWatch(Generic[_T]):
 
 @contextlib.contextmanager
 def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
-    """Provide a new reader of directories until the context ends."""
+    """Provide a new reader of these directories until the context ends."""
     reader = DirectoryReader(directories)
     for directory in directories:
         directory.add(reader)

@@ -1,4 +1,4 @@
-"""Counts durations in buckets, for histograms of Prometheus."""
+"""Counts durations in buckets, for Prometheus histograms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets, in seconds. A last bucket has no bound."""
+"""Upper bounds of the buckets, in seconds. A further bucket has no bound."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""Finds devices that exclude each other, independently of their ids and resources. Pure.
+"""Finds devices that exclude each other, whatever their ids and resources. Pure functions.
 
-Two devices exclude each other as aliases if their identities have a token in common. They exclude each other as parts
-if they consume the same counters, and the counters do not suffice for both.
+Two devices exclude each other as aliases if their identities have a token in common. They exclude each other as
+partitions if they consume the same counters, and the counters do not suffice for both.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from deviceplugin.identity import Tokens
 from deviceplugin.naming import parse_quantity
 
 DeviceKey = tuple[str, str]
-"""(resource, device)."""
+"""Identifies a device by (resource, device id)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
-"""Amounts by counter set and counter."""
+"""By counter set and counter, an amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware that a device stands for. It decides whether the device excludes others.
+    """The hardware of a device, which decides whether the device excludes others.
 
-    scope: devices with the same scope share names of counter sets. It is the driver, or the resource if it has no
-    driver.
+    scope: devices with the same scope share names of counter sets. The scope is the driver, or the resource if it has
+    no driver.
     """
 
     tokens: Tokens = frozenset()
@@ -36,7 +36,7 @@ class Hardware:
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return the hardware that a device stands for."""
+    """Return the hardware of a device. tokens: the device's identity. scope: see `Hardware`."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
@@ -48,24 +48,24 @@ def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
 
 
 class DeviceConflictError(Exception):
-    """Raised when a device cannot be granted beside the holdings of others, or is not the hardware that was listed."""
+    """Raised when a device cannot be granted beside other holdings, or is not the hardware that was listed."""
 
 
 NO_TOKENS: Final[Tokens] = frozenset()
 
 
 def titled(key: DeviceKey) -> str:
-    """Return a device's title, for messages."""
+    """Return a text that names a device, for messages."""
     return f"{key[1]} of {key[0]}"
 
 
 def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
-    """Return a sort key for devices: by resource, then in natural order (2 before 10)."""
+    """Return a sort key for devices: by resource, then by device id in natural order (2 before 10)."""
     return key[0], natural(key[1])
 
 
 class HardwareIndex:
-    """The hardware of all devices of this process at one moment."""
+    """The hardware of all devices of this process at one moment, with the relations between the devices."""
 
     def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
         self._hardware = hardware
@@ -79,17 +79,17 @@ class HardwareIndex:
                 self._by_set.setdefault((value.scope, name), set()).add(key)
             for name, amounts in value.counters.items():
                 if self._capacity.setdefault((value.scope, name), amounts) != amounts:
-                    # Two devices differ about this counter set, so its capacity is not known.
+                    # Two devices declare this counter set differently, so its capacity is unknown.
                     self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
-        """Devices that have peers."""
+        """Devices that have peers (see `peers`)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.listed: Final = frozenset(self._by_token)
         """All tokens of all devices."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return a device's tokens; an empty set if they are not known."""
+        """Return a device's tokens; an empty set if the tokens are unknown."""
         return self.tokens_by_device.get(key, NO_TOKENS)
 
     def having(self, token: str) -> frozenset[DeviceKey]:
@@ -99,7 +99,7 @@ class HardwareIndex:
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
         """Return the capacity of each counter, by scope, counter set and counter.
 
-        Counters about which devices differ are left out.
+        Counters that devices declare differently are left out.
         """
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
@@ -108,7 +108,7 @@ class HardwareIndex:
         return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
 
     def peers(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices that are the same hardware, or that are parts of the same hardware."""
+        """Return the other devices that are the same hardware, or that consume the same counter set."""
         if key not in self.related:
             return frozenset()
         hardware = self._hardware[key]

@@ -14,7 +14,7 @@ from deviceplugin import looked_at
 class FileIdentity(NamedTuple):
     """Distinguishes a file from later files of the same name, such as a new version or a new socket.
 
-    The time is needed because inodes are reused. No program modifies a socket after its creation.
+    The modification time is needed because inodes are reused. No program modifies a socket after its creation.
     """
 
     device: int
@@ -28,7 +28,7 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(path: str | Path) -> FileIdentity | None:
-    """Return the identity of the file at a path, None if it cannot be read."""
+    """Return the identity of the file at a path; None if the file's status cannot be read."""
     try:
         status = looked_at.stat(path)
     except OSError:
@@ -37,7 +37,7 @@ def file_identity(path: str | Path) -> FileIdentity | None:
 
 
 def inode_of(path: str | Path) -> tuple[int, int] | None:
-    """Return device and inode number of the file at a path, None if they cannot be read."""
+    """Return device and inode number of the file at a path; None if the file's status cannot be read."""
     try:
         status = looked_at.stat(path)
     except OSError:
@@ -46,7 +46,7 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:
-    """Replace a file atomically, without a sync. A former draft at the path `draft` is removed.
+    """Replace a file atomically, without a sync. A draft that a former call has left is removed.
 
     draft: a path in the same directory that no other writer uses. Raises OSError, and leaves no draft.
     """
@@ -77,16 +77,17 @@ def put_changed(path: str, data: bytes, draft: str, mode: int) -> bool:
 
 
 def _draft(path: str, data: bytes, mode: int) -> None:
-    # O_EXCL opens no existing file and no symbolic link.
+    # With O_EXCL, no existing file and no symbolic link is opened.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)
 
 
 def locked(path: str | Path, *, wait: bool = False) -> int:
-    """Create the file if it is missing, lock it, and return the open file. At the process's end the kernel unlocks it.
+    """Lock a file, created if it is missing; return it opened. At the process's end the kernel unlocks the file.
 
-    Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the disk does not allow it.
+    wait: whether to wait for another process's lock. Raises BlockingIOError if another process has the lock and `wait`
+    is False, OSError if the file system does not allow it.
     """
     looked_at.at(path)
     while True:
@@ -98,7 +99,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
             raise
         if leads_to(path, lock):
             return lock
-        os.close(lock)  # The lock file was removed meanwhile, and another one may exist.
+        os.close(lock)  # The lock file was removed meanwhile; perhaps a new one exists.
 
 
 def leads_to(path: str | Path, file: int) -> bool:

@@ -1,6 +1,6 @@
 """Gives hints that a directory has changed. Each event loop has one watcher with one inotify instance.
 
-Events of inotify are only hints: an overflow drops them, they end when a directory is moved away, some file systems
+Events of inotify are only hints: an overflow drops events, they end when a directory is moved away, some file systems
 cause none, and the user may have no instance or watch left. So a watch only says "read again". Each wait has two
 timeouts after which the reader reads without a hint: one for directories with events, and one for directories without.
 
@@ -11,8 +11,8 @@ directory is still the watched one.
 The event loop makes no system call that waits for a file system. A thread of each watch makes such calls, and then
 ends. watchdog 7 holds a lock while it begins to watch a directory. So the thread first reads the directory's status: if
 the file system does not answer, only this thread hangs. If the file system stops answering between the two calls, no
-watch gets events until another instance replaces this one, at the end of the first wait after 5 s. Until then, waits
-end by their timeouts.
+watch gets events until another instance replaces the present one, at the end of the first wait after 5 s. Until then,
+waits end by their timeouts.
 """
 
 from __future__ import annotations
@@ -49,26 +49,25 @@ NAMES: Final[_Events] = frozenset(
         *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
     }
 )
-"""Events of names that appear or disappear."""
+"""Events for names that appear in or disappear from a directory."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
-"""The same, and events of written files. They are not for device directories, because each close of /dev/null would be
-one."""
+"""The events of `NAMES`, and those of written files. Not for /dev, because each close of /dev/null would be an event.
+"""
 
 CHECK: Final = 1.0
 """Seconds between two checks whether a directory is still the watched one. A check follows a wait."""
 SOON: Final = 0.03
-"""Seconds between two readings of content that a caller waits for, if there are no events."""
+"""Seconds between two reads of content that a caller waits for, if there are no events."""
 AT_REST: Final = 2.0
-"""Seconds between two readings of content that no caller waits for, if there are no events."""
+"""Seconds between two reads of content that no caller waits for, if there are no events."""
 RENEW: Final = 600.0
-"""Seconds after which a check starts the watch of a directory again. The event of the watch's end may have been
-dropped."""
+"""Seconds after which a check watches a directory anew, because the event of its watch's end may have been dropped."""
 _LOOKS: Final = 20
-"""Maximum number of looks of a thread at a directory that keeps appearing and disappearing. The next wait continues."""
+"""Maximum tries of a thread to watch a directory that keeps appearing and disappearing. The next wait continues."""
 
 
 class Gather(NamedTuple):
-    """Hints that may be delayed, so that several become one. seconds: the delay.
+    """Which hints may be delayed, so that several become one. seconds: the delay.
 
     prompt: endings of paths whose hints are not delayed.
     """
@@ -81,7 +80,7 @@ AT_ONCE: Final = Gather(0.0, "")
 
 
 class Watcher:
-    """The watcher of the running loop, which alone uses it. `shared()` returns it."""
+    """The file watcher of one event loop, which alone uses it. `shared()` returns the running loop's watcher."""
 
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
@@ -94,11 +93,11 @@ class Watcher:
         self._said: frozenset[WatchFailure] = frozenset()
 
     def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
-        """Watch for `NAMES` or `NAMES_AND_WRITES`; a context manager. The first hint says that the watch has begun."""
+        """Watch for `NAMES` or `NAMES_AND_WRITES`; a context manager. The first hint means that the watch has begun."""
         return Watch(self, directories, hints, gather)
 
     def unwatched(self) -> tuple[Unwatched, ...]:
-        """Return the directories that are read periodically because they cause no events. Any thread may call it."""
+        """Return the directories that are read periodically because they cause no events. Any thread may call this."""
         found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
         for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
             failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure
@@ -107,13 +106,13 @@ class Watcher:
         return tuple(Unwatched(failure, tuple(directories)) for failure, directories in found.items())
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the loop. Any thread may use this."""
+        """Call a function in the loop. Any thread may use this method."""
         if (loop := self._loop()) is not None:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loop.call_soon_threadsafe(function, *arguments)
 
     def want(self, watch: Watch, directories: frozenset[str], hints: _Events) -> None:
-        """Give `watch` the hints of these directories, and no longer those of others."""
+        """Give `watch` the hints of these directories, and no longer those of other directories."""
         gone = [watch.places.pop(directory) for directory in watch.places.keys() - directories]
         for directory in directories - watch.places.keys():
             place = watch.places[directory] = self._places.setdefault(directory, _Place(directory))
@@ -128,7 +127,7 @@ class Watcher:
             self._close()
 
     def check(self, watch: Watch, *, hinted: bool) -> None:
-        """If it is time, check whether the directories are still the watched ones."""
+        """If a check is due, check whether the directories of `watch` are still the watched ones."""
         if not watch.places:
             return
         self._open()
@@ -140,7 +139,7 @@ class Watcher:
             self._report()
 
     def _open(self) -> None:
-        """Make the inotify instance, unless one works, or the last failure was too recent."""
+        """Create the inotify instance, unless an instance works, or the last failure was too recent."""
         if self._instance is not None and self._instance.stuck:
             _LOG.warning("a file system does not answer and holds up the inotify instance; another one replaces it")
             self._close()
@@ -168,7 +167,7 @@ class Watcher:
             place.due = True
 
     def _look(self, watch: Watch) -> None:
-        """Start a thread that looks at the directories of a watch that are due."""
+        """Start a thread that watches those directories of `watch` that are due."""
         due = any(place.due and place.asked_at is None for place in watch.places.values())
         if self._instance is None or watch in self._looking or not due:
             return
@@ -176,7 +175,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Start a thread that looks at a directory, for a watch without a running look."""
+        """Start a thread that watches a directory, for one of its watches without a running thread."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -184,7 +183,7 @@ class Watcher:
                 break
 
     def _look_at_all(self, instance: _Instance, watch: Watch, places: Iterable[_Place]) -> None:
-        """Look at directories one after another. This runs in a thread."""
+        """Watch the due directories one after another. This method runs in a thread."""
         for place in places:
             if place.due and place.wants and place.asked_at is None:
                 place.due, place.asked_at = False, time.monotonic()
@@ -196,7 +195,7 @@ class Watcher:
         self._look(watch)
 
     def _seen(self, instance: _Instance, place: _Place, begun: _Begun) -> None:
-        """Apply the result of a thread's look at a directory."""
+        """Apply the result of a thread's try to watch a directory."""
         place.asked_at = None
         if place.wants:
             self._open()
@@ -204,7 +203,7 @@ class Watcher:
             before = place.begun
             place.take(begun)
             if begun.found != before.found:
-                place.wake()  # This hint covers changes before the watch began.
+                place.wake()  # Changes before the watch began cause no event.
             if begun.failure != before.failure or self._said:
                 self._report()
         else:
@@ -216,7 +215,7 @@ class Watcher:
     def _drop(self, *places: _Place) -> None:
         """Forget those of these directories that no watch wants.
 
-        If a thread is looking at one, it is forgotten later.
+        A directory that a thread works on is forgotten later.
         """
         dropped = [place for place in places if not place.wants and place.asked_at is None]
         for place in dropped:
@@ -226,15 +225,15 @@ class Watcher:
             _in_thread(self._instance.forget, dropped)
 
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
-        """Apply an event of the watched directory `at`, for this place.
+        """Apply an event of the watched directory `at` to a place.
 
-        None: the directory is gone, or its watch restarted.
+        event: None if the directory is gone, or its watch was restarted.
         """
         if place.hint(at, event):
             self._look_at(place)
 
     def _report(self) -> None:
-        """Log newly unwatched directories, and when all directories are watched again."""
+        """Log directories that are newly without events, and when all directories are watched again."""
         lacking = {one.failure: one for one in self.unwatched()}
         for failure in lacking.keys() - self._said:
             _LOG.warning("%s", lacking[failure])
@@ -246,7 +245,7 @@ class Watcher:
 class _Found(NamedTuple):
     """An existing directory: the requested one, or its nearest existing ancestor.
 
-    at: its path as requested. path: the same without symbolic links. identity: device and inode.
+    at: the directory's path as requested. path: this path without symbolic links. identity: device and inode.
     """
 
     at: str
@@ -257,7 +256,7 @@ class _Found(NamedTuple):
 class _Begun(NamedTuple):
     """The result of a try to watch a directory.
 
-    found, hints: the watched directory and events; None and empty if none.
+    found: the watched directory, None if none is. hints: the watched events. failure: why none is watched.
     """
 
     found: _Found | None
@@ -277,26 +276,26 @@ def _find(directory: str) -> _Found:
             break
         except (FileNotFoundError, NotADirectoryError):
             at = os.path.dirname(at)
-    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 treats this error of inotify_add_watch as success.
+    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 hides this error of inotify_add_watch.
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
     return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return whether to log a record. watchdog 7 logs an error if an emitter with an event is stopped."""
+    """Return whether to log a record of watchdog. It logs an error if an emitter with an event is stopped."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
 class _Instance:
-    """A watchdog observer with one inotify instance. Threads use it.
+    """A watchdog observer with one inotify instance, used by several threads.
 
-    Raises OSError if none can be made, EMFILE if the user has no instance left, RuntimeError if no thread can be
+    Raises OSError if no instance can be created, EMFILE if the user has none left, RuntimeError if no thread can be
     started.
     """
 
     def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        if not files_left(3):  # If watchdog 7 got no pipe, it would leave its inotify file open.
+        if not files_left(3):  # Without a pipe, watchdog 7 would leave its inotify file open.
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._observer = Observer()
         self._observer.start()
@@ -309,13 +308,13 @@ class _Instance:
 
     @property
     def stuck(self) -> bool:
-        """Whether a file system stopped answering while the watch of a directory began. Any thread may read it."""
+        """Whether a file system stopped answering when a watch of it began. Any thread may read this."""
         since = self._held_since
         return since is not None and time.monotonic() - since > unwatched.SILENT
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Change the observed directories in one thread at a time.
+        """Allow one thread at a time to change the observed directories.
 
         Raises TimeoutError if another thread does not finish.
         """
@@ -331,17 +330,17 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all watches. If the instance is stuck, end them later."""
+        """End all watches. If a thread hangs in the instance, the watches end when the thread continues."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
 
     def look(self, place: _Place, hint: _Call) -> _Begun:
-        """Watch a directory, or its nearest existing ancestor. `hint` gets the events."""
+        """Watch a directory, or its nearest existing ancestor. hint: called with each event."""
         hints = place.wanted
         found: _Found | None = None
         try:
-            # Look again each time: changes before the watch of the parent began caused no event.
+            # Search again each time, because changes before the watch of the parent began caused no event.
             for _ in range(_LOOKS):
                 before, found = found, _find(place.directory)
                 if found == before:
@@ -367,7 +366,7 @@ class _Instance:
             self._renew(observed)
 
     def forget(self, places: Iterable[_Place]) -> None:
-        """Give no more events to these places."""
+        """Send no more events to these places."""
         with contextlib.suppress(TimeoutError), self._held():
             for place in places:
                 self._leave(place)
@@ -375,21 +374,21 @@ class _Instance:
     def _leave(self, place: _Place) -> None:
         if (observed := self._of.pop(place, None)) is not None:
             observed.wants = {other: wanted for other, wanted in observed.wants.items() if other is not place}
-            # Other watches of the directory find the failure at their next look.
+            # Other watches of the directory find the failure at their next try.
             with contextlib.suppress(OSError, RuntimeError):
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
         """Observe the present directory, for all events that its places want. Raises OSError, RuntimeError.
 
-        The kernel has one watch for each inode. A later request replaces the events of an earlier one.
+        The kernel has one watch for each inode, so a later request replaces the events of an earlier request.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
             recent = time.monotonic() - observed.begun_at < RENEW
             if hints and recent and not observed.ended and observed.begun == (observed.identity, hints):
                 return
-            # A directory that was deleted has already removed its emitter.
+            # When a directory was deleted, watchdog has already removed the directory's emitter.
             with contextlib.suppress(KeyError, OSError):
                 self._observer.unschedule(observed.watch)
             observed.watch = None
@@ -399,28 +398,28 @@ class _Instance:
         observed.ended, observed.begun, observed.begun_at = False, (observed.identity, hints), time.monotonic()
         observed.watch = self._observer.schedule(observed, observed.path, event_filter=list(hints))
         for place in observed.wants:
-            self._call(place.wake)  # This hint covers changes before the watch began.
+            self._call(place.wake)  # Changes before the watch began cause no event.
 
 
 class _Observed(events.FileSystemEventHandler):
-    """An observed directory, and the places that want its events. path: without symbolic links."""
+    """An observed directory, and the places that want its events. path: its path without symbolic links."""
 
     def __init__(self, path: str, hint: _Call, call: _Call) -> None:
         self.path = path
         self.identity = (0, 0)
         self.wants: Mapping[_Place, tuple[str, _Events]] = {}
-        """For each place, its path of this directory and the events that it wants. Each change makes a new mapping."""
+        """By place, the directory's path there and the events that the place wants. Each change makes a new mapping."""
         self.watch: ObservedWatch | None = None
         self.begun: tuple[tuple[int, int], _Events] | None = None
-        """The directory and the events of this watch."""
+        """The identity of the directory, and the events, for which the present watch began."""
         self.begun_at = 0.0
         self.ended = False
-        """Whether the directory was deleted meanwhile."""
+        """Whether the directory was deleted after the watch began."""
         self._hint = hint
         self._call = call
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
-        # This method only enqueues, because an exception here would end the observer's thread.
+        # Only enqueue calls here, because an exception would end the observer's thread.
         gone = isinstance(event, events.DirDeletedEvent) and os.fsdecode(event.src_path) == self.path
         self.ended |= gone
         for place, (at, hints) in self.wants.items():
@@ -429,7 +428,7 @@ class _Observed(events.FileSystemEventHandler):
 
 
 class _Place:
-    """A directory, and the watches that want hints of its changes."""
+    """A directory, and the watches that want hints when it changes."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -437,14 +436,14 @@ class _Place:
         self.wanted = _NOTHING
         self.begun = _NOT_WATCHED
         self.due = True
-        """Whether a look at the directory is due."""
+        """Whether a thread should watch the directory anew."""
         self.next_look = 0.0
         self.asked_at: float | None = None
-        """Since when a thread has been looking at it (monotonic seconds)."""
+        """Since when a thread has been working on the directory (monotonic seconds)."""
         self._backoff = Backoff(first=CHECK, most=60.0)
 
     def want(self, watch: Watch, hints: _Events) -> None:
-        """Set the events that are hints for a watch. `_NOTHING` removes the watch."""
+        """Set which events are hints for a watch. `_NOTHING` removes the watch."""
         self.wants.pop(watch, None)
         if hints:
             self.wants[watch] = hints
@@ -453,22 +452,22 @@ class _Place:
 
     @property
     def at(self) -> str:
-        """The watched path: the directory, or its nearest existing ancestor."""
+        """The watched path: that of the directory, or of its nearest existing ancestor."""
         return self.directory if self.begun.found is None else self.begun.found.at
 
     @property
     def indirect(self) -> bool:
-        """Whether the path contains symbolic links. A change of such a link causes no event."""
+        """Whether the watched path contains symbolic links. A change of such a link causes no event."""
         return self.begun.found is not None and self.begun.found.path != self.begun.found.at
 
     @property
     def failure(self) -> WatchFailure | None:
-        """Why the directory is not watched."""
+        """Why the directory is not watched; None if it is watched."""
         return self.begun.failure
 
     @property
     def silent(self) -> bool:
-        """Whether its file system does not answer."""
+        """Whether the directory's file system does not answer."""
         asked_at = self.asked_at
         return asked_at is not None and time.monotonic() - asked_at > unwatched.SILENT
 
@@ -486,12 +485,12 @@ class _Place:
         self.next_look = time.monotonic() + (CHECK if begun.failure is None else self._backoff.next())
 
     def wake(self) -> None:
-        """Give a hint to all watches."""
+        """Give a hint to all watches of this place."""
         for watch in self.wants:
             watch.wake()
 
     def hint(self, at: str, event: events.FileSystemEvent | None) -> bool:
-        """Give hints of an event of the directory `at`; return whether to look at it again.
+        """Give the hints for an event of `at`; return whether a thread should watch the directory anew.
 
         event: None if the directory is gone.
         """
@@ -512,7 +511,7 @@ class _Place:
 
 
 class Watch:
-    """Hints of some directories for one reader; several hints become one."""
+    """Collects hints for some directories, for one reader; several hints become one."""
 
     def __init__(
         self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE
@@ -532,14 +531,14 @@ class Watch:
         self.close()
 
     def set(self, directories: Iterable[str]) -> None:
-        """Watch these directories instead of the former ones. A hint follows once a new one is watched."""
+        """Watch these directories instead of the former ones. A hint follows once a new directory is watched."""
         wanted = frozenset(os.path.abspath(directory) for directory in directories)
         self._watcher.want(self, wanted, self._hints)
 
     async def wait(self, timeout: float, unwatched: float = math.inf) -> bool:
-        """Wait for a hint. Return False if none came in `timeout` seconds. The caller reads in either case.
+        """Wait for a hint. Return False without a hint in `timeout` seconds. The caller reads in both cases.
 
-        unwatched: the timeout if a directory is not watched, or not yet, so that hints may be missing.
+        unwatched: the timeout while a directory is not watched, so that hints may be missing.
         """
         watched = all(place.watched for place in self.places.values())
         try:
@@ -553,11 +552,11 @@ class Watch:
         return hinted
 
     def wake(self) -> None:
-        """Give a hint. Any thread may call it."""
+        """Give a hint. Any thread may call this method."""
         self._watcher.call(self._hinted.set)
 
     def hint(self, *paths: str) -> None:
-        """Record an event at these paths."""
+        """Record an event at these paths; the hint follows at once, or after the delay of `Gather`."""
         if any(path.endswith(self._gather.prompt) for path in paths):
             self._hinted.set()
         elif not self._gathering:
@@ -565,11 +564,11 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # This comes first, because the present reading may miss later changes.
+        self._gathering = False  # First, because the reader may miss later changes.
         self._hinted.set()
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch of all directories."""
         self.set(())
 
 
@@ -586,5 +585,5 @@ _WATCHERS: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watcher]
 
 
 def shared() -> Watcher:
-    """Return the running loop's one watcher."""
+    """Return the running loop's watcher, created at the first call."""
     return _WATCHERS.setdefault(asyncio.get_running_loop(), Watcher())

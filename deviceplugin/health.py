@@ -38,12 +38,12 @@ class Verdict(enum.Enum):
 
 
 ProbeResult = tuple[Verdict, str]
-"""A verdict and its reason, as text."""
+"""A verdict and the reason for it, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """The numbers in the rules. quiet: None if a fault lasts until the process ends."""
+    """The numbers in the rules above. quiet: None if a fault lasts until the process ends."""
 
     failures: int = 3
     successes: int = 2
@@ -52,7 +52,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """The history of a device's probes and faults, and its health."""
+    """What the rules need to know of a device's earlier probes and faults, and the health that follows."""
 
     health: Health = Health.UNKNOWN
     message: str = "not probed yet"
@@ -81,26 +81,27 @@ class HealthHistory:
         return HealthHistory(Health.HEALTHY, "", known=True)
 
     def faulted(self, message: str, now: float) -> HealthHistory:
-        """Return the history after a fault at `now`."""
+        """Return the history after a fault at `now`, in seconds of the same clock as in `checked`."""
         return replace(self, health=Health.UNHEALTHY, message=message, successes=0, fault_at=now, known=True)
 
 
 def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
-    """Return the worst of several findings about one device: unhealthy, then unknown, then healthy."""
+    """Return the worst of several findings about one device; unhealthy is the worst, then unknown."""
     order = (Health.UNHEALTHY, Health.UNKNOWN, Health.HEALTHY)
     return min(findings, key=lambda finding: order.index(finding[0]))
 
 
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
-_TEMPFAIL: Final = 75  # Exit status of a command without a result (EX_TEMPFAIL of sysexits.h).
+_TEMPFAIL: Final = 75  # The exit status for "no result" (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # Bytes of a command's output that are kept. Its last line is shown.
+_KEPT: Final = 4096  # Last bytes of a command's output that are kept for its last line.
 
 
 def open_probe(device: Device) -> ProbeResult:
-    """Open each of a device's nodes, and close it; blocks.
+    """Open and close each of a device's nodes, to find out whether the device exists. Blocks.
 
-    A node that another process has opened exclusively (EBUSY) is good. A missing right gives no result.
+    A node that another process has opened exclusively (EBUSY) is good. If the agent may not open a node, there is no
+    result.
     """
     for node in device.container_edits.device_nodes:
         flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -121,8 +122,9 @@ def open_probe(device: Device) -> ProbeResult:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], ProbeResult]:
     """Return a probe that runs a command: status 0 is good, 75 means no result, any other status is bad.
 
-    argv: `{id}` and `{node}` in it stand for the device's id and its first node; DEVICE_ID and DEVICE_NODES (with ':'
-    between) are in its environment. timeout: seconds after which all its processes are killed, and the probe is bad.
+    argv: the command, in which `{id}` and `{node}` are replaced by the device's id and first node; its environment has
+    DEVICE_ID and DEVICE_NODES (with ':' between). timeout: seconds after which all processes of the command are killed,
+    and the probe is bad.
     """
 
     def probe(device: Device) -> ProbeResult:
@@ -144,7 +146,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
                 output = _output(process, timeout)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
-                    # A child that has its own session is neither killed nor waited for.
+                    # A child of the command with a session of its own is neither killed nor waited for.
                     os.killpg(process.pid, signal.SIGKILL)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
@@ -157,9 +159,9 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
 
 
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Wait for a command; return the end of its output.
+    """Wait for a command; return the last _KEPT bytes of its output.
 
-    Raises TimeoutExpired if the command, or a child with the same output, still runs.
+    Raises TimeoutExpired if the command, or a child with the same output, still runs after `timeout` seconds.
     """
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
@@ -186,10 +188,10 @@ class Prober:
     timeout: float
     at_once: int = 8
     _deadlines: dict[str, float] = field(default_factory=dict, init=False)
-    """By device, the deadlines of unfinished calls, on the loop's clock. The thread of a call removes its entry."""
+    """By device, the deadline of an unfinished probe, on the loop's clock. The probe's thread removes it."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
-        """Return the results of the probe for all devices. Never raises."""
+        """Return the results of one probe of each device, by device id. Never raises."""
         turn = asyncio.Semaphore(self.at_once)
 
         async def checked(device: Device) -> tuple[str, ProbeResult]:
@@ -201,12 +203,12 @@ class Prober:
     async def _check(self, device: Device) -> ProbeResult:
         now = asyncio.get_running_loop().time()
         if (deadline := self._deadlines.get(device.id)) is not None:
-            # The call's caller may have been cancelled before the deadline. So an unfinished call is not a failure yet.
+            # The previous probe's caller may have been cancelled before the deadline, so it is not a failure yet.
             if now < deadline:
                 return Verdict.UNREADABLE, "the previous probe has not ended yet"
             return Verdict.BAD, "the probe still hangs"
         hanging = sum(now >= deadline for deadline in tuple(self._deadlines.values()))
-        if hanging >= self.at_once:  # Each of them keeps a thread.
+        if hanging >= self.at_once:  # Each hanging probe keeps a thread.
             return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
         self._deadlines[device.id] = now + self.timeout
 

@@ -1,9 +1,9 @@
 """Calls the hooks of an author's source, each with a deadline.
 
-If a hook fails or never returns, only its own call fails. Each plain function runs in a separate daemon thread, because
-hanging functions would use up a pool, and keep the process from ending. A coroutine that does not end after its
-cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) blocks the whole agent, and
-its deadline is noticed only afterwards.
+If a hook fails or never returns, only the call that needs it fails. Each plain function runs in a daemon thread of its
+own, because hanging functions would use up the threads of a pool, and keep the process from ending. A coroutine that
+does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`)
+blocks the whole agent, and its deadline is noticed only afterwards.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Maximum number of hanging threads of one hook's timed-out calls. Beyond that, calls of the hook fail at once."""
+"""Maximum number of hanging threads of one hook's timed-out calls. While there are so many, new calls fail at once."""
 
 LATE: Final = 0.5
-"""Seconds after the deadline. A coroutine that ends later than that must have blocked the loop."""
+"""Seconds after the deadline: a coroutine that ends even later must have blocked the loop, which is logged."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
 _stuck: dict[asyncio.Future[Any], str] = {}
-"""Hanging calls in threads, with the hook's name."""
+"""By future of a call that hangs in a thread, the name of the hook."""
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class HookError(Exception):
-    """Raised when a hook raised an exception, which is `__cause__`."""
+    """Raised when a hook raised an exception (`__cause__`), or returned an awaitable."""
 
 
 class HookTimeoutError(HookError):
-    """Raised when a hook did not end in time. work: done when the hook has ended; None if it was not called."""
+    """Raised when a hook was too late. work: done when the hook has ended; None if the hook was not called."""
 
     def __init__(self, message: str, work: asyncio.Future[Any] | None = None) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ Left = Callable[[asyncio.Future[Any]], None]
 
 
 def _nobody(work: asyncio.Future[Any]) -> None:
-    """Ignore a call that was abandoned."""
+    """Do nothing for an abandoned call; the default of `left`."""
 
 
 @overload
@@ -69,8 +69,8 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
     """Call a plain or coroutine function with `args` and return its result.
 
     what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned.
-    left: a function to call when the call is abandoned, after its timeout or because the caller is cancelled; its
-    argument is a future that is done when the hook has ended.
+    left: called when the call is abandoned, after its timeout or because the caller is cancelled; its argument is a
+    future that is done when the hook has ended.
 
     Raises HookTimeoutError if the hook did not end in time, or too many earlier calls still hang. Raises HookError if
     the hook raised an exception, or returned an awaitable instead of awaiting it.
@@ -96,7 +96,10 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 
 @dataclass(slots=True)
 class HookStatistics:
-    """Statistics of the calls of sources' hooks, by resource and hook. They only grow. seconds: failures included."""
+    """Statistics of the calls of sources' hooks, by (resource, hook). Counters only grow.
+
+    seconds: the duration of all calls, failed ones included.
+    """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -110,7 +113,7 @@ class HookStatistics:
         *args: object,
         left: Left = _nobody,
     ) -> _T:
-        """Call a hook with its source's timeout by the function `call`, with the same errors."""
+        """Call a source's hook by the function `call`, with the source's timeout; count the call. name: of the hook."""
         key, began = (source.resource, name), time.perf_counter()
         self.calls[key] += 1
         try:
@@ -123,7 +126,7 @@ class HookStatistics:
 
 
 async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float, left: Left) -> Any:
-    """Wait `rest` seconds for the hook. `timeout` is the whole time of the hook."""
+    """Return the hook's result, waiting at most `rest` seconds. timeout: the hook's whole time, for messages."""
     began = asyncio.get_running_loop().time()
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
@@ -149,20 +152,20 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 
 
 def _place(error: Exception) -> str:
-    """Return the last line of the hook's own file in an error's traceback, " (file:line)"; "" if there is none."""
+    """Return where the hook's own file raised an error, as " (file:line)"; "" if the traceback has no line of it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Stop waiting for a call. A reference to it is kept, so that its late result is not logged as lost."""
+    """Stop waiting for a call. A reference is kept, so that asyncio does not log the late result as lost."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)
         _stuck.pop(done, None)
         if not done.cancelled():
-            done.exception()  # Otherwise asyncio logs that the exception was never retrieved.
+            done.exception()  # Otherwise asyncio logs the exception as unretrieved.
 
     future.add_done_callback(forget)
     if isinstance(future, asyncio.Task):
@@ -179,11 +182,11 @@ def _run(
         outcome, error = hook(*args), None
     except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # SystemExit and similar exceptions must not end this thread without a result.
+    except BaseException as raised:  # The caller must get a result.
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_complete, future, outcome, error)
-    except RuntimeError:  # The loop is closed. No caller waits for the result, but the thread has ended.
+    except RuntimeError:  # The loop is closed, so no caller waits.
         _stuck.pop(future, None)
 
 

@@ -1,6 +1,6 @@
-"""Records the path that a thread is reading, for the message if the read hangs (`deviceplugin.looks`).
+"""Records the path that a thread is reading, so that a message can name it if the read hangs (`deviceplugin.looks`).
 
-It is a separate module, because `deviceplugin validate` reads files without an event loop.
+This is a separate module, because `deviceplugin validate` reads files without an event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Looking(Protocol):
-    """A look in a thread. path: the present path; its thread writes it, others read it."""
+    """A read in a thread (`deviceplugin.looks.Look`). path: the path that is read now; other threads may read it."""
 
     path: str
 
@@ -24,18 +24,18 @@ _now = _Now()
 
 
 def begin(look: Looking | None) -> None:
-    """Write the paths that this thread reads into `look`; None ends that."""
+    """Record the paths that this thread reads in `look.path`; None ends the recording."""
     _now.look = look
 
 
 def at(path: str | os.PathLike[str]) -> None:
-    """Record that this thread reads this path, for the message if the read hangs."""
+    """Record that this thread reads this path, so that a message can name the path if the read hangs."""
     if _now.look is not None:
         _now.look.path = os.fspath(path)
 
 
 def stat(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return `os.stat` of a path. If it hangs, the message names the path."""
+    """Return `os.stat` of a path. If the call hangs, the message names the path."""
     if _now.look is not None:
         _now.look.path = os.fspath(path)
     return os.stat(path)

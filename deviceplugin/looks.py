@@ -2,8 +2,8 @@
 
 A file system may stop answering (a lost network, FUSE, a broken disk). Then a call hangs, and nothing can end its
 thread. So the event loop makes no file operation. Each resource, and each directory that the agent uses, has its own
-pool of a few threads. So a hanging look delays no look of another pool. The threads are daemons and do not keep the
-process from ending, unlike those of `concurrent.futures`.
+pool of a few threads, so that a hanging look delays no look of another pool. The threads are daemons and do not keep
+the process from ending, unlike those of `concurrent.futures`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from deviceplugin import looked_at
 _T = TypeVar("_T")
 
 TIMEOUT: Final = 3.0
-"""Seconds that a look may take while the kubelet waits for an answer."""
+"""Seconds that a look may take while the kubelet waits for an answer of the agent."""
 LONG: Final = 15.0
-"""Seconds for a look that reads many files and that no call of the kubelet waits for."""
+"""Seconds that a look may take if it reads many files and no call of the kubelet waits for it."""
 PROMPT: Final = 0.01
 """Seconds for which the event loop itself blocks for a look that usually takes microseconds.
 
-On a busy node, the return from a thread through the loop takes longer than this.
+On a busy node, the return from a thread to the loop takes longer than this.
 """
 SLOW: Final = 10.0
-"""Seconds for which the loop does not block for a pool's looks, after one of them took longer than PROMPT."""
+"""Seconds for which the loop no longer blocks for the looks of a pool, after one of them took longer than PROMPT."""
 IDLE: Final = 30.0
-"""Seconds after which a thread without work ends."""
+"""Seconds after which a thread of a pool ends if no look needs it."""
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
-"""Number of looks that did not end in time, by resource ("" for other files) and kind. It only grows."""
+"""Number of looks that were too late, by (resource or "" for other files, kind of the look). Counters only grow."""
 
 
 class LookTimeoutError(OSError):
-    """Raised when a look did not end in time, or an earlier look of its pool still has not ended."""
+    """Raised when a look did not end in time, or an earlier look of the same pool has not ended yet."""
 
 
 class Look(Generic[_T]):
-    """One call in a thread of a pool. path: the present path, for messages."""
+    """A look: one call of a function in a thread of a pool. path: the path that it reads now, for messages."""
 
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], path: str) -> None:
         self.kind, self.begun, self.abandoned, self.path = kind, False, False, path
@@ -55,18 +55,18 @@ class Look(Generic[_T]):
         self._ended = threading.Lock()
         self._ended.acquire()
         self._waiting: list[Callable[[], None]] | None = []
-        """Functions to call when the look has ended; None after that. Only used with the pool's lock."""
+        """Functions to call when the look has ended; None after its end. Used only under the pool's lock."""
         self._outcome: _T | None = None
         self._error: BaseException | None = None
 
     def run(self, lock: threading.Lock) -> None:
-        """Make the call, in a thread of the pool."""
+        """Call the function, in a thread of the pool. lock: the pool's lock."""
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # The caller that uses the result gets the exception.
+        except Exception as error:  # The caller of `result` gets it.
             self._error = error
-        except BaseException as error:  # SystemExit and similar exceptions must not end this thread without a result.
+        except BaseException as error:  # The caller must get a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
         looked_at.begin(None)
         self._arguments = ()
@@ -77,13 +77,13 @@ class Look(Generic[_T]):
             callback()
 
     def ended_within(self, seconds: float) -> bool:
-        """Block for at most `seconds`; return whether the look has ended."""
+        """Block for at most `seconds`; return whether the look has ended by then."""
         if ended := self._ended.acquire(timeout=seconds):
             self._ended.release()
         return ended
 
     def when_ended(self, callback: Callable[[], None], lock: threading.Lock) -> None:
-        """Call `callback` once the look has ended, in its thread or at once."""
+        """Call `callback` in the look's thread when the look ends; at once if it has ended."""
         with lock:
             if self._waiting is not None:
                 self._waiting.append(callback)
@@ -92,21 +92,21 @@ class Look(Generic[_T]):
 
     @property
     def result(self) -> _T:
-        """Return the call's result after its end, or raise its exception, once."""
+        """The result of the function; raises the function's exception, once. Read it only after the look's end."""
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # The exception's traceback refers to this frame. Only a garbage collection could end that cycle.
+            del error  # Its traceback refers to this frame, a cycle.
         return self._outcome  # type: ignore[return-value]  # it has ended
 
 
 class Looks:
-    """The looks at one subject: a resource's hardware, or a directory. One event loop uses it.
+    """A pool of threads for looks at one subject: a resource's hardware, or a directory. One event loop uses it.
 
-    subject: for messages, such as a path. threads: maximum number of running looks, and so of hanging ones. resource:
-    the resource whose hardware is looked at. changed: a function that the loop calls when `hanging` changes.
+    subject: for messages, such as a path. threads: maximum number of running looks, hanging looks included. resource:
+    the resource whose hardware the looks read. changed: a function that the loop calls when `hanging` changes.
     """
 
     def __init__(self, subject: str, threads: int = 3, resource: str = "") -> None:
@@ -114,13 +114,13 @@ class Looks:
         self.resource = resource
         self.changed: Callable[[], None] = lambda: None
         self.hanging = ""
-        """Why no look begins now: an earlier look has not ended yet; "" if all have ended."""
+        """Why no look begins now: an earlier look has not ended yet; "" if all looks have ended."""
         self._most = threads
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Look[Any]] = queue.SimpleQueue()
         self._threads = 0
         self._outstanding = 0
-        """Number of looks that wait for a thread, or have one."""
+        """Number of looks that wait for a thread, or run in a thread."""
         self._overdue: set[Look[Any]] = set()
         self._slow_until = 0.0
 
@@ -139,7 +139,7 @@ class Looks:
         """Call a blocking function in a thread; return its result, or raise its exception.
 
         kind: for the metric. place: the path for messages, if the function does not record it by `looked_at`. brief:
-        whether the call usually takes microseconds. Raises LookTimeoutError; the call continues in its thread.
+        whether the function usually takes microseconds. Raises LookTimeoutError; then the call continues in its thread.
         """
         if self.hanging:
             raise LookTimeoutError(self.hanging)
@@ -151,7 +151,7 @@ class Looks:
     async def until_answered(
         self, kind: str, function: Callable[..., _T], *arguments: object, timeout: float = TIMEOUT, brief: bool = False
     ) -> _T:
-        """Do the same as `at`, but wait without a limit. After `timeout` seconds, `hanging` reports the look."""
+        """Call a function as `at` does, but wait without a limit. After `timeout` seconds, `hanging` names the look."""
         look = self.begin(kind, function, *arguments)
         if not (brief and self.ended_at_once(look)) and await self.late(look, timeout, give_up=False):
             await self.until_ended(look)
@@ -160,20 +160,21 @@ class Looks:
     def brief(self, kind: str, function: Callable[..., object], *arguments: object, place: str = "") -> bool:
         """Call a function that usually takes microseconds; return whether it has ended. Otherwise it continues.
 
-        The function is not called while an earlier look has not ended. Its result is dropped. Its exception is raised.
+        The function is not called while an earlier look has not ended. The function's result is dropped, and its
+        exception is raised.
         """
         if self.hanging or self._outstanding:
             return False
         look = self.begin(kind, function, *arguments, place=place)
         if self.ended_at_once(look):
-            look.result  # noqa: B018  # raises
+            look.result  # noqa: B018  # raises the exception
             return True
-        with contextlib.suppress(RuntimeError):  # Without a loop, no caller waits for the look.
+        with contextlib.suppress(RuntimeError):  # Without a loop, no caller waits.
             asyncio.get_running_loop().call_later(TIMEOUT, self._note_late, look, TIMEOUT)
         return False
 
     def within(self, seconds: float, kind: str, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function from a thread that waits at most `seconds`. Raises LookTimeoutError."""
+        """Call a function from a thread that may wait `seconds` for it; return its result. Raises LookTimeoutError."""
         if self._outstanding >= self._most:
             raise LookTimeoutError(f"{self.subject}: {self._outstanding} earlier looks have not ended")
         look = self.begin(kind, function, *arguments)
@@ -183,7 +184,7 @@ class Looks:
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
-        """Begin a look. The caller waits for it by `ended_at_once` or `late`."""
+        """Begin a look, and return it. The caller waits for its end by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
         timeouts.setdefault((self.resource, kind), 0)  # Each counter begins at 0.
         with self._lock:
@@ -196,7 +197,7 @@ class Looks:
         return look
 
     def ended_at_once(self, look: Look[Any]) -> bool:
-        """Block the loop shortly for a look that usually takes microseconds; return whether it has ended."""
+        """Block the loop for up to PROMPT seconds for a brief look; return whether the look has ended."""
         if time.monotonic() < self._slow_until:
             return look.ended_within(0.0)
         if ended := look.ended_within(PROMPT):
@@ -205,21 +206,21 @@ class Looks:
         return False
 
     async def late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Wait for a look; return "" if it has ended, else why not. While it hangs, no further look begins.
+        """Wait for a look; return "" if it has ended, else why it has not. Until it ends, no further look begins.
 
-        give_up: whether a look that has not begun by then is cancelled.
+        give_up: whether to cancel a look that has not begun within `timeout` seconds.
         """
         await self._end_of(look, timeout)
         return self._note_late(look, timeout, give_up=give_up)
 
     async def until_ended(self, look: Look[Any]) -> None:
-        """Wait until a look has ended."""
+        """Wait without a limit until a look has ended."""
         await self._end_of(look, None)
 
     async def _end_of(self, look: Look[Any], timeout: float | None) -> None:
-        """Wait until a look has ended, or until the timeout.
+        """Wait until a look has ended, at most `timeout` seconds.
 
-        If the caller is cancelled, a look that has not begun is cancelled.
+        If the caller is cancelled, a look that has not begun is cancelled too.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -238,13 +239,13 @@ class Looks:
             raise
 
     def give_up(self, look: Look[Any]) -> bool:
-        """Cancel a look if it has not begun; return whether it was cancelled. No caller uses its result any more."""
+        """Cancel a look if it has not begun, because no caller needs it; return whether it was cancelled."""
         with self._lock:
             look.abandoned = not look.begun
             return look.abandoned
 
     def _note_late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Record a look that has not ended in time; return why not, "" if it has ended."""
+        """Record a look that is too late; return the reason, "" if it has ended after all."""
         if look.ended_within(0.0):
             return ""
         timeouts[self.resource, look.kind] += 1
@@ -273,7 +274,7 @@ class Looks:
             self.changed()
 
     def _work(self) -> None:
-        """Run the looks of the queue. End after some time without one."""
+        """Run the looks in the queue. End after IDLE seconds without a look."""
         while True:
             try:
                 look = self._queue.get(timeout=IDLE)

@@ -1,7 +1,7 @@
-"""Checks names and quantities by the rules of the Kubernetes API, before they are sent to it. Pure.
+"""Checks names and quantities by the rules of the Kubernetes API, before they are sent to the API. Pure functions.
 
-Names in the config file are checked when it is read. Names of a source are checked before they are published. The rules
-are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
+Names in the config file are checked when the file is read. Names of a source are checked before they are published. The
+rules are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deviceplugin.device import LABEL, LABEL_IN_WORDS, QUANTITY, Device, Version
 
 
 class NamingError(ValueError):
-    """Raised when the Kubernetes API would refuse a name, a value or a quantity; the message says why."""
+    """Raised when the Kubernetes API would refuse a name, a value or a quantity; the message gives the reason."""
 
 
 def node_name() -> str:
@@ -28,29 +28,28 @@ def node_name() -> str:
 
 
 PCIE_ROOT: Final = "resource.kubernetes.io/pcieRoot"
-"""Standard attribute: the PCIe root complex as `pci<domain>:<bus>` (dynamic-resource-allocation 0.36)."""
+"""Standard attribute: the device's PCIe root complex as `pci<domain>:<bus>` (dynamic-resource-allocation 0.36)."""
 
 PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
-"""Standard attribute: the address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
+"""Standard attribute: the PCI address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
 NUMA_NODE: Final = "resource.kubernetes.io/numaNode"
-"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37); the DRA side adds it."""
+"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37). The DRA side adds it."""
 
 EXTENDED_RESOURCE: Final = "extendedResource"
-"""Attribute that the DRA side adds to each device: the resource of the driver that the device belongs to."""
+"""Attribute that the DRA side adds to each device: the resource to which the device belongs."""
 
 SHARES: Final = "shares"
-"""Capacity that the DRA side adds to a shared device: the number of its shares. A claim takes one unless it requests
-more."""
+"""Capacity that the DRA side adds to a shared device: the number of its shares. A claim takes one share by default."""
 
 MAX_ENTRIES: Final = 32
-"""Maximum number of attributes and capacities of one device together."""
+"""Maximum number of attributes and capacities together that one device may have."""
 MAX_CONSUMED_SETS: Final = 2
 _MAX_LABEL: Final = 63
 MAX_DRIVER: Final = 63
 _MAX_IDENTIFIER: Final = 32
 _MAX_VALUE: Final = 64
-_MAX_COUNTERS: Final = 32  # The maximum of one set, and of one set that a device consumes from.
+_MAX_COUNTERS: Final = 32  # Of a counter set, and of a set that a device consumes.
 
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -73,7 +72,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return the exact value of an int or a quantity ("16Gi", "250m"; apimachinery). Raises NamingError."""
+    """Return the exact value of an int or of a quantity ("16Gi", "250m"; apimachinery). Raises NamingError."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):
@@ -88,13 +87,13 @@ def parse_quantity(value: int | str) -> Fraction:
 
 
 def check_label(name: str, what: str = "the name") -> None:
-    """Raise NamingError unless this is a DNS label."""
+    """Raise NamingError unless the name is a DNS label. what: names the name in the message."""
     if not LABEL.fullmatch(name):
         raise NamingError(f"{what} must be {LABEL_IN_WORDS}, not {name!r}")
 
 
 def check_driver(name: str) -> None:
-    """Raise NamingError unless this can name a DRA driver: a DNS subdomain of at most 63 characters.
+    """Raise NamingError unless a DRA driver may have this name: a DNS subdomain of at most 63 characters.
 
     The API accepts upper-case letters with a warning, but refuses a taint whose key is made from such a name.
     """
@@ -105,13 +104,13 @@ def check_driver(name: str) -> None:
 
 
 def check_resource(name: str) -> None:
-    """Raise NamingError unless this can name an extended resource: vendor-domain/name, outside of kubernetes.io."""
+    """Raise NamingError unless an extended resource may have this name: vendor-domain/name, not in kubernetes.io."""
     if not re.fullmatch(RESOURCE, name):
         raise NamingError(resource_advice(name))
 
 
 def resource_advice(name: str) -> str:
-    """Return the mistake in the name of an extended resource, and the correction."""
+    """Return what is wrong with the name of an extended resource, and how to correct it."""
     like = "write a domain of yours and a name, such as example.com/gpu"
     domain, slash, rest = name.partition("/")
     if name.startswith("requests."):
@@ -138,7 +137,7 @@ def resource_advice(name: str) -> str:
 
 
 def check_attribute_name(name: str) -> None:
-    """Raise NamingError unless this can name an attribute or capacity: identifier, or domain/identifier."""
+    """Raise NamingError unless an attribute or capacity may have this name: identifier, or domain/identifier."""
     domain, slash, identifier = name.rpartition("/")
     if slash and (len(domain) > MAX_DRIVER or not re.fullmatch(SUBDOMAIN, domain)):
         raise NamingError(f"the domain of {name!r} must be a DNS name in lower case of at most {MAX_DRIVER} characters")
@@ -150,7 +149,7 @@ def check_attribute_name(name: str) -> None:
 
 
 def check_attribute(name: str, value: object) -> None:
-    """Raise NamingError unless name and value fit: a str (at most 64 bytes), an int (64 bits), a bool or a Version."""
+    """Raise NamingError unless name and value are allowed: a str (64 bytes), an int (64 bits), a bool or a Version."""
     check_attribute_name(name)
     if isinstance(value, bool):
         return
@@ -167,13 +166,13 @@ def check_attribute(name: str, value: object) -> None:
 
 
 def check_capacity(name: str, value: object) -> None:
-    """Raise NamingError unless the name fits, and the value is an int or a quantity that is not negative."""
+    """Raise NamingError for a wrong name, or a value that is neither an int nor a quantity, or is negative."""
     check_attribute_name(name)
     _check_quantity(f"capacity {name!r}", value)
 
 
 def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
-    """Raise NamingError unless the set and its 1 to 32 counters have DNS labels as names, and quantities from 0."""
+    """Raise NamingError unless the set and its 1 to 32 counters are named by DNS labels, with quantities from 0."""
     check_label(set_name, "a counter set's name")
     if not 0 < len(counters) <= _MAX_COUNTERS:
         raise NamingError(f"counter set {set_name!r} must have 1 to {_MAX_COUNTERS} counters, not {len(counters)}")
@@ -183,7 +182,7 @@ def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
 
 
 def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
-    """Yield the problems that the API would have with a device: "attributes" or "capacity", and a sentence."""
+    """Yield why the API would refuse a device: "attributes" or "capacity", and a sentence."""
     names: dict[str, str] = {}
     for name, value in device.attributes.items():
         try:
@@ -198,7 +197,7 @@ def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
             check_capacity(name, value)
         except NamingError as error:
             yield "capacity", str(error)
-    # One entry is for the attribute that names the resource, one for the shares of a shared device.
+    # Two more entries may be added: the attribute with the resource's name, and the shares of a shared device.
     most, count = MAX_ENTRIES - 2, len(device.attributes) + len(device.capacity)
     if count > most:
         where = "attributes" if device.attributes else "capacity"
@@ -206,24 +205,24 @@ def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
 
 
 def qualified(name: str, driver: str) -> str:
-    """Return the full name of an attribute or capacity; an unqualified one belongs to the driver's domain."""
+    """Return the full name of an attribute or capacity; a name without a domain belongs to the driver's domain."""
     return name if "/" in name else f"{driver}/{name}"
 
 
 def canonical_resource(resource: str) -> str:
-    """Return a resource's name as the value of EXTENDED_RESOURCE. If the name is long, return its end and a hash."""
+    """Return a resource's name as the value of EXTENDED_RESOURCE; of a long name, the last characters and a hash."""
     if len(resource) <= _MAX_VALUE:
         return resource
     return f"{resource[-(_MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the published name of the device with this id, which is always the same DNS label.
+    """Return the published name of the device with this id: a DNS label, always the same one.
 
     An id that is a DNS label is its own name. Any other id (and a label that ends like a hashed name) is shortened to a
     label that ends with `--` and ten digits of its SHA-256. So two ids never have the same name.
 
-    qualifier: stands for the device's resource (`qualifiers`); it is put before the name, with `--` between them.
+    qualifier: the word for the device's resource (`qualifiers`), which is put before the name, with `--` between them.
     """
     plain = LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
     if not qualifier:
@@ -236,7 +235,7 @@ def device_name(device: str, qualifier: str = "") -> str:
 
 
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifiers for `device_name`, by resource. They make the names of one driver's resources different.
+    """Return by resource the qualifier for `device_name`, which makes names of one driver's resources different.
 
     The qualifier is empty for a driver's only resource. Otherwise it is the text after the slash, or a hash if that
     text is no label or not unique.
@@ -253,7 +252,7 @@ def qualifiers(resources: Iterable[str]) -> dict[str, str]:
 def class_name(resource: str, driver: str) -> str:
     """Return the name of the DeviceClass of a resource.
 
-    The name does not change when the driver gets or loses another resource. With the driver fpga.example.com, the class
+    The name stays the same when the driver gets or loses another resource. With the driver fpga.example.com, the class
     of example.com/fpga has the name of the driver, and the class of example.com/half is half.fpga.example.com. If the
     resource's domain is not the driver's, or its name is no label, the class's name contains a hash of the whole name.
     """
@@ -265,10 +264,10 @@ def class_name(resource: str, driver: str) -> str:
 
 
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifiers of one driver's resources: the kept ones, and new ones that differ from them.
+    """Return the qualifiers of one driver's resources: the kept qualifiers, and new ones that differ from these.
 
-    kept: the qualifiers of earlier published names, also of resources that the driver no longer has. They stay, so that
-    a published name does not change when another resource is added.
+    kept: the qualifiers of earlier published names, also of resources that the driver no longer has. These qualifiers
+    stay, so that a published name does not change when another resource is added.
     """
     made = qualifiers((*kept, *resources))
     end = "--" if "" in kept.values() else ""
@@ -276,7 +275,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 
 
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
-    """Return (resource, device id) by published name, for one driver. words: the qualifiers, by resource."""
+    """Return (resource, device id) by published name, for one driver. words: by resource, its qualifier."""
     return {
         device_name(name, words[resource]): (resource, name)
         for resource, ids in devices.items()

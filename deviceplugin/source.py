@@ -1,7 +1,7 @@
 """The base class that plugin authors derive from: a source of devices, with optional hooks.
 
 A hook may be a plain function, which runs in a separate thread, or a coroutine function, which must not block. Each
-hook has a deadline. If a hook fails, only the call that it belongs to fails.
+hook has a deadline. If a hook fails, only the call that needs its result fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deviceplugin.device import ContainerEdits, Device
 
 Policy = Literal["links", "packed", "distributed", "none"]
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
-"""Device id -> quantity -> number, or numbers by label value ("xid_errors_total": {"79": 1})."""
+"""By device id and quantity, a number, or numbers by label value ("xid_errors_total": {"79": 1})."""
 
 
 class DeviceSource:
@@ -31,9 +31,9 @@ class DeviceSource:
         driver: the name of the DRA driver, which DeviceClasses select, or None for limits only.
         replicas: how many containers may share one device; above 1 the kubelet sees that many ids for each device
             (fewer where `replicas_of` says so).
-        topology: whether the kubelet gets the devices' NUMA nodes. The number of its topology hints grows
-            exponentially with the NUMA nodes (kubernetes#135541); set False if that is too slow.
-        metadata: whether containers get files that say what their devices are (KEP-5304), with the devices' attributes.
+        topology: whether the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows
+            exponentially with the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow.
+        metadata: whether containers get files that describe their devices (KEP-5304), with the devices' attributes.
         policy: which devices a container gets that requests several, if there is no `prefer`. "links": closely linked
             devices (by `links`, else by NUMA nodes), and replicas of different devices. "packed": replicas of as few
             devices as possible. "distributed": replicas of the devices with the fewest users. "none": the first ids.
@@ -58,7 +58,7 @@ class DeviceSource:
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Check names.
+        """Check the names in a subclass.
 
         Raises TypeError if a name is close to that of a hook or setting, NamingError for a wrong resource or driver.
         """
@@ -88,12 +88,12 @@ class DeviceSource:
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
-        """Return what a container gets in addition to the devices' own nodes, mounts and variables.
+        """Return what a container gets in addition to the devices' own nodes, mounts and environment variables.
 
-        For limits it is called once for each container, before the container exists, and again if the pod is admitted
-        again. For claims it is called once for each request, also with administrative access. If a device is shared, it
-        is called for each pod or claim. It must not change the devices. Its variables, nodes and mounts take precedence
-        over those of the devices:
+        For limits this hook is called once for each container, before the container exists, and again if the pod is
+        admitted again. For claims it is called once for each request, also with administrative access. If a device is
+        shared, the hook is called for each pod or claim. It must not change the devices. Its environment variables,
+        nodes and mounts take precedence over those of the devices:
         `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
         """
         return ContainerEdits()
@@ -101,15 +101,15 @@ class DeviceSource:
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Prepare the devices for their next user.
 
-        For limits it is called before each start of a container, restarts included. For claims it is called once, when
-        the claim is prepared, since the kubelet does not tell a DRA driver of restarts. So cleaning between two users
-        belongs here or into `released`. Work that each start of a container needs must be done by the program in the
-        container, if pods with claims use the device.
+        For limits this hook is called before each start of a container, restarts included. For claims it is called
+        once, when the claim is prepared, since the kubelet does not tell a DRA driver of restarts. So clean up between
+        two users in this hook or in `released`. Work that each start of a container needs must be done by the program
+        in the container, if pods with claims use the device.
 
-        If pods share a device, it is called for each of them while the others use the device. If claims share a
-        device, it is called for the first claim only. It is never called for administrative access.
+        If pods share a device, the hook is called for each pod while other pods use the device. If claims share a
+        device, the hook is called for the first claim only. It is never called for administrative access.
 
-        If it raises, the container does not start, and the kubelet tries again:
+        If the hook raises an exception, the container does not start, and the kubelet tries again:
         `for device in devices: wipe(device.id)`
         """
         return None
@@ -119,8 +119,8 @@ class DeviceSource:
     ) -> Sequence[Device | str] | Awaitable[Sequence[Device | str]]:
         """Return the `size` devices of `available` that a container should get, with all of `must_include`.
 
-        If the answer is invalid or the hook raises, the framework chooses. The answer has devices or their ids:
-        `[*must_include, *(device for device in available if device not in must_include)][:size]`
+        If the answer is invalid or the hook raises an exception, the framework chooses. The answer contains devices or
+        their ids: `[*must_include, *(device for device in available if device not in must_include)][:size]`
         """
         raise NotImplementedError
 
@@ -128,9 +128,9 @@ class DeviceSource:
         """Clean up after the last pod or claim that had these devices is gone; called once for a shared device.
 
         The device plugin API has no Deallocate, so the agent detects the end some seconds later, from the kubelet's
-        checkpoint and the pods' cgroups. It calls this hook at least once, also for a device that is new or had no
-        holder at the agent's start, so the hook must be idempotent. The device has no other holder before the hook has
-        succeeded; after a failure it is called again: `for device in devices: wipe(device.id)`
+        checkpoint and the pods' cgroups. The agent calls this hook at least once, also for a device that is new or had
+        no holder at the agent's start, so the hook must be idempotent. The device has no other holder before the hook
+        has succeeded; after a failure the hook is called again: `for device in devices: wipe(device.id)`
         """
         return None
 
@@ -140,21 +140,24 @@ class DeviceSource:
         """Set up the devices of a claim's request; return what its containers get in addition to `edits`.
 
         Called for claims only, once for each request, after `reset`; not for administrative access. If claims share a
-        device, it is called for each of them, always with the same parameters: a claim with other parameters is refused
-        while another claim has the device. `config` is an instance of `config_type` from the parameters of DeviceClass
-        and claim; those of the claim take precedence, and without any it has the defaults. Without a `config_type` it
-        is None. The hook may be called again for the same devices, after it failed or the agent ended. If it raises,
-        the claim's pods wait, and the kubelet tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
+        device, the hook is called for each claim, always with the same parameters: a claim with other parameters is
+        refused while another claim has the device. `config` is an instance of `config_type` from the parameters of
+        DeviceClass and claim; parameters of the claim take precedence, and without parameters `config` has the
+        defaults. Without a `config_type`, `config` is None. The hook may be called again for the same devices, after it
+        failed or the agent ended. If the hook raises an exception, the claim's pods wait, and the kubelet tries again.
+        `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
     def unprepare(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Undo `prepare` for all devices of a claim together, also if `prepare` failed.
 
-        If claims share a device, it is called when the last of them ends. It is never called for administrative access.
+        If claims share a device, the hook is called when the last of these claims ends. It is never called for
+        administrative access.
 
-        It may be called again, so it must not fail if there is nothing to undo: `self.modes.pop(device.id, None)`. If
-        it raises, the claim's pods cannot end, and the kubelet tries again.
+        The hook may be called again, so it must not fail if there is nothing to undo:
+        `self.modes.pop(device.id, None)`. If the hook raises an exception, the claim's pods cannot end, and the kubelet
+        tries again.
         """
         return None
 
@@ -162,17 +165,18 @@ class DeviceSource:
         """Return the load of the devices by id and quantity; called periodically if the agent serves metrics.
 
         `deviceplugin.metrics.load` lists the common quantities (`utilization_ratio`, `memory_used_bytes`). Each other
-        quantity becomes a metric of its own: use base units, and the suffix `_total` if it only grows. Leave out a
-        quantity that a device cannot report, or return None, never 0:
+        quantity becomes a metric of its own: use base units, and the suffix `_total` for a quantity that only grows.
+        Leave out a quantity that a device cannot report, or return None, never 0:
         `{"fpga0": {"utilization_ratio": 0.5, "power_watts": None}}`. After an error or a timeout the metrics are
-        absent; the next call is made after this one has ended.
+        absent; the next call is made after the late call has ended.
         """
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
         """Return how many containers may share this device, 1 to `replicas`. It must be a plain function.
 
-        It is called for each device of a list. If it returns anything else or raises, the list fails.
+        This method is called for each device of a list. If it returns anything else or raises an exception, the list
+        fails.
 
         `return 1 if device.attributes["model"] == "small" else self.replicas`
         """
@@ -180,7 +184,7 @@ class DeviceSource:
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close two devices are: frozenset of two ids -> number. Higher is closer. It must be quick.
+        """How close two devices are, by frozenset of their ids. A higher number is closer. Must be quick.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
         `{frozenset(("fpga0", "fpga1")): 100.0}`
@@ -188,9 +192,9 @@ class DeviceSource:
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the full list of child sources, for further resources, whenever there is one more.
+        """Yield the full list of child sources, which serve further resources, whenever there is one more.
 
-        Use it for resources that are known only after the hardware was read, such as kinds of partitions:
+        Define this method for resources that are known only after the hardware was read, such as kinds of partitions:
         `yield [Halves("example.com/fpga-half")]`. Child sources are served until this source ends. After an error this
         generator is started again.
         """
@@ -206,12 +210,11 @@ class DeviceSource:
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""Minimum ratio of difflib at which a name counts as misspelt: perfer counts for prefer, match does not count for
-watch."""
+"""Minimum ratio of difflib at which a name counts as misspelt: perfer is close to prefer, match is not to watch."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
-    """Raise NamingError, with the class's name, unless a source's resource and driver are valid names, or not set."""
+    """Raise NamingError unless a source's resource and driver are valid names, or not set. kind: the class's name."""
     for field, name, check in (("resource", resource, naming.check_resource), ("driver", driver, naming.check_driver)):
         if isinstance(name, str) and name:
             try:
@@ -221,13 +224,14 @@ def check_names(kind: str, resource: object, driver: object) -> None:
 
 
 def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
-    """Return the method or setting of `DeviceSource` that a name is a likely misspelling of; "" if there is none.
+    """Return the method or setting of `DeviceSource` that a name is probably a misspelling of; "" if there is none.
 
-    A call of the kubelet's API counts as a misspelling of its hook. A method or setting that the class defines itself
-    was not misspelt, and a value of another type than the setting's is the author's own attribute.
+    The name of a call in the kubelet's API counts as a misspelling of the call's hook. If the class also defines the
+    method or setting itself, it was not misspelt. A value of another type than the setting's is the author's own
+    attribute.
 
-    A misspelling is an error, not a warning: if `released` is never called, one user's data is left to the next, and
-    nothing else shows that. An author who means another method can rename it.
+    A misspelling is an error, not a warning: if `released` is never called, one user's data is left to the next user,
+    and nothing else shows this. An author who means another method can rename it.
     """
     if hasattr(DeviceSource, name):
         return ""
@@ -271,9 +275,9 @@ _OTHER_NAMES: Final = {
     "getpreferredallocation": "prefer",
     "resourcename": "resource",
 }
-"""By names of the kubelet's API, the method or setting that an author means by them."""
+"""By a name in the kubelet's API, the method or setting that an author means by this name."""
 
 
-@functools.cache  # Each Allocate needs the result, and a class does not change.
+@functools.cache  # Each Allocate needs the result, and it stays the same.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

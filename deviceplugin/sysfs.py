@@ -1,6 +1,7 @@
-"""Reads of sysfs: values, NUMA nodes, device nodes, and the hardware behind a device number.
+"""Reads sysfs: values, NUMA nodes, device nodes, and the hardware of a device number.
 
-The functions take paths, so they work on any directory tree. A missing value is None: sysfs changes while it is read.
+The functions take paths, so they work on any directory tree. A missing value is None, because sysfs changes while it is
+read.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 _COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
 """The parts of a name that the kernel counts up in the order in which devices appear: 0 of ttyUSB0, b of sdb."""
 _PLACES: Final = ("port_number", "index", "partition")
-"""Files with a constant number of a part of a device: a port of a serial adapter, a stream of a camera."""
+"""Files with a constant number of a device's part: a port of a serial adapter, a stream of a camera."""
 
 
 def read(path: str) -> str | None:
-    """Return a file's one line, stripped; None if it cannot be read."""
+    """Return the only line of a file, stripped; None if the file cannot be read."""
     looked_at.at(path)
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
@@ -39,9 +40,9 @@ def numa_node(directory: str) -> int | None:
 
 
 def numa_node_above(directory: str, within: str) -> int | None:
-    """Return the NUMA node of a directory, or of its nearest ancestor that has one.
+    """Return the NUMA node of a directory, or of its nearest ancestor that states one.
 
-    Only paths that contain `within` count.
+    within: only directories whose paths contain this text are read.
     """
     while within in directory:
         if (node := numa_node(directory)) is not None:
@@ -51,7 +52,7 @@ def numa_node_above(directory: str, within: str) -> int | None:
 
 
 def link_name(path: str) -> str | None:
-    """Return the last part of a symlink's target: a driver's name, a group's number."""
+    """Return the last element of a symlink's target (a driver's name, a group's number); None if it is no symlink."""
     try:
         return os.path.basename(os.readlink(path))
     except OSError:
@@ -59,7 +60,7 @@ def link_name(path: str) -> str | None:
 
 
 def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
-    """Yield the device nodes of a device and its parts in sysfs, without those of PCI and USB devices below it."""
+    """Yield the device nodes below a device's sysfs directory, without those of other PCI and USB devices below it."""
     for line in (read(f"{directory}/uevent") or "").splitlines():
         key, _, value = line.partition("=")
         if key == "DEVNAME" and value:
@@ -72,7 +73,7 @@ def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
 
 
 def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
-    """Return the directory of a device node's device; None if it has none. kind: char or block. number: major:minor."""
+    """Return the sysfs directory of a device node; None if there is none. kind: char or block. number: major:minor."""
     path = f"{root}/dev/{kind}/{number}"
     looked_at.at(path)
     try:
@@ -92,9 +93,9 @@ def device_above(directory: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePart:
-    """The hardware that a device node stands for. devices: names of its USB device or PCI function; each identifies it.
+    """The hardware of a device node. devices: names of its USB device or PCI function; each name identifies it.
 
-    place: the bus and the name of the USB port or PCI slot that it is in. part: the part of the hardware.
+    place: the bus, and the USB port or PCI slot of the hardware. part: which part of the hardware the node is.
     """
 
     devices: frozenset[str]
@@ -104,13 +105,13 @@ class HardwarePart:
 
 @dataclass(slots=True)
 class HardwareReader:
-    """Finds the hardware behind device numbers. It lists the USB devices once, so each look needs a new reader."""
+    """Finds the hardware of device numbers. USB devices are listed only once, so each scan needs a new reader."""
 
     root: str = ROOT
     _serials: list[tuple[str, ...]] | None = field(default=None, init=False)
 
     def behind(self, kind: str, number: str) -> HardwarePart | None:
-        """Return the hardware of a device node; None if sysfs does not show a USB or PCI device. Blocks.
+        """Return the hardware of a device node; None if sysfs names no USB or PCI device for it. Blocks.
 
         A USB device has the name of its vendor, product and serial number, in any port. The port replaces a missing
         serial number. While another device has the same serial number, the name has the port as well.
@@ -144,13 +145,13 @@ class HardwareReader:
 
 
 def _usb(directory: str) -> tuple[str, ...] | None:
-    """Return vendor, product and serial number of a USB device; None if the directory is not one."""
+    """Return vendor, product and serial number of a USB device; None if the directory is not a USB device's."""
     vendor, product, serial = (read(f"{directory}/{name}") or "" for name in ("idVendor", "idProduct", "serial"))
     return (vendor, product, serial) if vendor and product else None
 
 
 def _part(device: str, directory: str) -> str:
-    """Return the part of a device that has this directory, without numbers that the kernel counts up."""
+    """Return which part of a device has this sysfs directory, without numbers that the kernel counts up."""
     steps, above = [], device
     for step in filter(None, directory.removeprefix(device).split("/")):
         steps.append(_step(above, step))
@@ -161,10 +162,10 @@ def _part(device: str, directory: str) -> str:
 def _step(above: str, name: str) -> str:
     """Return a directory's name without the parts that the kernel counts up.
 
-    If several names are then equal, return the whole name.
+    If several names in `above` are then equal, return the whole name.
     """
     if name.startswith(f"{os.path.basename(above)}:"):
-        return name.partition(":")[2]  # The directory is an interface: configuration and number, 1.0.
+        return name.partition(":")[2]  # A USB interface: configuration and number, 1.0.
     plain = _COUNTED.sub("", name)
     for place in _PLACES:
         if (value := read(f"{above}/{name}/{place}")) is not None:

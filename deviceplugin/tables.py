@@ -1,4 +1,4 @@
-"""Prints tables and words, on a terminal or into a file."""
+"""Prints tables and words on a terminal or into a file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from deviceplugin.device import printable
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print aligned columns of any width. red: rows in this colour."""
+    """Print rows as aligned columns. red: those of the rows that are red on a terminal."""
     rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
     wrong = [False, *(row in red for row in rows)]
     print_lines(zip(aligned((header, *rows)), wrong, strict=True))
 
 
 def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
-    """Print lines. Marked lines are red on a terminal, if the extra `cli` is installed."""
+    """Print lines. A line with True is red on a terminal, if the extra `cli` is installed."""
     rich = import_rich() if sys.stdout.isatty() else None
     for text, red in lines:
         if rich is not None and red:
@@ -27,7 +27,7 @@ def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns."""
+    """Return the rows as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -45,7 +45,7 @@ def import_rich() -> Any:
 
 
 def age(seconds: float) -> str:
-    """Return a duration in the form of kubectl."""
+    """Return a duration in the form that kubectl has for ages: 90s, 5m, 3h, 2d."""
     left = max(0, int(seconds))
     for unit, size, below in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
         if left < size * below:

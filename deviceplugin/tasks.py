@@ -1,4 +1,4 @@
-"""Tasks that run in the background, and calls that a cancellation does not interrupt."""
+"""Background tasks, and calls that a cancellation of the caller does not interrupt."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _T = TypeVar("_T")
 
 
 class Tasks:
-    """Keeps references to tasks until they end, and logs their exceptions, because no other code may wait for them."""
+    """Keeps references to tasks until they end, and logs their exceptions, because no caller may wait for them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Start a task."""
+        """Start a task for this work."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    async def wait(self, timeout: float | None = None) -> None:  # The signature is that of asyncio.wait.
-        """Wait until the tasks that run now have ended, or until the timeout in seconds."""
+    async def wait(self, timeout: float | None = None) -> None:  # As in asyncio.wait.
+        """Wait until all tasks that run now have ended, at most `timeout` seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
 
     async def close(self) -> None:
-        """Cancel all tasks and wait for their ends."""
+        """Cancel all tasks and wait until they have ended."""
         await cancel_all(self._tasks)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
@@ -40,9 +40,9 @@ class Tasks:
 
 
 class SharedCall(Generic[_T]):
-    """Makes one call for all callers that arrive before it begins. Calls run one after another.
+    """Makes one call for all callers that arrive before this call begins. Calls run one after another.
 
-    A call continues if its callers are cancelled, because others may wait for it by then.
+    A call continues if its callers are cancelled, because other callers may wait for it by then.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> None:
@@ -52,7 +52,7 @@ class SharedCall(Generic[_T]):
         self._tasks: set[asyncio.Task[_T]] = set()
 
     async def __call__(self) -> _T:
-        """Return the result of a call that begins now or later, or raise its exception."""
+        """Return the result of a call that begins after this method was called, or raise the call's exception."""
         if self._next is None:
             self._next = asyncio.create_task(self._make())
             self._tasks.add(self._next)
@@ -70,12 +70,12 @@ class SharedCall(Generic[_T]):
             task.exception()  # All callers may be cancelled.
 
     async def close(self) -> None:
-        """Cancel the running call and the waiting ones."""
+        """Cancel the running call and the waiting call."""
         await cancel_all(self._tasks)
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their ends. Their exceptions are dropped."""
+    """Cancel tasks and wait until they have ended. Their exceptions are dropped."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()
@@ -83,7 +83,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def ended(future: asyncio.Future[_T]) -> _T:
-    """Wait for the end of a future. Only then raise the cancellation of this task, if there was one."""
+    """Return a future's result. If this task is cancelled, raise the cancellation only when the future has ended."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -92,6 +92,6 @@ async def ended(future: asyncio.Future[_T]) -> _T:
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # The exception is retrieved, and the cancellation is raised instead.
+            future.exception()  # Retrieved, but the cancellation is raised.
         raise cancelled
     return future.result()

@@ -1,6 +1,7 @@
 """Chooses the devices that a container gets together: pure functions over ids, NUMA nodes and link scores.
 
-An unknown id ranks low and raises no error. Ids are compared in natural order: sim-2 before sim-10.
+An id without scores or NUMA nodes is chosen late and raises no error. Ids are compared in natural order: sim-2 before
+sim-10.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Ids = Collection[str]
 Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
-"""The closeness of pairs of devices, by frozenset({a, b}). Higher is closer; a missing pair has 0."""
+"""The closeness of pairs of devices, by frozenset({a, b}). A higher number is closer; a missing pair has 0."""
 
-_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # Bits of a number, and the type code of an array of such numbers.
-# Maximum number of sets of devices (counting interchangeable ones once) for which all sets are compared.
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # By bits of a number, the type code of an array.
+# Maximum number of sets of devices (of interchangeable ones, only the number counts) for which all are compared.
 _EXACT: Final = 1 << 16
-# Requests that may follow a request for a single device: their size, and their number.
+# (size, number) of the requests that are assumed to follow a request for a single device.
 _USUAL: Final = ((4, 2), (2, 4))
-# Number of steps after which the search for requests that can all be served equally well stops.
+# Number of steps after which the search for ties that serve all later requests equally well is given up.
 BUDGET: Final = 40_000
-_STARTS: Final = 24  # Number of sets that the heuristic improves.
-_SWAPS: Final = 32  # Number of swaps that the heuristic tries on each set.
-_DENSE: Final = 256  # Maximum number of devices for which scores are kept as a matrix.
+_STARTS: Final = 24  # Number of sets with which the heuristic starts.
+_SWAPS: Final = 32  # Number of swaps that the heuristic tries from each set.
+_DENSE: Final = 256  # Maximum number of devices with a matrix of scores.
 
 
 class Link(enum.IntEnum):
-    """The closeness of two devices: one of the levels of PCIe, and NVLINK for each NVLink between them."""
+    """The closeness of two devices: a level of PCIe, or NVLINK times the number of NVLinks between the devices."""
 
     NVLINK = 100
     SAME_BOARD = 60
@@ -107,8 +108,8 @@ def choose(
 ) -> list[str]:
     """Choose `size` of the `available` ids by a policy of `DeviceSource`; `must_include` is always kept.
 
-    score: as for `preferred`, between physical devices. physical: the device of each id on this node, including ids
-    that are in use; a missing id is a device of its own. Raises ValueError if there is no such policy.
+    score: as for `preferred`, between physical devices. physical: by id, its device, for all ids on this node, ids in
+    use included; a missing id is a device of its own. Raises ValueError if there is no such policy.
     """
     match policy:
         case "links":
@@ -125,8 +126,8 @@ def choose(
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of different devices that are closest together.
 
-    One replica of each free device, its smallest id, is chosen before a second replica of any device. Without replicas,
-    the result is that of `preferred`.
+    From each free device, the replica with the smallest id is chosen before a second replica of any device. Without
+    replicas, the result is that of `preferred`.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -142,7 +143,7 @@ def links(available: Ids, must_include: Ids, size: int, score: Score, physical: 
 def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of as few devices as possible. Devices with the fewest free replicas come first.
 
-    The devices of `must_include` come first; see `numa_compact`, whose nodes are the devices here.
+    The devices of `must_include` come before all others; see `numa_compact`, whose nodes are the devices here.
     """
     devices = _in_order(physical.get(name, name) for name in {*available, *must_include})
     places = {device: (place,) for place, device in enumerate(devices)}
@@ -151,10 +152,10 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 
 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas one by one, each of the device with the fewest replicas in use at that point.
+    """Choose replicas one by one, each of the device that has the fewest replicas in use at that point.
 
-    The ids in use are those of `physical` that are not `available`, and those already chosen. Ties: the device with the
-    most free replicas, then the smallest id.
+    In use are the ids of `physical` that are not `available`, and the ids already chosen. Among equal devices, the
+    device with the most free replicas is chosen, then the smallest id.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -170,7 +171,7 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
 
 
 def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the ids of each device, the smallest last."""
+    """Return by device its ids, the smallest id last."""
     devices: dict[str, list[str]] = {}
     for name in sorted(ids, key=natural, reverse=True):
         devices.setdefault(physical.get(name, name), []).append(name)
@@ -178,10 +179,10 @@ def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, lis
 
 
 def arranged(devices: Collection[str], score: Score) -> list[str]:
-    """Return the devices in an order whose blocks of 2, 4, 8 and so on are close together.
+    """Return the devices in an order in which blocks of 2, 4, 8 and so on devices are close together.
 
-    The scheduler takes devices from the front of a slice. The first half (up to a power of two) is the result of
-    `preferred`, and so on within both halves.
+    The scheduler takes devices in the order of a ResourceSlice. The first half of the order (up to a power of two) is
+    the result of `preferred`; each half is ordered in the same way.
     """
     ids = _in_order(devices)
     if len(ids) < 3 or not score:
@@ -192,7 +193,7 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 
 
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
-    """Return scores from NUMA nodes alone: 20 for devices that share one, 10 across nodes.
+    """Return scores from NUMA nodes alone: 20 for devices with a common node, 10 for devices without.
 
     A device without nodes has no scores. There are n^2/2 pairs: for many devices use `numa_compact`.
     """
@@ -206,11 +207,12 @@ def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], fl
 def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_include: Ids, size: int) -> list[str]:
     """Choose `size` of the `available` ids on as few NUMA nodes as possible; O(n log n).
 
-    devices: id to its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of them.
-    The nodes of `must_include` come first; if one of them has all missing devices, it is enough. Otherwise all devices
-    of these nodes are taken. The rest comes from the node that has enough and has the fewest free devices; if no node
-    has enough, the node with the most free devices is taken first. Devices of unknown NUMA come last. Ties: the lower
-    node, then the smaller id. `must_include` and too few devices are treated as by `preferred`.
+    devices: by id, its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of these
+    nodes. The nodes of `must_include` come first; if one of these nodes has all missing devices, only it is used.
+    Otherwise all devices of these nodes are taken. The rest comes from the node with the fewest free devices that has
+    enough; if no node has enough, the node with the most free devices is taken first. Devices of unknown NUMA nodes
+    come last. Among equals, the lower node and the smaller id come first. `must_include` and too few devices are
+    treated as by `preferred`.
     """
     taken = set(must_include)
     free = set(available) - taken
@@ -237,7 +239,7 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
         take(nodes[min(enough, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
     for node in by_use:
         take(nodes[node].copy())
-    # Sizes only shrink (because of devices near several nodes), so an outdated entry is put back with its true size.
+    # Numbers of free devices only shrink (by devices near several nodes), so an outdated entry is put back corrected.
     largest = [(-len(members), node) for node, members in nodes.items()]
     heapq.heapify(largest)
     while missing and largest:
@@ -254,7 +256,7 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
 
 
 def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple[list[list[int]], list[int]]:
-    """Return the scores among `free` as integers of at least 0, and of each with all `required`.
+    """Return the scores among `free` as integers of at least 0, and of each free device with all `required`.
 
     All pairs are raised by the same amount, which changes no order among sets of one size.
     """
@@ -287,7 +289,7 @@ def _finite(value: float) -> float:
 
 
 def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[list[int]]:
-    """Return the classes of devices that have the same scores with all others, the last first."""
+    """Return the classes of devices that have the same scores with all other devices, the last class first."""
     classes: list[list[int]] = []
     sums = [sum(row) for row in matrix]
     for device, row in enumerate(matrix):
@@ -307,9 +309,9 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 class _Sets:
     """All sets of some devices, at most 2^16; of interchangeable devices only the number counts.
 
-    A set is a number with a digit for each class: how many devices of it the set has. So the removal of a subset is a
-    subtraction. Some long integers contain a number for each set, so that one addition changes all sets. Others contain
-    a bit for each set, so that one AND filters all sets.
+    A set is represented by a number with a digit for each class: how many devices of the class the set has. So the
+    removal of a subset is a subtraction. Some long integers contain a number for each set, so that one addition changes
+    all sets. Others contain a bit for each set, so that one AND filters all sets.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
@@ -317,7 +319,7 @@ class _Sets:
         self.weights: list[int] = []
         sizes = bytes(1)
         most = sum(map(sum, matrix)) + sum(bonus)
-        width = next(width for width in _WIDTHS if most >> width == 0)  # No sum may overflow into the next number.
+        width = next(width for width in _WIDTHS if most >> width == 0)  # No sum may overflow into its neighbour.
         totals, ones = 0, [1]
         for place, members in enumerate(classes):
             weight, count, row = len(sizes), len(members), matrix[members[0]]
@@ -327,15 +329,16 @@ class _Sets:
             sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(count + 1))
             self.weights.append(weight)
         self.whole = len(sizes) - 1
-        """The set of all devices. The whole minus a set is the set's complement."""
+        """The number of the set of all devices. This number minus a set's number is the set's complement."""
         self.sizes = sizes + b"\xff" * len(sizes)
-        """How many devices each set has; 255 for a negative number.
+        """By set, how many devices it has; 255 for a negative number.
 
-        One set is a subset of another if and only if the size of their difference is the difference of their sizes."""
+        One set is a subset of another if and only if the size of their difference is the difference of their sizes.
+        """
         self.totals = self._numbers(totals, width)
-        """The total of all pairs' scores in each set."""
+        """By set, the total of the scores of all its pairs."""
         self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
-        """The same totals, including the required devices."""
+        """By set, the same total, including the scores of its devices with the required devices."""
 
     def _numbers(self, table: int, width: int) -> array[int]:
         numbers = array(_WIDTHS[width])
@@ -345,7 +348,7 @@ class _Sets:
         return numbers
 
     def choose(self, missing: int, size: int) -> list[int]:
-        """Return the best set of `missing` devices, for the case that all later requests are for `size`."""
+        """Return the best set of `missing` devices, if all later requests are for `size` devices."""
         left = self.sizes[self.whole] - missing
         candidates = self._of_size(missing)
         ties = _highest(candidates, self.firsts)
@@ -367,7 +370,7 @@ class _Sets:
         return levels[size]
 
     def _members(self, subset: int) -> list[int]:
-        """Return the devices of a set, the smallest of each class."""
+        """Return the devices of a set; of each class, the devices with the smallest ids."""
         smallest: list[int] = []
         for members, weight in zip(self.classes[::-1], self.weights[::-1], strict=True):
             count, subset = divmod(subset, weight)
@@ -376,24 +379,24 @@ class _Sets:
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
         """Sort the ties: first those that leave the highest total, among equals first those with the smallest ids."""
-        # If each device has its own digit, a higher number means smaller ids.
+        # If each device is a class of its own, a set's higher number means smaller ids.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave most for `later` requests. `enough` of them suffice.
+        """Return the ties that leave most for `later` requests; `enough` of these ties suffice, None for all.
 
-        candidates: sets of the size.
+        candidates: all sets of the size of these requests.
         """
         sizes, size = self.sizes, self.sizes[candidates[0]]
-        # By each possible remainder, a bit for each tie that leaves it.
+        # By possible remainder, a number with a bit for each tie that leaves it.
         remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}
         for request in range(later):
             fitting = self._parts_of(remainders)
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # Later requests cannot get more than the first of them.
+                return alike  # Later requests get at most what the first gets.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
@@ -404,7 +407,7 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave `later` of the best sets, at most `enough`; none if the search takes too long."""
+        """Return at most `enough` ties that leave `later` of the `best` sets; none if the search takes too long."""
         budget, sizes, size = BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
@@ -416,7 +419,7 @@ class _Sets:
             fitting = [subset for subset in some if sizes[remainder - subset] == rest]
             if requests == 1 or not fitting:
                 return bool(fitting)
-            # The order of requests does not matter, so earlier sets are not tried again.
+            # The order of requests does not matter, so sets before this one are not tried again.
             return any(serves(remainder - subset, fitting[at:], requests - 1) for at, subset in enumerate(fitting))
 
         serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
@@ -424,14 +427,14 @@ class _Sets:
         return served if budget >= 0 else []
 
     def _parts_of(self, several: Iterable[int]) -> str:
-        """Return a string with "1" for each set that is a subset of one of these sets, and "0" for each other set."""
+        """Return a string with "1" for each set that is a subset of one of these sets, and "0" for all other sets."""
         flags = bytearray(b"0") * (self.whole + 1)
         for subset in several:
             flags[~subset] = ord("1")
         bits, count = int(flags, 2), self.whole + 1
         for members, weight in zip(self.classes, self.weights, strict=True):
             period = weight * (len(members) + 1)
-            some = (1 << period) - (1 << weight)  # The sets that have a device of the class.
+            some = (1 << period) - (1 << weight)  # The sets with a device of the class.
             while period < count:
                 some |= some << period
                 period *= 2
@@ -441,7 +444,7 @@ class _Sets:
 
 
 def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int], width: int) -> int:
-    """Return the sum of its devices' values for each set of these classes, in numbers of `width` bits."""
+    """Return by set of these classes the sum of its devices' values, as one integer of numbers with `width` bits."""
     sums, shift = 0, width
     for members, base in zip(classes, ones, strict=False):
         sums = _joined(sums, values[members[0]] * base, 0, len(members), shift)
@@ -450,9 +453,9 @@ def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Itera
 
 
 def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
-    """Join sets without a class and the same sets with up to `count` devices of it.
+    """Join the sets without a class and these sets with up to `count` devices of the class.
 
-    step: the first device's addition. growth: how much more each further device adds.
+    step: what the first device adds. growth: how much more each further device adds than the device before.
     """
     joined = layer
     for n in range(1, count + 1):
@@ -470,7 +473,7 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
     """Return a set with a high total that leaves a high total, found in a fixed number of steps.
 
-    Until `stop` (perf_counter), swaps improve several sets, each of one of `firsts` and the devices closest to it.
+    Each start is one of `firsts` with the devices closest to it. Swaps improve the starts until `stop` (perf_counter).
     """
     degrees = [sum(row) for row in matrix]
     order = sorted(
@@ -480,9 +483,9 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
-            others = order[at + 1 :] + order[:at]  # Among equal devices, each start prefers another one.
+            others = order[at + 1 :] + order[:at]  # Among equal devices, each start prefers others.
             starts.append([first, *sorted(others, key=gains.__getitem__, reverse=True)][:missing])
-    # All remaining scores together count less than the smallest difference between chosen sets.
+    # All remaining scores together count less than the smallest difference between two chosen sets.
     unit = 1 + 2 * sum(degrees)
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
@@ -491,17 +494,17 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
 
 
 def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
-    """Return the gain of each device: its own number, and the numbers of its pairs with the chosen devices."""
+    """Return each device's gain: its own number plus the numbers of its pairs with the chosen devices."""
     return [value + sum(map(row.__getitem__, chosen)) for value, row in zip(nodes, pairs, strict=True)]
 
 
 def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: float) -> tuple[int, set[int]]:
-    """Return the best set, and its value, on a walk of swaps: the best comes in, the worst goes out.
+    """Return the value and the best set on a walk of swaps: the best device comes in, the worst goes out.
 
-    For some steps neither device is swapped back. So the walk leaves sets that no single swap improves.
+    For some steps neither of the two devices is swapped back, so the walk leaves sets that no single swap improves.
     """
     gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
-    # Pairs count twice, so the other numbers do as well.
+    # In `value`, pairs count twice, so the devices' own numbers are counted twice as well.
     value = sum(gains[device] + nodes[device] for device in chosen)
     best, best_set = value, set(chosen)
     entered, gone = list[int](), list[int]()
@@ -527,7 +530,7 @@ def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: f
 
 
 def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
-    """Return the set after all swaps that improve it, or keep its value and lower the ids."""
+    """Return the set after all swaps that raise its value, or keep its value and lower the ids."""
     gains = _gains(pairs, nodes, chosen)
     swapped = True
     while swapped and time.perf_counter() < stop:
@@ -546,7 +549,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Reduce very many devices to those that good sets may be made of."""
+    """Return those of very many devices of which good sets may consist, so that a matrix of scores stays small."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

@@ -14,7 +14,7 @@ SILENT: Final = 5.0
 
 
 class UnwatchedCause(enum.Enum):
-    """The cause for which a directory causes no events."""
+    """Why a directory causes no file events."""
 
     INSTANCES = "instances"
     WATCHES = "watches"
@@ -24,7 +24,7 @@ class UnwatchedCause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> UnwatchedCause:
-        """Return the cause of an error. EMFILE has two causes: no more files, or no more instances."""
+        """Return the cause of an error. EMFILE has two causes: no file, or no inotify instance is left."""
         if isinstance(error, TimeoutError):
             return cls.SILENT
         match error.errno if isinstance(error, OSError) else None:
@@ -38,20 +38,20 @@ class UnwatchedCause(enum.Enum):
 
 
 class WatchFailure(NamedTuple):
-    """The reason why a directory could not be watched. error: the system's error as text, if that is the cause."""
+    """Why a directory could not be watched. error: the system's error as text, if `cause` is ERROR."""
 
     cause: UnwatchedCause
     error: str = ""
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> WatchFailure:
-        """Return the failure that an error stands for."""
+        """Return the failure that an error of the system means."""
         cause = UnwatchedCause.of(error)
         return cls(cause, str(error) if cause is UnwatchedCause.ERROR else "")
 
 
 class Unwatched(NamedTuple):
-    """Directories without events, all for one cause."""
+    """Directories without file events, all for the same cause."""
 
     failure: WatchFailure
     directories: tuple[str, ...]
@@ -92,14 +92,14 @@ _LIMITS: Final[Mapping[str, str]] = {
 
 
 def _limit(what: str) -> str:
-    """Return the effective limit of instances or watches, with its value: the lower one of user and user namespace."""
+    """Return the limit of inotify instances or watches, with its value: the lower one of user and user namespace."""
     limits = [(_read_limit(f"{file}{what}"), f"{name}{what}") for file, name in _LIMITS.items()]
     value, name = min(limits, key=lambda limit: int(limit[0]) if limit[0].isdigit() else math.inf)
     return f"{name} is {value}"
 
 
 def _read_limit(name: str) -> str:
-    """Read a kernel setting; "unknown" if it cannot be read. The file is in memory, so this does not block."""
+    """Read a kernel setting; "unknown" if it cannot be read. /proc/sys is in memory, so the read does not block."""
     try:
         with open(f"/proc/sys/{name}", encoding="ascii") as file:
             return file.read().strip()

@@ -1,4 +1,4 @@
-"""The version, which setup.cfg reads from here, and the command that installs the package."""
+"""The version of the package, which setup.cfg reads from here, and the command that installs the package."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ VERSION: Final = "0.1.0"
 def installing(extra: str) -> str:
     """Return the command that installs the package with an extra, for messages.
 
-    No package index has the package yet.
+    No package index has the package yet, so the command names a file.
     """
     return (
         f"pip install '.[{extra}]' in the repository, or pip install 'deviceplugin-{VERSION}-py3-none-any.whl[{extra}]'"
