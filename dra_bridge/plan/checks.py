@@ -1,4 +1,4 @@
-"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure."""
+"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure functions."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ CHECKS: Final[Mapping[FindingKind, Check]] = {
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """The pods and devices of one resource. capacity, allocatable: of the plugin side; published: devices in slices.
+    """The pods and devices of one resource. capacity, allocatable: of all nodes. published: devices in ResourceSlices.
 
-    by_count: number of pods by the number of devices that each requests. by_limits, by_dra: devices that pods have, by
-    the side that serves them. waiting: pods without a node.
+    by_count: number of pods by the number of devices that each requests. by_limits, by_dra: numbers of devices that
+    pods on nodes have through the device plugin, and through DRA. waiting: number of pods without a node.
     """
 
     resource: str
@@ -72,10 +72,10 @@ class ResourceUse:
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """The time in which the pods on a number of nodes end, in seconds, estimated from the ages of running pods.
+    """How many seconds the pods on a number of nodes still run, estimated from the ages of the pods.
 
-    In a steady state, the remaining times of pods are distributed as their ages are. Pods that never end by themselves
-    (services) end when they are replaced.
+    half: on half of the nodes. most: on all nodes. In a steady state, the remaining times of pods are distributed as
+    their ages are. Pods that never end by themselves (services) end when they are replaced.
     """
 
     nodes: int
@@ -85,7 +85,7 @@ class DrainTime:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """The result of `plan`. unread: objects that could not be read, so that findings may be missing."""
+    """The result of `plan`. unread: what could not be read, so that findings may be missing."""
 
     uses: tuple[ResourceUse, ...]
     drain: DrainTime | None
@@ -104,7 +104,7 @@ class MigrationPlan:
 
 
 def migration_plan(view: ClusterView, ignored: frozenset[str] = frozenset()) -> MigrationPlan:
-    """Return the plan. ignored: codes of findings to leave out."""
+    """Run all checks on a view of the cluster; return the plan. ignored: codes of findings to leave out."""
     found = [finding for kind, check in CHECKS.items() if kind.code not in ignored for finding in check(view)]
     order = list(Severity)
     found.sort(key=lambda one: (order.index(one.kind.severity), one.kind.code, one.object))

@@ -1,4 +1,7 @@
-"""Checks of classes, rights, quotas, autoscalers and programs that count devices. Pure; one function for each kind."""
+"""Checks of DeviceClasses, rights, quotas, autoscalers and programs that count devices.
+
+Pure; one function for each kind of finding.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,26 @@ AGENT_RULES: Final = (
     ("resource.k8s.io", "resourceclaims", ("get", "list")),
     ("", "events", ("create",)),
 )
-"""The rules of the agents' ClusterRole of `dra-bridge manifests`: group, resource, verbs. A test compares them."""
+"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`. A test compares both."""
 OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
-"""Verbs and resources that `migrate` and `rollout` need."""
+"""The rights (verb, resource) that a user of `migrate` and `rollout` needs."""
 GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
-"""For each provider, the label by which the cluster autoscaler finds nodes with GPUs. The last one is of Azure and
-others."""
+"""For each provider, the label by which the cluster autoscaler finds nodes with GPUs. The last label is of Azure and
+other providers."""
 SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 UNCHANGED: Final = 36
 """The first minor version in which unchanged pods get devices through DRA by default."""
 
 
 def no_class(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield targets that no DeviceClass names."""
+    """Find target resources that no DeviceClass names as extendedResourceName."""
     for resource in view.targets:
         if not view.classes_of(resource):
             yield PlanFinding(FindingKind.NO_CLASS, resource, "no DeviceClass has it as extendedResourceName")
 
 
 def two_classes(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield targets that several DeviceClasses name."""
+    """Find target resources that several DeviceClasses name as extendedResourceName."""
     for resource in view.targets:
         classes = view.classes_of(resource)
         if len(classes) > 1:
@@ -44,7 +47,7 @@ def two_classes(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agent_rights(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield rights that the ServiceAccounts of the agents' DaemonSets lack."""
+    """Find rights that the ServiceAccounts of the agents' DaemonSets lack."""
     roles = {name_of(one): one for one in view.objects.of("ClusterRole")}
     for agents in view.agents:
         account = (part(agents, "metadata", "namespace"), part(agents, "spec", "serviceAccountName") or "default")
@@ -75,7 +78,7 @@ def _allows(rule: Body, group: str, resource: str, verb: str) -> bool:
 
 
 def operator_rights(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield rights that the user lacks."""
+    """Find rights for `migrate` and `rollout` that the user lacks."""
     missing = [f"{verb} {resource}" for (verb, resource), there in view.objects.rights.items() if not there]
     if missing:
         yield PlanFinding(FindingKind.OPERATOR_RIGHTS, "you", f"may not {listed(missing, 20)}")
@@ -90,7 +93,7 @@ def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
 
 
 def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield quotas that have a target but not the key of its class, in clusters with nodes before 1.36."""
+    """Find quotas that limit a target resource but not its DeviceClass, in clusters with nodes before 1.36."""
     minors = [minor for node in view.nodes if (minor := minor_of(node))]
     if not minors or min(minors) >= UNCHANGED:
         return
@@ -103,7 +106,7 @@ def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield quotas of a target, or of its class, for pods of a PriorityClass."""
+    """Find quotas that limit a target resource, or its DeviceClass, for pods of a PriorityClass."""
     for quota in view.objects.of("ResourceQuota"):
         spec = part(quota, "spec")
         scopes = {
@@ -117,7 +120,7 @@ def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def _kueue(view: ClusterView) -> tuple[str, str]:
-    """Return a pod of Kueue and Kueue's configuration; "" for one that is not known."""
+    """Return the name of a pod of Kueue, and Kueue's configuration; "" for each that is not found."""
     pod = view.program("kueue")
     texts = [
         str(text)
@@ -129,7 +132,7 @@ def _kueue(view: ClusterView) -> tuple[str, str]:
 
 
 def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield classes that Kueue's configuration does not map."""
+    """Find DeviceClasses of target resources that the configuration of Kueue does not map."""
     pod, text = _kueue(view)
     if not pod:
         return
@@ -141,7 +144,7 @@ def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield templates of claims with selectors, if the driver of their class publishes no device yet."""
+    """Find ResourceClaimTemplates of targets with CEL selectors, if Kueue runs and no such device is published yet."""
     pod, _ = _kueue(view)
     if not pod or any(view.slices.values()):
         return
@@ -152,7 +155,7 @@ def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield groups of nodes in which only some nodes have slices of a driver."""
+    """Find groups of nodes in which only some nodes have ResourceSlices of a driver."""
     if not view.autoscaler:
         return
     for group, nodes in sorted(view.groups.items()):
@@ -165,7 +168,7 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield unmarked nodes with slices whose pods have devices of the plugin side."""
+    """Find nodes with ResourceSlices and with pods on the plugin side that lack the mark SCALE_DOWN_DISABLED."""
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}
@@ -181,7 +184,7 @@ def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes with a provider's label for GPUs."""
+    """Find nodes with a provider's label for GPUs."""
     if not view.autoscaler:
         return
     found: dict[str, list[str]] = {}
@@ -195,14 +198,14 @@ def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield unchanged pods that DRA serves."""
+    """Find unchanged pods, which have limits and no claims, that DRA serves."""
     found = [title_of(pod) for pod in view.pods if title_of(pod) in view.by_dra]
     if view.autoscaler and found:
         yield PlanFinding(FindingKind.AUTOSCALER_UNCHANGED, f"pods {listed(found)}", view.autoscaler)
 
 
 def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield targets with the share `all` if Karpenter creates nodes."""
+    """Find target resources with the share `all` if Karpenter creates nodes."""
     nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
     pod = view.program("karpenter", "controller") if nodes else ""
     whole = [one.resource for one in view.targets.values() if one.share == "all"]
@@ -222,7 +225,7 @@ def opencost(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def dcgm_exporter(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield a finding if dcgm-exporter runs, and the driver of the GPUs has another name than NVIDIA's."""
+    """Yield a finding if dcgm-exporter runs, and the driver of the GPUs is not NVIDIA's gpu.nvidia.com."""
     gpus = {one.driver for one in view.targets.values() if one.resource.startswith("nvidia.com/")}
     if gpus - {"gpu.nvidia.com"}:
         yield from _counts(view, FindingKind.DCGM_EXPORTER, "dcgm-exporter")

@@ -25,7 +25,7 @@ def table(plan: MigrationPlan) -> str:
 
 
 def summary(plan: MigrationPlan) -> str:
-    """Return the number of findings of each severity."""
+    """Return a text with the number of findings of each severity."""
     counts: dict[str, int] = {}
     for finding in plan.findings:
         counts[finding.kind.severity.value] = counts.get(finding.kind.severity.value, 0) + 1

@@ -1,4 +1,4 @@
-"""Reads dumps of objects: lists and streams in YAML or JSON. Unused fields are dropped at once, to save memory.
+"""Reads dumps of API objects: lists and streams in YAML or JSON. Unused fields are dropped at once, to save memory.
 
 A list in YAML is read item by item from the parser's events, because a tree of 8,000 pods would take a gigabyte.
 """
@@ -29,10 +29,10 @@ class DumpError(Exception):
 
 
 def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:
-    """Yield kind and fields of the objects in a dump that `plan` uses. Raises DumpError.
+    """Yield the objects in a dump that `plan` uses, each as its kind and its used fields. Raises DumpError.
 
-    The pods of a Deployment and of similar objects have the kind TEMPLATE. They count only in dumps without nodes, such
-    as a chart.
+    The pod templates of Deployments and similar objects get the kind TEMPLATE. These templates count only in dumps
+    without nodes, such as a chart.
     """
     for body in _bodies(text):
         kind = body.get("kind") if isinstance(body, dict) else None
@@ -72,7 +72,7 @@ def _items(body: Any) -> Iterator[Any]:
 
 
 def _from_yaml(text: bytes) -> Iterator[Any]:
-    """Yield objects from the parser's events: each item of a top-level `items`, or else the whole document."""
+    """Yield objects from the YAML parser's events: each item of a top-level `items`, or else the whole document."""
     events = iter(yaml.parse(text, Loader=_LOADER))
     for event in events:
         if not isinstance(event, yaml.DocumentStartEvent):
@@ -123,7 +123,7 @@ def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
 
 
 def _scalar(event: Any) -> Any:
-    """Return the value of a scalar. It covers the types of the used fields: text, integer, true, null."""
+    """Return the value of a scalar, of the types that used fields have: text, integer, true or false, null."""
     text = event.value
     if event.style or not event.implicit[0]:
         return text

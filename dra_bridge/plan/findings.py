@@ -1,4 +1,4 @@
-"""Kinds of findings: a code that stays, a severity, what it means, what to do. docs/plan-findings.md is made of it."""
+"""The kinds of findings: a stable code, a severity, an explanation, a remedy. docs/plan-findings.md is made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Severity(Enum):
 
 
 class FindingKind(Enum):
-    """A code, a severity, a sentence that explains the finding, and a sentence of advice."""
+    """A kind of finding: its code, its severity, a sentence that explains the finding, and a sentence of advice."""
 
     FITS_NOWHERE = (
         "DB101",
@@ -202,7 +202,7 @@ class FindingKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlanFinding:
-    """One finding. object: the object that it concerns. reason: the observed fact."""
+    """One finding. object: the object that the finding concerns. reason: the observed fact."""
 
     kind: FindingKind
     object: str

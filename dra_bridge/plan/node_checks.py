@@ -16,9 +16,9 @@ FIRST = 32
 def _by_version(
     view: ClusterView, kind: FindingKind, lacks: Callable[[int, Mapping[str, bool]], bool]
 ) -> Iterator[PlanFinding]:
-    """Yield a finding for each version of nodes with devices that lacks a feature.
+    """Yield a finding for each kubelet version, of nodes with devices, that lacks a feature.
 
-    lacks: decides by version and gates.
+    lacks: decides by the minor version and the kubelet's feature gates whether the feature is missing.
     """
     found = defaultdict(list)
     for node in view.device_nodes:
@@ -31,12 +31,12 @@ def _by_version(
 
 
 def no_dra(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes before 1.32."""
+    """Find nodes whose kubelet is older than 1.32."""
     return _by_version(view, FindingKind.NO_DRA, lambda minor, _: minor < FIRST)
 
 
 def dra_off(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes of versions in which DRA is off by default, unless their kubelet has switched it on."""
+    """Find nodes whose kubelet has DRA off: by its version's default, or by a feature gate."""
     return _by_version(
         view,
         FindingKind.DRA_OFF,
@@ -45,7 +45,7 @@ def dra_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def unchanged_pods(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes on which DRA cannot serve unchanged pods."""
+    """Find nodes on which DRA cannot serve unchanged pods, because DRAExtendedResource is off."""
     return _by_version(
         view,
         FindingKind.UNCHANGED_PODS,
@@ -54,7 +54,7 @@ def unchanged_pods(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def features_off(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes of versions without taints and shared devices by default."""
+    """Find nodes whose kubelet lacks device taints, shared devices or parts of devices, by default or by a gate."""
     names = ("DRADeviceTaints", "DRAConsumableCapacity", "DRAPartitionableDevices")
     return _by_version(
         view,
@@ -64,7 +64,7 @@ def features_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes whose kubelet aligns devices by the Topology Manager."""
+    """Find nodes whose kubelet aligns devices by the Topology Manager."""
     found = defaultdict(list)
     for node in view.device_nodes:
         policy = part(view.objects.kubelets.get(name_of(node), {}), "topologyManagerPolicy")
@@ -75,7 +75,7 @@ def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield nodes with devices on which no DaemonSet of the agents puts a pod."""
+    """Find nodes with devices on which no DaemonSet of the agents runs a pod."""
     if not view.agents:
         return
     away = defaultdict(list)
@@ -90,7 +90,7 @@ def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def _keeps_away(daemon_set: Body, node: Body) -> str:
-    """Return why a DaemonSet has no pod on a node; "" if it has one, or may have one.
+    """Return the node selector or taint that keeps a DaemonSet's pods off a node; "" if nothing does.
 
     Kubernetes adds tolerations of some taints of node conditions to a DaemonSet's pods (pkg/controller/daemon, 1.36).
     """
@@ -115,7 +115,7 @@ def _tolerates(toleration: Body, taint: Body) -> bool:
 
 
 def other_plugin(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield pods of other projects that mount the device plugin directory, on nodes with devices."""
+    """Find pods of other projects that mount the device plugin directory, on nodes with devices."""
     names = {name_of(node) for node in view.device_nodes}
     found = defaultdict(set)
     for pod in view.all_pods:
@@ -128,7 +128,7 @@ def other_plugin(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def mixed_shares(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield groups of nodes with different requested shares of a driver."""
+    """Find groups of nodes whose annotations request different shares of a driver."""
     for group, nodes in sorted(view.groups.items()):
         keys = {key for node in nodes for key in part(node, "metadata", "annotations") if key.endswith("/dra-share")}
         for key in sorted(keys):

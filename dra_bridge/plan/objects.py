@@ -13,18 +13,18 @@ Body = Mapping[str, Any]
 """An object in the form of its JSON."""
 
 PLUGIN_DIRECTORY: Final = "device-plugins"
-"""The directory in which device plugins register with the kubelet. A path of a hostPath volume ends with its name."""
+"""The end of a hostPath volume's path by which `plan` recognizes device plugins, which register in this directory."""
 AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
-"""The label of all objects of `dra-bridge manifests`."""
+"""The label of all objects that `dra-bridge manifests` prints."""
 
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation of claims that the scheduler makes for limits. It repeats `dra_bridge.kube`, whose import takes a
-second."""
+"""The annotation of claims that the scheduler makes for limits. It repeats a constant of `dra_bridge.kube`, because
+the import of that package takes a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Something that could not be read. what: a kind, in the plural, or another thing. reason: why."""
+    """An input of `plan` that could not be read. what: the plural of a kind, a dump, or another input. reason: why."""
 
     what: str
     reason: str
@@ -34,8 +34,8 @@ class Unread:
 class ClusterObjects:
     """All objects that were read, by kind.
 
-    now: Unix seconds. kubelets: the configurations that could be read, by node. rights: by verb and resource, whether
-    the user has the right.
+    now: the time of reading, in Unix seconds. kubelets: the kubelets' configurations that could be read, by node.
+    rights: whether the user has a right, by verb and resource.
     """
 
     by_kind: Mapping[str, tuple[Body, ...]]
@@ -50,7 +50,7 @@ class ClusterObjects:
 
 
 def part(body: Any, *keys: str) -> Any:
-    """Return the value at a path of keys, {} if there is none."""
+    """Return the value at a path of keys in an object; {} if there is no such value."""
     for key in keys:
         body = body.get(key) if isinstance(body, Mapping) else None
     return {} if body is None else body
@@ -62,7 +62,7 @@ def name_of(body: Body) -> str:
 
 
 def title_of(body: Body) -> str:
-    """Return namespace/name."""
+    """Return an object's namespace/name; the name alone if the object has no namespace."""
     namespace = part(body, "metadata", "namespace")
     return f"{namespace}/{name_of(body)}" if namespace else name_of(body)
 
@@ -84,9 +84,9 @@ def seconds_of(text: object) -> float:
 
 
 def quantity_of(value: object) -> int:
-    """Return a whole quantity; 0 if the value is not one."""
+    """Return a quantity as an integer; 0 if the value is not a quantity."""
     try:
-        return int(parse_quantity(value))  # type: ignore[arg-type]  # what is none of both is refused
+        return int(parse_quantity(value))  # type: ignore[arg-type]  # parse_quantity refuses other types
     except NamingError:
         return 0
 
@@ -138,10 +138,10 @@ def _pod(body: Body) -> dict[str, Any]:
 
 
 def _node(body: Body) -> dict[str, Any]:
-    """Cut a Node. Quantities of 0 are left out.
+    """Return the used fields of a Node, without quantities of 0.
 
-    A kubelet reports 0 of each extended resource that it once had a plugin for, and never removes it (kubelet 1.36,
-    nodestatus/setters.go, MachineInfo; kubelet_node_status.go, reconcileExtendedResource).
+    A kubelet reports 0 of each extended resource for which it once had a plugin, and never removes the entry (kubelet
+    1.36, nodestatus/setters.go, MachineInfo; kubelet_node_status.go, reconcileExtendedResource).
     """
     status = part(body, "status")
     return {
@@ -201,7 +201,7 @@ CUT: Final[Mapping[str, Callable[[Body], dict[str, Any]]]] = {
     "ClusterRoleBinding": _whole,
     "ConfigMap": _whole,
 }
-"""For each used kind, the function that keeps only the used fields."""
+"""For each kind that `plan` uses, the function that returns the used fields of an object."""
 
 
 def cut(kind: str, bodies: Iterable[Body]) -> list[Body]:

@@ -15,9 +15,9 @@ MAX_DEVICES = 32
 
 
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield pods that request more devices than any node has, on whichever side."""
+    """Find pods that request more devices of a resource than any node has, whichever side serves the devices."""
     if not view.nodes:
-        return  # A chart has no nodes.
+        return  # The dump of a chart has no nodes.
     most: dict[str, int] = defaultdict(int)
     for node in view.nodes:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
@@ -33,7 +33,7 @@ def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def above_32(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield pods with a container that requests more devices than a claim can have."""
+    """Find pods that request more devices of a resource than one claim can have."""
     for pod in view.pods:
         for resource, count in asked_of(pod).items():
             if resource in view.targets and count > MAX_DEVICES:
@@ -41,7 +41,7 @@ def above_32(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def preempts(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield pods above the default priority that may preempt others."""
+    """Find pods with a priority above 0, the default, that may preempt other pods."""
     found = defaultdict(list)
     for pod in view.pods:
         spec = pod["spec"]
@@ -52,7 +52,7 @@ def preempts(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield pods whose init containers request another number than a container that could share their claim."""
+    """Find pods with an init container that requests another number of devices than each of the pod's containers."""
     for pod in view.pods:
         spec = pod["spec"]
         for container in spec["initContainers"]:
@@ -67,7 +67,7 @@ def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def restart_ends(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield pods that a restart of their node's kubelet would end now (`dra_bridge.handover.admission`)."""
+    """Find pods that a restart of their node's kubelet would end now (`dra_bridge.handover.admission`)."""
     for node in view.device_nodes:
         pods = view.pods_by_node.get(name_of(node), [])
         for resource in view.targets:

@@ -47,18 +47,18 @@ LISTED: Final = (
     CLUSTER_ROLES,
     CLUSTER_ROLE_BINDINGS,
 )
-"""Kinds of which `plan` lists all objects in the cluster."""
+"""The kinds of which `plan` lists all objects in the cluster."""
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
 """ConfigMaps, by namespace and name, that show a provider's cluster autoscaler and Kueue's configuration."""
 TIMEOUT: Final = 5.0
-"""Seconds within which a kubelet must answer."""
+"""Seconds within which a kubelet must answer; otherwise its configuration counts as unread."""
 AT_ONCE: Final = 32
 """Maximum number of kubelets that are asked at the same time."""
 _NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}
 
 
 class _ConfigZ(msgspec.Struct):
-    """The configuration in a kubelet's answer."""
+    """A kubelet's answer to a request for /configz."""
 
     kubeletconfig: dict[str, Any]
 
@@ -67,9 +67,9 @@ _DECODER: Final = msgspec.json.Decoder(_ConfigZ)
 
 
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
-    """Read the used objects of the cluster. Return them and the names of the selected nodes (None without a selector).
+    """Return the objects of the cluster that `plan` uses, and the names of the selected nodes (without selector None).
 
-    `unread` has the objects that the user may not read, and the servers that do not answer.
+    `unread` has the kinds that the user may not read, and the kubelets that do not answer.
     """
     unread: list[Unread] = []
     read = await asyncio.gather(*(_list(cluster, kind, unread) for kind in LISTED))
@@ -93,7 +93,7 @@ async def _list(cluster: Cluster, kind: Kind, unread: list[Unread]) -> tuple[Bod
         async for page in cluster.pages(kind, page_of(kind)):
             bodies += map(CUT[kind.kind], page.items)
     except UnsupportedError:
-        return ()  # The cluster has no DRA. The versions of the nodes show that.
+        return ()  # The cluster has no DRA, which the findings on the nodes' versions report.
     except ForbiddenError as error:
         unread.append(Unread(kind.plural, error.message))
     except ApiError as error:
@@ -112,7 +112,7 @@ async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[
 
 
 async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
-    """Return the configurations of the kubelets that answer. This needs the right to get nodes/proxy."""
+    """Return the configurations of the kubelets that answer, by node. The user needs the right to get nodes/proxy."""
     slots = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Body] = {}
     failed: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Derives facts about some resources from a cluster's objects: their pods, nodes, classes, groups of nodes. Pure."""
+"""Derives the pods, nodes, DeviceClasses and node groups of some resources from a cluster's objects. Pure functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENDED: Final = ("Succeeded", "Failed")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A resource whose devices are to move. driver, share: "" if they are not known."""
+    """A resource whose devices are to move. driver, share: the DRA driver, and the share for claims; "" if unknown."""
 
     resource: str
     driver: str = ""
@@ -46,9 +46,10 @@ class Target:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The objects, and facts derived from them. namespace: only its pods count, "" for all.
+    """The objects of a cluster, and facts derived from them. namespace: whose pods count; "" for all namespaces.
 
-    nodes: names of the nodes that count. targets: by resource; if there are none, all extended resources count.
+    given: the resources whose devices are to move; if empty, all extended resources. selected: names of the nodes that
+    count; None for all nodes.
     """
 
     objects: ClusterObjects
@@ -58,13 +59,13 @@ class ClusterView:
 
     @cached_property
     def nodes(self) -> tuple[Body, ...]:
-        """The nodes that count."""
+        """The Node objects of the selected nodes."""
         nodes = self.objects.of("Node")
         return tuple(node for node in nodes if self.selected is None or name_of(node) in self.selected)
 
     @cached_property
     def targets(self) -> Mapping[str, Target]:
-        """The resources whose devices are to move: the given ones, or else all that nodes have or pods request."""
+        """The resources whose devices are to move: those in `given`, or else all that nodes have or pods request."""
         if self.given:
             return {one.resource: one for one in self.given}
         names = {name for node in self.nodes for name in part(node, "status", "capacity")}
@@ -87,7 +88,7 @@ class ClusterView:
 
     @cached_property
     def pods(self) -> tuple[Body, ...]:
-        """The pods of the namespace that request a target by limits, on the nodes that count or without a node yet."""
+        """The pods of the namespace that request a target by limits, on the selected nodes or without a node yet."""
         names = {name_of(node) for node in self.nodes}
         return tuple(
             pod
@@ -108,7 +109,7 @@ class ClusterView:
 
     @cached_property
     def device_nodes(self) -> tuple[Body, ...]:
-        """The nodes that offer or publish devices of a target, or have pods that request them."""
+        """The nodes with devices of a target in capacity or ResourceSlices, or with pods that request a target."""
         others = {node for node, _ in self.slices} | self.pods_by_node.keys()
         return tuple(
             node
@@ -133,13 +134,13 @@ class ClusterView:
 
     @cached_property
     def class_names(self) -> Mapping[str, str]:
-        """By resource, the name of a DeviceClass for each target that has one."""
+        """For each target with a DeviceClass, the name of the first DeviceClass, by resource."""
         found = {name: self.classes_of(name) for name in self.targets}
         return {name: name_of(classes[0]) for name, classes in found.items() if classes}
 
     @cached_property
     def by_dra(self) -> frozenset[str]:
-        """The titles of the pods whose limits DRA serves."""
+        """The pods (namespace/name) whose limits DRA serves."""
         return frozenset(
             f"{part(claim, 'metadata', 'namespace')}/{pod}"
             for claim in self.objects.of("ResourceClaim")
@@ -149,7 +150,7 @@ class ClusterView:
 
     @cached_property
     def groups(self) -> Mapping[str, list[Body]]:
-        """The nodes with devices, by their group. Nodes without a group are left out."""
+        """The nodes with devices, by the label that names their node group. Nodes without a group are left out."""
         found: dict[str, list[Body]] = defaultdict(list)
         for node in self.device_nodes:
             labels = labels_of(node)
@@ -159,14 +160,14 @@ class ClusterView:
 
     @cached_property
     def agents(self) -> tuple[Body, ...]:
-        """The agents' DaemonSets."""
+        """The DaemonSets that run agents."""
         return tuple(one for one in self.objects.of("DaemonSet") if labels_of(one).get(AGENT[0]) == AGENT[1])
 
     @cached_property
     def images(self) -> Mapping[str, str]:
-        """A pod for each image, by the image's name without registry and tag.
+        """The name of a pod for each image, by the image's name without registry and tag.
 
-        They show which programs run in the cluster.
+        The images show which programs run in the cluster.
         """
         found: dict[str, str] = {}
         for pod in self.all_pods:
@@ -183,7 +184,7 @@ class ClusterView:
     def autoscaler(self) -> str:
         """The object that shows that the cluster autoscaler runs; "" if there is none.
 
-        A provider's autoscaler has a ConfigMap.
+        The object of an autoscaler that the provider runs is a ConfigMap.
         """
         for body in self.objects.of("ConfigMap"):
             if name_of(body) == "cluster-autoscaler-status":
@@ -214,7 +215,7 @@ def asked_of(pod: Body) -> dict[str, int]:
 
 
 def drivers_of(device_class: Body) -> set[str]:
-    """Return the drivers that the expressions of a DeviceClass name."""
+    """Return the drivers that the CEL expressions of a DeviceClass name."""
     expressions = [part(one, "cel", "expression") for one in part(device_class, "spec", "selectors") or ()]
     pattern = r"""device\.driver\s*==\s*["']([^"']+)["']"""
     return {name for text in expressions for name in re.findall(pattern, str(text))}
@@ -227,7 +228,7 @@ def minor_of(node: Body) -> int:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Return some names, and the number of the others."""
+    """Return a text with at most `most` names, and the number of the other names."""
     whole = sorted(names)
     rest = f" and {len(whole) - most} more" if len(whole) > most else ""
     return ", ".join(whole[:most]) + rest
@@ -240,9 +241,9 @@ def resources_of(objects: ClusterObjects, driver: str) -> list[str]:
 
 
 def matching(objects: ClusterObjects, selector: str) -> frozenset[str] | None:
-    """Return the nodes that match a selector: labels KEY=VALUE, KEY!=VALUE, KEY or !KEY. Raises ValueError.
+    """Return the names of the nodes that match a label selector; None without a selector. Raises ValueError.
 
-    None without a selector.
+    selector: terms KEY=VALUE, KEY!=VALUE, KEY or !KEY, joined by commas.
     """
     if not selector:
         return None

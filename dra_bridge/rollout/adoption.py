@@ -1,7 +1,7 @@
 """Checks a vendor's DaemonSet before an agent adopts its plugin or gives it back, and makes the patch for that.
 
-This module only reads. Applying the patch fails if the fields that it replaces have changed meanwhile. It keeps their
-former values in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
+This module only reads. The patch fails if the fields that it replaces have changed meanwhile. It keeps the former
+values of these fields in an annotation of the DaemonSet; the patch that gives the plugin back restores these values.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class AgentPod:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The result of a check.
+    """The result of a check of a DaemonSet.
 
-    problems: reasons not to do it now. notes: further facts. commands: commands to run, in this order. done: there is
-    nothing to do.
+    problems: reasons not to adopt its plugin, or give it back, now. notes: further facts. commands: commands to run, in
+    this order. done: whether there is nothing to do.
     """
 
     problems: tuple[str, ...] = ()
@@ -121,9 +121,9 @@ def _option(words: Sequence[str], name: str) -> str:
 
 
 def managers(daemon_set: Object) -> list[str]:
-    """Return the tools that would revert a change, and what to do instead.
+    """Return a sentence for each tool that would revert a change of a DaemonSet, with what to do instead.
 
-    The DaemonSet's owners and labels show them.
+    The DaemonSet's owners, labels and annotations name the tools.
     """
     metadata = daemon_set["metadata"]
     sentences = []
@@ -203,7 +203,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return the problems and the commands for giving an adopted plugin back. obstacles: reasons not to do it now."""
+    """Return the problems and the commands for giving an adopted plugin back. obstacles: reasons to keep it now."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -292,7 +292,7 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
     """Return a sentence for each reason why claims use adopted devices, or may use them.
 
-    nodes: the nodes of the DaemonSet.
+    nodes: the nodes that run pods of the DaemonSet.
     """
     serving = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     reasons = []
@@ -321,7 +321,7 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
 
 
 async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *, back: bool) -> Advice:
-    """Check a DaemonSet. Return how to adopt it, or how to give it back.
+    """Check a DaemonSet. Return how to adopt its plugin, or (back) how to give the plugin back.
 
     agents_in: the agents' namespace, "" to find it. Raises RolloutError if the DaemonSet does not exist, or the agents'
     namespace is unknown. Raises ClusterError.

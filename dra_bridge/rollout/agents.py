@@ -1,7 +1,7 @@
 """Reads the state of devices from each agent's `/status`, through the API server's proxy of pods and nodes.
 
-The report in an agent's Lease is not enough: it has holders with a delay, and no health. With many nodes, the API
-server cannot take a write for each such change.
+The report in an agent's Lease is not enough: the report has holders only with a delay, and no health, because the API
+server cannot take a write for each such change of many nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
 BINDING: Final = "dra-bridge"
 """The default name of the ClusterRoleBinding that `manifests` makes for the agents' ServiceAccount."""
 PORT: Final = "metrics"
-"""The name that `manifests` gives to the container port of an agent's page."""
+"""The name that `manifests` gives to the container port at which an agent serves `/status`."""
 NODE_PORT: Final = 9410
 """The port of an agent that runs outside of pods, as `manifests --systemd` sets it."""
 TIMEOUT: Final = 3.0  # Seconds within which an agent must answer.
@@ -99,10 +99,10 @@ _DECODER: Final = msgspec.json.Decoder(_AgentStatus)
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
-    """One device in the `/status` of its agent. holder: "" if it has no holder, None if that is not known.
+    """One device in the `/status` of its agent. holder: "" if the device has no holder, None if that is not known.
 
-    withheld: why the agent offers the device to no pod and claim, "" if it offers the device. state: in the agent's
-    register. waits: what the device's move waits for. claims: namespace/name of the claims that have the device.
+    withheld: why the agent offers the device to no pod and claim, "" if it offers the device. state: the device's state
+    in the agent's register. waits: what its move waits for. claims: namespace/name of the claims that have the device.
     """
 
     health: str
@@ -117,7 +117,7 @@ class DeviceNow(msgspec.Struct, frozen=True):
 
 
 class UnlistedClaims(NamedTuple):
-    """A device in a register that no source lists now. claims: namespace/name of the claims that have the device."""
+    """A device in an agent's register that no source lists now. claims: namespace/name of the claims that have it."""
 
     state: str
     claims: tuple[str, ...]
@@ -127,10 +127,10 @@ class UnlistedClaims(NamedTuple):
 class Answers:
     """The answers of the agents.
 
-    devices: by node, resource and id. reasons: by node, why something is not known. problems: by node, problems of the
-    agent itself, such as a reason why it is not ready, or a config file that it has refused. adopted: nodes and
-    resources whose devices a vendor's plugin lists, and whether that plugin is connected. unlisted: by node, resource
-    and id.
+    devices, unlisted: by node, resource and device id. reasons: by node, why facts about its devices are not known.
+    problems: by node, problems of the agent itself, such as a reason why the agent is not ready, or a config file that
+    it has refused. adopted: nodes and resources whose devices a vendor's plugin lists, and whether that plugin is
+    connected.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
@@ -141,11 +141,11 @@ class Answers:
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
-    """Return the namespaces of the ServiceAccounts that the manifests bind. Raises ClusterError.
+    """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
 
-    Only a user who may bind roles in the whole cluster can add such a binding. If the user may not list bindings, or
-    none has the label, the binding with the default name is read: operators may read it, and Helm replaces the label of
-    `manifests` by its own.
+    Only a user who may bind roles in the whole cluster can add such a binding. If the user may not list bindings, or no
+    binding has the label, the binding with the default name is read: operators may read that binding, and Helm replaces
+    the label of `manifests` by its own.
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):
@@ -162,8 +162,8 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
 async def lease_namespaces(cluster: Cluster, namespace: str = "") -> list[str]:
     """Return the namespaces with the Leases of agents. Raises ClusterError.
 
-    namespace: the namespace that the user has named, "" for none. If there is none and no binding names one, the result
-    is the namespace of agents outside of pods.
+    namespace: the namespace that the user has named, or "". If neither the user nor a binding names a namespace, the
+    result is the namespace of agents outside of pods.
     """
     if namespace:
         return [namespace]
@@ -185,10 +185,10 @@ async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str 
 
 
 async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "", *, others: bool = False) -> Answers:
-    """Ask the agents of these nodes for their devices. Missing facts have a reason. Raises ClusterError.
+    """Ask the agents of these nodes for their devices. `reasons` says why facts are missing. Raises ClusterError.
 
-    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. others: whether to ask the
-    agents of all other nodes as well.
+    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. others: whether to ask
+    the agents of all other nodes as well.
     """
     if not (nodes or others):
         return Answers()
@@ -208,7 +208,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    # On these nodes the agent runs outside of pods, or there is none.
+    # On these nodes the agent runs outside of pods, or there is no agent.
     units = sorted(set(nodes) - {node for _, node in asked}, key=natural)
     of_pods, of_units = await asyncio.gather(
         asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked)), _ask_units(cluster, units, turns)
@@ -254,10 +254,11 @@ async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | s
 
 
 async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> dict[str, _AgentStatus | str]:
-    """Ask agents outside of pods, which all serve with TLS or all without. Return each node's answer, or why none.
+    """Ask the agents outside of pods on these nodes; return each node's status, or why there is none.
 
-    The first nodes, at most AT_ONCE that are spread over all, are asked in both ways, and the others in the ways in
-    which these were answered. So a fleet without such agents costs a few requests, however many nodes it has.
+    Such agents all serve with TLS or all without. At most AT_ONCE nodes, spread over all nodes, are asked first, with
+    and without TLS; the other nodes are asked only in ways that got an answer. So a fleet without such agents costs a
+    few requests, however many nodes it has.
     """
     first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
     others = sorted(set(nodes) - set(first), key=natural)
@@ -276,9 +277,9 @@ _SCHEMES: Final = ("", "https:")
 
 
 class _UnitAnswer(NamedTuple):
-    """The answer of a node's agent. told: its status, or the end of the sentence that no pod of an agent runs there.
+    """The answer of a node's agent. told: the status, or the end of the sentence that no agent's pod runs there.
 
-    scheme: by which there was an answer, None if by none. refused: whether the right to ask is missing.
+    scheme: the prefix in _SCHEMES that got an answer, or None. refused: whether the user lacks the right to ask nodes.
     """
 
     told: _AgentStatus | str
@@ -300,16 +301,16 @@ async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: 
 
 
 class _Turns(NamedTuple):
-    """Bounds the requests to agents. one: each request holds it. until: of the event loop's time, for all of them."""
+    """Limits the requests to agents. one: held by each request. until: when all requests end, by the loop's clock."""
 
     one: asyncio.Semaphore
     until: float
 
 
 class _NoAnswer(NamedTuple):
-    """The reason why an agent's page gave no status. final: whether TLS or plain HTTP makes no difference to that.
+    """The reason why an agent's page gave no status. refused: whether the API server refuses the request.
 
-    refused: whether the API server refuses the request.
+    final: whether a request with TLS instead of plain HTTP, or the reverse, would fail as well.
     """
 
     reason: str
@@ -318,7 +319,7 @@ class _NoAnswer(NamedTuple):
 
 
 async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: str) -> _AgentStatus | _NoAnswer:
-    """Wait for a turn, then for one agent's answer. right: the missing right, if the API server answers with 403."""
+    """Wait for a turn, then for one agent's answer. right: the reason to return if the API server answers with 403."""
     try:
         async with asyncio.timeout_at(turns.until), turns.one:
             body = await asking
@@ -350,7 +351,7 @@ def _claims(holders: Sequence[_ReportedHolder]) -> tuple[str, ...]:
 def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
     """Convert the status of one device.
 
-    known: whether the agent knows all pods that hold it; claims are always known.
+    known: whether the agent knows all pods that hold devices; an agent always knows the claims.
     """
     holder: str | None = _titles(device.holders)
     pods = sorted({user.pod for user in device.holders if user.side == "dra" and user.pod})

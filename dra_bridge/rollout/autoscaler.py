@@ -1,10 +1,10 @@
 """Decides the marks that a rollout writes on Nodes, so that a cluster autoscaler drains no node in use. Pure.
 
-The autoscaler (commit 33c3f97b) has two rules. First, it judges a node with any slice by the slices alone: CPU and
-memory do not count, and an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with fewer complete
-pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go). So either all
-nodes of a group have a pool, or none has. The rollout marks the nodes whose slices do not show their use, and the
-autoscaler does not drain marked nodes.
+The autoscaler (commit 33c3f97b) has two rules. First, it judges a node with any ResourceSlice by the slices alone: CPU
+and memory do not count, and an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with fewer
+complete pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go). So
+either all nodes of a group have a pool, or none has. The rollout marks the nodes whose ResourceSlices do not show that
+pods use the node, and the autoscaler does not drain marked nodes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabl
 """With this annotation set to "true", the autoscaler does not drain the Node."""
 _RECORD: Final = "/dra-scale-down"
 PUBLISH: Final = "publish"
-"""The value of the annotation on a Node that requests a pool from the agent."""
+"""The value of `pool_annotation` on a Node that requests a pool from the agent."""
 
 
 def mark_annotation(driver: str) -> str:
-    """Return the key of the annotation on Nodes that shows a mark of a rollout of this driver."""
+    """Return the key of the annotation by which a rollout of this driver records that it has marked a Node."""
     return driver + _RECORD
 
 
@@ -35,7 +35,7 @@ class Marks:
     """The annotations of a Node for the autoscaler and the agent.
 
     disabled: the autoscaler does not drain the node. own: a rollout of this driver has set `disabled`. others: a
-    rollout of another driver has set it. pool: the agent is asked to publish a pool.
+    rollout of another driver has set `disabled`. pool: the Node requests a pool from the agent.
     """
 
     disabled: bool = False
@@ -48,7 +48,7 @@ UNMARKED: Final = Marks()
 
 
 def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
-    """Return the marks of a Node."""
+    """Return the marks of a Node, from its annotations, for a rollout of this driver."""
     own = mark_annotation(driver)
     others = any(key.endswith(_RECORD) and key != own for key in annotations)
     disabled = annotations.get(SCALE_DOWN_DISABLED) == "true"
@@ -56,7 +56,7 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 
 
 class Placement(enum.Enum):
-    """The side of a node's devices. PARTIAL: devices are on both sides or between them, or the sides are not known."""
+    """Which of a node's devices are on the DRA side. PARTIAL: some are, or devices are moving, or have no side."""
 
     NONE = "none"
     PARTIAL = "partial"
@@ -64,7 +64,7 @@ class Placement(enum.Enum):
 
 
 def placement(reported: Progress | None) -> Placement:
-    """Return the side of a node's devices; NONE if the node has no device."""
+    """Return which of a node's devices are on the DRA side; NONE if the node has no device."""
     counts = [resource.counts for resource in reported.resources.values()] if reported is not None else []
     states = {State(state) for each in counts for state, number in each.items() if number}
     if states == {State.DRA}:
@@ -76,9 +76,10 @@ def placement(reported: Progress | None) -> Placement:
 class MarkedNode:
     """A node of a rollout.
 
-    served: whether its agent reports. settled: whether all its moves are done. sliced: whether it has slices of the
-    driver. former: whether its agent is an older one that always keeps an empty slice. ready: whether its kubelet
-    reports the node as ready; otherwise the autoscaler treats it as unready in any case.
+    served: whether the node's agent reports. settled: whether all moves on the node are done. sliced: whether the node
+    has ResourceSlices of the driver. former: whether its agent is of an older version, which always keeps an empty
+    ResourceSlice. ready: whether its kubelet reports the node as ready; otherwise the autoscaler treats the node as
+    unready in any case.
     """
 
     node: str
@@ -128,8 +129,8 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     """Return the next writes of marks. nodes: all of the rollout. ignore: the cluster has no autoscaler.
 
     All nodes are marked before the first pool is requested. A node with all devices on the DRA side needs no mark,
-    because its slices show its use. A node with no device on the DRA side needs no mark once no node of its group has a
-    slice.
+    because its ResourceSlices show which devices are in use. A node with no device on the DRA side needs no mark once
+    no node of its group has a ResourceSlice.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE for node in served)
@@ -162,7 +163,7 @@ def _names(nodes: Sequence[MarkedNode]) -> tuple[str, ...]:
 
 
 def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that marks a Node, None if it is marked. Marks of other rollouts stay."""
+    """Return the merge patch that marks a Node; None if the Node is marked already. Marks of other rollouts stay."""
     marks = marks_of(driver, node["metadata"].get("annotations") or {})
     if marks.disabled and (marks.own or not marks.others):
         return None
@@ -170,14 +171,14 @@ def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
 
 
 def publish_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that requests a pool, None if the pool is already requested."""
+    """Return the merge patch with which a Node requests a pool; None if the Node requests one already."""
     if marks_of(driver, node["metadata"].get("annotations") or {}).pool:
         return None
     return guarded_patch(node, {pool_annotation(driver): PUBLISH})
 
 
 def release_patch(driver: str, node: Object, step: MarkStep) -> dict[str, Any] | None:
-    """Return the merge patch that removes a node's mark or its request for a pool, None for no change.
+    """Return the merge patch that removes a Node's mark or its request for a pool; None if there is nothing to remove.
 
     The mark stays if a rollout of another driver has set it as well.
     """
@@ -193,7 +194,7 @@ def release_patch(driver: str, node: Object, step: MarkStep) -> dict[str, Any] |
 
 
 def guarded_patch(node: Object, annotations: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return a merge patch that the API server refuses if the node has changed meanwhile."""
+    """Return a merge patch of a Node's annotations that the API server refuses if the Node has changed meanwhile."""
     version = node["metadata"].get("resourceVersion")
     return {"metadata": {"annotations": dict(annotations), "resourceVersion": version}}
 
@@ -210,7 +211,7 @@ def sentences(marks: Marks, where: Placement) -> list[str]:
 
 
 def in_words(kept: Collection[str]) -> str:
-    """Return the text for the end of a rollout that leaves marks, "" if it leaves none."""
+    """Return the text that a rollout prints at its end if it leaves marks on nodes; "" if no node stays marked."""
     if not kept:
         return ""
     many = f"{len(kept)} nodes stay" if len(kept) > 1 else f"{next(iter(kept))} stays"

@@ -1,7 +1,7 @@
 """Formats the fleet's status as lines of a given width, for `dra-bridge status`. Pure functions.
 
-Names are never cut. If a table is too wide, headings replace the columns for node and resource. If it is still too
-wide, holders and messages get separate lines.
+Names are never cut. If a table is too wide, headings replace the columns for node and resource. If the table is still
+too wide, holders and messages get separate lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALT
 
 
 class Line(NamedTuple):
-    """A line of text. bad: whether it reports something broken."""
+    """A line of text. bad: whether the line reports a device that is gone or unhealthy."""
 
     text: str
     bad: bool = False
@@ -52,7 +52,7 @@ def needs_attention(device: ReportedDevice) -> bool:
 
 
 def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
-    """Return the totals of many nodes, which are shown before the agents are asked; nothing of few nodes."""
+    """Return the totals of more than MANY nodes, which are shown before the agents are asked; [] for fewer nodes."""
     many = len({view.node for view in nodes}) > MANY
     return wrapped(_totals(nodes), width) if many else []
 
@@ -60,10 +60,10 @@ def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
 def lines(
     status: FleetStatus, width: int | None, now: float, *, problems: bool = False, with_totals: bool = True
 ) -> list[Line]:
-    """Return the lines of the output. width: of the terminal in characters, None for no limit.
+    """Return the lines that `dra-bridge status` prints. width: of the terminal in characters, None for no limit.
 
-    problems: leave out nodes that have their requested share, and devices that need no attention. On a terminal with
-    many nodes, these devices are always left out. with_totals: whether the totals are not shown yet.
+    problems: whether to leave out nodes that have their requested share, and devices that need no attention. With many
+    nodes on a terminal, both are always left out. with_totals: whether to print the totals of many nodes.
     """
     nodes = {view.node for view in status.nodes}
     many = len(nodes) > MANY
@@ -119,7 +119,7 @@ def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[L
 
 
 def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
-    """Yield how many nodes and devices are in which state, for each driver."""
+    """Yield lines with the numbers of nodes, and of devices in each state, for each driver."""
     for driver in dict.fromkeys(view.driver for view in nodes):
         mine = [view for view in nodes if view.driver == driver]
         done = sum(map(fleet.finished, mine))
@@ -141,7 +141,7 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
 
 
 class _Row(NamedTuple):
-    """The texts of a device's row."""
+    """The texts of a device's row in the table."""
 
     node: str
     resource: str
@@ -213,7 +213,7 @@ def rows_of(text: str, width: int) -> int:
 
 
 def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]:
-    """Return the lines that fit the screen. The last one states how many lines are missing."""
+    """Return the lines that fit the screen. If lines are missing, the last line states how many."""
     used = list(itertools.accumulate(rows_of(line.text, width) for line in all_lines))
     if not used or used[-1] < height:
         return list(all_lines)

@@ -38,7 +38,7 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of a node before a rollout began with it: its share, and the shortened UIDs of the failing pods.
+    """The state of a node before a rollout began with the node. failed: shortened UIDs of pods that failed already.
 
     owner: the owner of the rollout that set the present share, see `Goal`; "" in records of older versions.
     """
@@ -52,7 +52,7 @@ _BEFORE: Final = msgspec.json.Decoder(Before)
 
 
 class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
-    """One device as its agent reports it. pods: the pods that the device's claims are reserved for.
+    """One device as its agent reports it. pods: the pods for which the device's claims are reserved.
 
     known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is withheld,
     "" if it is not or if that is unknown. admins: claims with administrative access, which do not hold the device.
@@ -72,9 +72,9 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
 class NodeView:
     """The state of one driver on one node.
 
-    requested: the share in the Node's annotation. serves: whether the driver reports, or has slices at all. uid: the
-    Node's UID. marks: for the cluster autoscaler. sliced: whether the driver has slices now. former: whether the report
-    is on a slice. Then the agent is an older one, which always keeps a slice.
+    requested: the share in the Node's annotation. serves: whether the node has a report or ResourceSlices of the
+    driver. uid: the Node's UID. marks: for the cluster autoscaler. sliced: whether the node has ResourceSlices of the
+    driver. former: whether the report is on a ResourceSlice, as an older agent writes it, which always keeps a slice.
     """
 
     node: str
@@ -99,7 +99,7 @@ class NodeView:
 def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
     """Return the devices that are allocated to a claim, as objects with driver, pool and device.
 
-    admin: whether to return devices with administrative access, or the devices that the claim holds.
+    admin: True returns devices with administrative access, False the devices that the claim holds.
     """
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
     return [result for result in devices.get("results") or () if bool(result.get("adminAccess")) is admin]
@@ -144,7 +144,7 @@ def views(
         name, annotations = node["metadata"]["name"], _annotations(node)
         former = read(driver, by_node.get(name, ()))
         if former is not None and not former.resources:
-            former = None  # The slice's annotation has only the names of published devices.
+            former = None  # The slice's annotation has only qualifiers of device names, and is no report.
         reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
         node_views.append(
@@ -179,7 +179,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return the devices of a node. claims, admins: by pool and published device name, the claims with allocations."""
+    """Return a node's devices. claims: holders; admins: claims with access only; by pool and published device name."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -264,7 +264,7 @@ def administrative(view: NodeView) -> list[str]:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return names in their natural order. If there are many, return the first ones and the number of the others."""
+    """Return names in their natural order as a text; of more than five names, five and the number of the others."""
     ordered = sorted(set(names), key=natural)
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
@@ -278,7 +278,7 @@ def distance(view: NodeView) -> int:
             resource.counts.get(state.value, 0) for state in (State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN)
         )
         missing = share.of(plugin + to_dra + dra + to_plugin) - dra - to_dra if share is not None else 0
-        # The moves of devices on the way to the wrong side reverse before other devices begin to move.
+        # Devices on the way to the wrong side turn back before other devices begin to move.
         left += to_dra + max(missing, to_plugin) if missing > 0 else to_plugin + max(-missing, to_dra)
     return left
 
@@ -336,7 +336,7 @@ def obstacles(view: NodeView) -> list[str]:
 
 
 def held(view: NodeView) -> bool:
-    """Return whether a node is not done for its holders alone: pods or claims have each device that is left to move."""
+    """Return whether a node is unfinished only because pods or claims hold each device that is left to move."""
     moving = [device for device in view.devices if device.state in (State.TO_DRA, State.TO_PLUGIN)]
     left = moving or [device for device in view.devices if holder(device)]
     return view.taken_in and distance(view) > 0 and bool(left) and all(map(holder, left))
@@ -373,7 +373,7 @@ def _share(text: str | None) -> Share | None:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a rollout. share: the annotation's text, None to remove it; unused in an undo.
+    """The goal of a rollout. share: the annotation's text, None to remove the annotation; unused in an undo.
 
     owner: the user and the share. The same command of the same user continues with the nodes that it has begun.
     take_over: whether to continue with nodes that another owner has begun.
@@ -406,7 +406,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """The progress of a node. UNTOUCHED: an undo has nothing to do. UNSERVED: no agent of the driver serves it."""
+    """A node's progress. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent of the driver reports there."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -430,9 +430,9 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 class RolloutStep:
     """The next steps of a rollout.
 
-    begin: nodes whose share to set. forget: nodes that are as before the rollout, whose record to remove. stop: the
-    failure because of which the rollout begins no further node. over: whether nothing is left to do or to wait for.
-    held: nodes whose devices have been held for too long. The rollout does not wait for them.
+    begin: nodes whose share is set next. forget: nodes with their former share, whose record is removed next. stop: the
+    failures because of which the rollout begins no further node. over: whether nothing is left to do or to wait for.
+    held: nodes whose devices have been held for too long. The rollout does not wait for these nodes.
     """
 
     begin: tuple[str, ...] = ()
@@ -444,9 +444,9 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of a rollout. patience: seconds that a node may take; pause: stop after the first nodes.
+    """The limits of a rollout. patience: seconds that a node may take. pause: whether to stop after the first nodes.
 
-    continue_when_held: a node whose devices are held for longer does not stop the rollout, and counts as waiting.
+    continue_when_held: a node whose devices are held longer than `patience` stops no rollout, and counts as waiting.
     ignore_autoscaler: the cluster has no autoscaler, so the rollout marks no node and requests no empty pool.
     """
 
@@ -513,21 +513,21 @@ def decide(
 
 
 def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
-    """Return which nodes a rollout would begin together, in their order, if each node were done at once."""
+    """Return the groups of nodes that a rollout would begin together, in order, if each node were done at once."""
     waiting = [view for view in nodes if phase(goal, view) is Phase.WAITING]
     whole = decide(goal, waiting, replace(limits, pause=False, max_unavailable=max(1, len(waiting)))).begin
     return [whole[start : start + limits.max_unavailable] for start in range(0, len(whole), limits.max_unavailable)]
 
 
 def counted_phases(goal: Goal, nodes: Sequence[NodeView]) -> str:
-    """Return a line with the numbers of nodes that are done, move, and are not begun yet."""
+    """Return a line with the number of nodes in each phase."""
     phases = [phase(goal, view) for view in nodes]
     numbers = [(phases.count(one), one.value) for one in Phase if one in phases]
     return f"{len(nodes)} nodes: {', '.join(f'{number} {word}' for number, word in numbers)}"
 
 
 def plan(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[str]:
-    """Return the order in which a rollout would begin nodes, as lines: those of one line together."""
+    """Return the order in which a rollout would begin nodes, as lines; the nodes of one line begin together."""
     by_name, groups = {view.node: view for view in nodes}, order(goal, nodes, limits)
     lines = [f"it would stop: {line}" for line in decide(goal, nodes, limits).stop]
     for number, group in enumerate(groups, 1):
@@ -550,9 +550,9 @@ def share_patch(driver: str, share: str | None) -> dict[str, Any]:
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
     """Return the merge patch with which the rollout begins a node. It sets the share and records the former share.
 
-    None if the rollout has already begun the node, or the node belongs to another owner by now. node: its present
-    state, on which the patch depends. failing: UIDs as in `failing_pods`. A later rollout keeps the share recorded by
-    the first one, and an undo restores that share.
+    None if the rollout has already begun the node, or the node belongs to another owner by now. node: the Node as it is
+    now; the patch fails if it changes. failing: UIDs as in `failing_pods`. A later rollout keeps the share recorded by
+    the first rollout, and an undo restores that share.
     """
     annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)
@@ -577,7 +577,7 @@ def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None
 
 
 def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> MarkStep:
-    """Return the next writes of marks for the cluster autoscaler. nodes: all of the rollout."""
+    """Return the next writes of marks for the cluster autoscaler. nodes: all nodes of the rollout."""
     marked = []
     for view in nodes:
         settled = phase(goal, view) in (Phase.DONE, Phase.UNTOUCHED)
@@ -587,7 +587,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return a step that begins no node before all are marked. waited: seconds of waiting for pools."""
+    """Return a step that begins no node before all nodes have marks and pools. waited: seconds of waiting for pools."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

@@ -1,6 +1,6 @@
 """Bounds how fast a rollout begins nodes whose devices return to the plugin side.
 
-Before a device returns, its node's agent reads a consistent list of all claims of the cluster. That list is the one
+Before a device returns, its node's agent reads a consistent list of all claims of the cluster. That list is the only
 request of an agent that grows with the cluster. So a rollout bounds how many bytes of claims all agents together list
 in a second.
 """
@@ -17,11 +17,11 @@ from dra_bridge.kube import CLAIMS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Go
 from dra_bridge.rollout.fleet import Goal, NodeView
 
 BYTES_A_SECOND: Final = 50e6
-"""Bytes of claims that all agents may list in a second because of a rollout."""
+"""Maximum bytes of claims that all agents together list in a second because of a rollout."""
 UNKNOWN: Final = 100e6
-"""Bytes of a list of all claims that a rollout assumes if it cannot read one."""
+"""Bytes that a rollout assumes for a list of all claims if it cannot read such a list."""
 BURST: Final = 10.0
-"""Seconds whose nodes may begin together."""
+"""Seconds: as many nodes may begin at once as the average pace permits in this time."""
 
 
 def returns(goal: Goal, view: NodeView) -> bool:
@@ -40,7 +40,7 @@ def returns(goal: Goal, view: NodeView) -> bool:
 
 
 async def read_pace(cluster: Cluster) -> Pace:
-    """List all claims, and return the pace that follows. Raises ClusterError."""
+    """List all claims, and return the pace that follows from the bytes of the list. Raises ClusterError."""
     size = 0
     try:
         async with aclosing(cluster.pages(RESOURCE_CLAIMS, CLAIMS)) as pages:
@@ -52,18 +52,18 @@ async def read_pace(cluster: Cluster) -> Pace:
 
 
 class Pace:
-    """Tells when a node may begin whose devices return. size: bytes of a list of all claims.
+    """Decides when a node may begin whose devices return to the plugin side. size: bytes of a list of all claims.
 
-    interval: seconds between two such nodes on average.
+    interval: average seconds between the beginnings of two such nodes.
     """
 
     def __init__(self, size: float) -> None:
         self.interval = size / BYTES_A_SECOND
         self._until = -math.inf
-        """The moment (monotonic seconds) up to which the nodes that have begun use the bound up."""
+        """Until when (monotonic seconds) the lists of the nodes that have begun use up BYTES_A_SECOND."""
 
     def take(self, now: float) -> bool:
-        """Return whether such a node may begin now, and count it if so. now: monotonic seconds."""
+        """Return whether a node whose devices return may begin now, and count it if so. now: monotonic seconds."""
         until = max(self._until, now - max(BURST, self.interval)) + self.interval
         if until > now:
             return False

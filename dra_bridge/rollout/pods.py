@@ -1,4 +1,4 @@
-"""Pods of nodes, as `status` and `rollout` see them: what they request, and which have failed because of devices."""
+"""Reads pods for `status` and `rollout`: which resources pods request, and which pods failed because of devices."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import NODES, PODS, Cluster, Object
 
 FEW: Final = 12
-"""The number of nodes up to which each node, and each node's pods, are read by a request of their own."""
+"""Up to this number of nodes, each node, and each node's pods, are read by a separate request."""
 UID_LENGTH: Final = 8
 """Number of characters of a pod's UID that distinguish it from other pods of its node."""
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return the pods of a node that may have failed because of devices: shortened UID to text.
+    """Return the pods of a node that may have failed because of devices: a text by shortened UID.
 
     These are pods that request one of the resources or have claims, and that are Failed (as after
     UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
@@ -44,7 +44,7 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
 async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Collection[str]) -> dict[str, list[Object]]:
     """Return the pods of these nodes that request any of these resources, by node. Raises ClusterError.
 
-    For more than FEW nodes it lists all pods of the cluster once.
+    For more than FEW nodes, all pods of the cluster are listed once.
     """
     if not nodes:
         return {}
@@ -63,7 +63,7 @@ async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Coll
 
 
 async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, Object]:
-    """Return those of these Nodes that exist, by name; more than FEW of them by one list. Raises ClusterError."""
+    """Return the existing Nodes with these names, by name; more than FEW are read by one list. Raises ClusterError."""
     if not names:
         return {}
     selectors = [f"metadata.name={name}" for name in names] if len(names) <= FEW else [""]
@@ -72,7 +72,7 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 
 
 def requests_of(pod: Object) -> dict[str, int]:
-    """Return a pod's requests of extended resources. Other containers reuse the devices of init containers."""
+    """Return the amounts of extended resources that a pod requests. Containers reuse the devices of init containers."""
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):
         for container in pod["spec"].get(key) or ():

@@ -1,8 +1,8 @@
 """Writes and reads the agent's report on its devices: the annotation `<driver>/handover` of the node's Lease.
 
-The agent has no right to write to Nodes. Older agents wrote the report on one of their slices, which they kept even
-without devices. The agent writes the report at once when a device's state changes. If only a holder changes, it writes
-seldom.
+The agent has no right to write to Nodes. Older agents wrote the report on one of their ResourceSlices, which they kept
+even without devices. The agent writes the report at once when a device's state changes, but seldom if only a holder
+changes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.register.records import RegisterSnapshot, State
 
 MAX_DEVICES: Final = 1024
-"""For a resource with more devices, the report has only their number."""
+"""For a resource with more devices, the report has only the numbers of devices by state."""
 MAX_BYTES: Final = 192 * 1024
-"""Maximum bytes of a node's reports. The API server accepts 256 KiB for all annotations of an object together."""
+"""Maximum bytes of a node's reports, because the API server accepts 256 KiB for all annotations of an object."""
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: what the device's move waits for.
+    """One device in a report. since: when it got this state, in Unix seconds. waits: what the device's move waits for.
 
-    gone: the source no longer lists the device, so it does not count for the share.
+    holder: a pod or claim. gone: the source no longer lists the device, so it does not count for the share.
     """
 
     state: State
@@ -36,7 +36,7 @@ class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One resource. share: the share in force. counts: number of devices by state, without devices that are gone."""
+    """One resource in a report. share: in force now. counts: number of devices by state, without gone devices."""
 
     share: str
     counts: dict[str, int]
@@ -44,11 +44,11 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One driver on one node.
+    """An agent's report on one driver on one node.
 
     requested: the share in the Node's annotation that the agent has read. If it is "", the share `kept` applies, which
-    a former Node object of this node requested, or else the config's share. qualifiers: by resource, the part that the
-    published device names have for it; also for resources that the driver no longer has.
+    a former Node object of this node requested, or else the config's share. qualifiers: by resource, the part of
+    published device names that stands for the resource; also for resources that the driver no longer has.
     """
 
     resources: dict[str, ResourceProgress]
@@ -61,9 +61,9 @@ _DECODER: Final = msgspec.json.Decoder(Progress)
 
 
 def annotation(driver: str) -> str:
-    """Return the key of the report's annotation. Leases have the whole report, slices only its qualifiers.
+    """Return the key of the report's annotation, which on a Lease has the whole report.
 
-    On the slices of older agents, the annotation is the whole report.
+    On a ResourceSlice it has only the report's qualifiers; older agents wrote the whole report there.
     """
     return f"{driver}/handover"
 
@@ -91,7 +91,7 @@ def progress(
 ) -> Progress:
     """Return the report, of at most `most` bytes. shares: by resource, the share in force.
 
-    gone: devices that no source lists now.
+    gone: devices that no source lists now. A report that is too long lacks the devices of the largest resources.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for allocation in now.allocations.values():
@@ -115,12 +115,12 @@ def progress(
 
 
 def encoded(report: Progress) -> str:
-    """Return the annotation's value."""
+    """Return a report as JSON, the value of the annotation."""
     return msgspec.json.encode(report, order="deterministic").decode()
 
 
 def without_holders(report: Progress) -> Progress:
-    """Return the report without holders and waits. This part changes only with a device's state."""
+    """Return the report without holders and waits; what remains changes only with a device's state."""
     resources = {}
     for name, resource in report.resources.items():
         devices = {

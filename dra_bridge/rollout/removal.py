@@ -1,4 +1,4 @@
-"""Finds the obstacles to removing the agents' slices, and the annotations that rollouts have left on Nodes."""
+"""Finds the obstacles to removing the agents' ResourceSlices, and the annotations that rollouts left on Nodes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ async def obstacles(
 ) -> list[str]:
     """Return a sentence for each reason why slices of these drivers cannot be removed. Raises ClusterError.
 
-    node: the only node, "" for all. namespace: of the agents, "" for the namespace that the bindings of `manifests`
-    name. before: whether the check comes before the agents are removed; then running agents are no obstacle.
+    node: the node with the slices; "" for all nodes. namespace: the agents' namespace; "" for the namespace that the
+    bindings of `manifests` name. before: whether the check comes before the agents are removed; then running agents are
+    no obstacle.
     """
     try:
         namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)

@@ -13,9 +13,9 @@ OTHER_ROWS = 6
 
 
 class Reporter:
-    """Shows the progress of nodes: by rich's progress bars if there are any, else by lines.
+    """Shows the progress of nodes. bars: rich's progress bars; None prints lines instead. say: prints a line.
 
-    say: prints a line. stopped: why a rollout has stopped; the program prints it last, after the bars are gone.
+    stopped: why a rollout has stopped, which the program prints last, after the bars are gone.
     """
 
     def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
@@ -51,7 +51,7 @@ class Reporter:
             self._make_room()
 
     def total(self, phases: Mapping[str, Phase]) -> None:
-        """Update the bar of all nodes, which is above the nodes' own bars. phases: of all nodes, by name."""
+        """Update the bar of all nodes, which is above the bars of single nodes. phases: each node's phase, by name."""
         if self._bars is None:
             return
         of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
@@ -64,7 +64,7 @@ class Reporter:
     def _make_room(self) -> None:
         """Show as many bars as the terminal has rows for.
 
-        Moving nodes come first; finished ones are shown only without a total.
+        Unfinished nodes come first; finished nodes have a bar only if there is no bar of all nodes.
         """
         moving = [node for node in self._tasks if node not in self._done]
         rest = [node for node in self._tasks if node in self._done] if self._total is None else []

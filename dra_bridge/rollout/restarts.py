@@ -1,6 +1,6 @@
 """Finds the pods that a restart of their node's kubelet would end. Pure.
 
-It uses the pods' ages, which agents do not know.
+The result depends on the pods' ages, which agents do not know.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def ended_by_restart(
 ) -> list[str]:
     """Return a sentence for each resource of a node whose kubelet's restart would end pods.
 
-    pods: by node, of each node with a mixed resource. said: the agents' own sentences; pods that they name are not
-    repeated.
+    pods: all pods of each node with a mixed resource, by node. said: the agents' own sentences; pods in these sentences
+    are not named again.
     """
     sentences = []
     for view in views:
@@ -44,7 +44,7 @@ def _both(view: NodeView, resource: str) -> bool:
 
 
 def denied_pods(pods: Iterable[Object], resource: str) -> tuple[str, ...]:
-    """Return the pods (namespace/name) of a node that its kubelet would deny at a restart.
+    """Return the pods (namespace/name) that their node's kubelet would reject after a restart.
 
     pods: all pods of the node.
     """

@@ -1,7 +1,7 @@
 """Requests shares of nodes and follows the moves, for `dra-bridge status`, `migrate` and `rollout`.
 
-All requests go to the API server and need rights of the user: to read nodes, Leases, slices, claims, pods and events,
-and to patch nodes.
+All requests go to the API server and need rights of the user: to read nodes, Leases, ResourceSlices, claims, pods and
+events, and to patch nodes.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from dra_bridge.rollout.pods import failing_pods
 from dra_bridge.rollout.reporter import Reporter
 
 MANY: Final = 12
-"""The number of nodes from which on their totals are shown first."""
+"""If there are more nodes than this, totals of all nodes are shown before the single nodes."""
 EXPLAIN: Final = 5.0
-"""Seconds without a change after which the rollout prints the obstacles of nodes."""
+"""Seconds without a change of any node after which the obstacles of waiting nodes are printed."""
 POLL: Final = 2.0
-"""Seconds between two lists of the pods of a node that moves."""
+"""Seconds between two lists of a moving node's pods, which find failing pods."""
 AFTER: Final = 60.0
-"""Seconds for which the rollout still lists the pods of a node after its move is done."""
+"""Seconds after the end of a node's move for which the rollout still checks the node's pods for failures."""
 AFTER_OUTAGE: Final = 60.0
-"""Seconds after a request without an answer for which a refusal is not final.
+"""Seconds after a request without an answer in which a refusal (403) does not end the rollout.
 
 A kube-apiserver that starts answers 403 until its authorizer has read the roles.
 """
 _SELECTED: Final = ("metadata.name", "spec.nodeName")
-"""The fields by which a node's Node and slices are selected."""
+"""The fields that select a Node by its name, and the ResourceSlices of a node."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
 class RolloutError(Exception):
-    """Raised when the request is impossible. Nothing was written then. status: the exit status of the program."""
+    """Raised when a request is impossible, before anything was written. status: the exit status of the program."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class RolloutError(Exception):
 async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Object]:
     """Return the Leases with the agents' reports.
 
-    Raises RolloutError if the user lacks the right to read them, ClusterError.
+    Raises RolloutError if the user lacks the right to read Leases, ClusterError.
     """
     try:
         lists = [await cluster.list(LEASES, namespace, label_selector=LABEL) for namespace in namespaces]
@@ -85,9 +85,9 @@ async def read_nodes(
 
     names: names of nodes; empty for all nodes of the driver.
 
-    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. with_claims: whether to read
-    the current holders from claims. listed: called with the progress before the claims are read. Raises RolloutError if
-    the driver or a node does not exist, ClusterError.
+    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. with_claims: whether
+    to read the devices' current holders from claims. listed: called with the progress before the claims are read.
+    Raises RolloutError if the driver or a node does not exist, ClusterError.
     """
     (of_nodes, of_slices) = ([f"{key}={name}" for name in dict.fromkeys(names)] or [""] for key in _SELECTED)
     (leases, _), node_lists, slice_lists = await asyncio.gather(
@@ -122,7 +122,7 @@ def _drivers(slices: Sequence[Object], leases: Sequence[Object]) -> set[str]:
 
 
 async def check_driver(cluster: Cluster, driver: str, leases: Sequence[Object]) -> None:
-    """Raise RolloutError if no node has the driver, by slices and the agents' reports. Raises ClusterError."""
+    """Raise RolloutError if neither ResourceSlices nor agents' reports name the driver. Raises ClusterError."""
     drivers = _drivers((await cluster.list(RESOURCE_SLICES)).items, leases)
     if driver not in drivers:
         others = f" (there are: {', '.join(sorted(drivers))})" if drivers else ""
@@ -146,7 +146,7 @@ async def _patch(
 
 
 class _WatchOf(NamedTuple):
-    """The objects of one watch. namespace: "" for all."""
+    """The objects of one watch. namespace: "" for all namespaces."""
 
     kind: kube.Kind
     namespace: str = ""
@@ -155,9 +155,9 @@ class _WatchOf(NamedTuple):
 
 
 class WatchedFleet:
-    """Nodes, Leases and a driver's slices, kept up to date by watches.
+    """Nodes, Leases and a driver's ResourceSlices, kept up to date by watches.
 
-    namespaces: of the agents. names: of the nodes, all if empty.
+    namespaces: of the agents' Leases. selector: a label selector for nodes. names: of nodes; empty for all nodes.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class WatchedFleet:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[Self]:
-        """Keep the objects up to date inside the context, which begins when all objects were listed."""
+        """Keep the objects up to date while the context lasts, which begins when all objects were listed."""
         tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
         try:
             while len(self._objects) < len(tasks):
@@ -214,9 +214,9 @@ class WatchedFleet:
                 self.changed.set()
 
     def put(self, node: Object) -> None:
-        """Store a Node, unless a newer version is known or the watch has reported its deletion.
+        """Store a Node that the API server has returned, unless the watch has reported a newer version or its deletion.
 
-        The watch also reports writes of this process, before or after their answers.
+        The watch may report a write of this process before or after the API server answers the write.
         """
         self._put(self._nodes, node)
 
@@ -233,7 +233,7 @@ class WatchedFleet:
         return fleet.views(self.driver, nodes, self._objects[self._slices].values(), self._claims, leases)
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
-        """Wait for a change. After EXPLAIN seconds without one, print the obstacles of waiting nodes."""
+        """Wait `seconds` for a change. After EXPLAIN seconds without a change, print the obstacles of waiting nodes."""
         if (nodes := self.views()) != self._last:
             self._last, self._since = nodes, time.monotonic()
         with contextlib.suppress(TimeoutError):
@@ -245,7 +245,7 @@ class WatchedFleet:
             await self.explain(waiting)
 
     async def explain(self, waiting: Callable[[NodeView], bool]) -> None:
-        """Print the obstacles of waiting nodes, with their current holders."""
+        """Print the obstacles of waiting nodes, with the current holders of their devices."""
         with contextlib.suppress(kube.UnavailableError, kube.ForbiddenError):
             self._claims = await self.cluster.allocated_claims()
         self.reporter.explain([view for view in self.views() if waiting(view)])
@@ -262,11 +262,11 @@ async def migrate(
     wait: bool = False,
     timeout: float = 0.0,
 ) -> bool:
-    """Request a share of these nodes (None: remove the request); return whether all of them succeeded.
+    """Request a share of these nodes (None: remove the request); return whether all of the nodes succeeded.
 
-    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. wait: whether to wait until
-    every device is on its requested side, at most `timeout` seconds if given. Raises RolloutError if the share is
-    impossible; nothing was written then. Raises ClusterError if the API server does not answer.
+    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. wait: whether to wait
+    until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError if
+    the share is impossible; nothing was written then. Raises ClusterError if the API server does not answer.
     """
     views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
@@ -315,10 +315,10 @@ async def rollout(
     *,
     dry_run: bool = False,
 ) -> bool:
-    """Move the nodes of a label selector, some at a time; return whether all have reached the goal.
+    """Move devices on the nodes of a label selector, some nodes at a time; return whether all have reached the goal.
 
-    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. dry_run: show the order, and
-    write nothing.
+    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. dry_run: whether to
+    show the order of the nodes and write nothing.
 
     Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
     does not answer.
@@ -349,7 +349,7 @@ async def rollout(
 
 
 async def _pace(cluster: Cluster, goal: Goal, views: Sequence[NodeView], reporter: Reporter) -> Pace:
-    """Return the pace for nodes whose devices return. It lists all claims if there are such nodes."""
+    """Return the pace for nodes whose devices return to the plugin side. Lists all claims if there are such nodes."""
     if not any(returns(goal, view) for view in views if fleet.phase(goal, view) is Phase.WAITING):
         return Pace(0)
     pace = await read_pace(cluster)
@@ -369,7 +369,7 @@ async def _owner(cluster: Cluster, goal: Goal) -> str:
 
 
 class _Rollout:
-    """One run of a rollout. The state that another run needs is on the Nodes."""
+    """One run of a rollout. The state that another run needs to continue is in annotations of the Nodes."""
 
     def __init__(self, watched: WatchedFleet, goal: Goal, limits: RolloutLimits, pace: Pace) -> None:
         self._fleet = watched
@@ -386,12 +386,12 @@ class _Rollout:
         self._failing: dict[str, tuple[float, dict[str, str]]] = {}
         """For each node, the time of the last list of its pods, and the pods that were failing then."""
         self._baseline: dict[str, frozenset[str]] = {}
-        """For each node without a record, the pods that were failing when this run first saw the node move."""
+        """For each node without a record of its former share, the pods that failed when this run first saw it move."""
         self._held: Sequence[str] = ()
         self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
         self._waits_since: float | None = None
-        """Since when the rollout has waited for pools to appear or disappear; None if it does not."""
+        """Since when (monotonic seconds) the rollout waits for pools to appear or disappear; None if it does not."""
 
     async def run(self) -> bool:
         """Take steps until the rollout is over or has to stop."""
@@ -411,13 +411,13 @@ class _Rollout:
             await self._fleet.wait(POLL, lambda view: fleet.phase(self._goal, view) is Phase.MOVING)
 
     def _after_outage(self) -> bool:
-        """Return whether requests were left without an answer a short time ago."""
+        """Return whether a request was left without an answer within the last AFTER_OUTAGE seconds."""
         if (failures := self._fleet.cluster.statistics.failures) != self._failures:
             self._failures, self._failed_at = failures, time.monotonic()
         return time.monotonic() - self._failed_at < AFTER_OUTAGE
 
     async def _step(self) -> bool | None:
-        """Take the steps that are possible now. Return None until the rollout ends, then whether all succeeded."""
+        """Take the steps that are possible now. Return None until the rollout ends, then whether it has succeeded."""
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
@@ -474,7 +474,7 @@ class _Rollout:
         return self._end()
 
     async def _write_marks(self, step: MarkStep) -> None:
-        """Write and remove marks, and the requests for pools."""
+        """Write and remove the Nodes' marks for the cluster autoscaler, and the requests for pools."""
         driver = self._fleet.driver
         for name in step.mark:
             await self._write_mark(name, partial(autoscaler.mark_patch, driver))
@@ -493,7 +493,7 @@ class _Rollout:
         self._fleet.put(node)
 
     async def _newly_failing(self, view: NodeView, now: float) -> dict[str, str]:
-        """Return the pods that began to fail since a node began to move, by a recent list."""
+        """Return the failing pods of a node by UID, without pods that failed before. Lists pods every POLL seconds."""
         at, failing = self._failing.get(view.node, (-POLL, {}))
         if now - at >= POLL and now - self._done.get(view.node, now) <= AFTER:
             failing = await self._failing_pods(view)
@@ -516,7 +516,7 @@ class _Rollout:
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        # Show the distance to the new share. At the next step the node may already have reached it.
+        # Show the distance to the new share now: at the next step the node may already have the share.
         self._reporter.show([replace(view, requested=wanted)])
 
     async def _failing_pods(self, view: NodeView) -> dict[str, str]:

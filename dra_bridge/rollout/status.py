@@ -25,9 +25,10 @@ async def read_status(
     namespace: str,
     listed: Callable[[Sequence[NodeView]], None] = lambda nodes: None,
 ) -> FleetStatus:
-    """Read the status of these nodes, or of all. namespace: of the agents, "" for that of the bindings of `manifests`.
+    """Read the status of these nodes; without names, of all nodes.
 
-    listed: called with the agents' reports, before claims are read and the agents are asked.
+    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. listed: called with
+    the agents' reports, before claims are read and the agents are asked.
     Raises RolloutError if the driver or a node does not exist, ClusterError if the API server does not answer.
     """
     nodes = await read_nodes(cluster, driver, names, namespace, listed=listed)
@@ -52,7 +53,7 @@ async def read_status(
 
 
 async def _read(reading: Awaitable[_T], default: _T) -> tuple[_T, str]:
-    """Return what was read, or the default and why it could not be read."""
+    """Return the result of a read and "", or the default and the error's text."""
     try:
         return await reading, ""
     except (ForbiddenError, UnreadableError) as error:

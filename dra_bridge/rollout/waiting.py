@@ -26,8 +26,8 @@ class Wait:
 class Room:
     """The free devices of one resource on one node.
 
-    free: free amount of the extended resource, as the scheduler counts it. per_device: amount that one device stands
-    for. dra: devices on the DRA side. idle: devices among them that no claim has.
+    free: free amount of the extended resource, as the scheduler counts it. per_device: amount that each device counts
+    for. dra: number of devices on the DRA side. idle: number of devices on the DRA side that have no holder.
     """
 
     free: int
@@ -39,7 +39,7 @@ class Room:
 async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
     """Return the pods without a node that may wait for devices of these nodes. Raises ClusterError.
 
-    It lists the pods without a node, and all claims if some of these pods request devices.
+    All claims are listed only if some pods without a node request devices.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}
@@ -62,7 +62,7 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
-    except ForbiddenError:  # A role of older manifests lacks the right.
+    except ForbiddenError:  # A role of older manifests lacks the right to list DeviceClasses.
         return []
     return contested_names(resources, classes)
 
@@ -115,10 +115,10 @@ def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, move
 
 
 def moves_for(room: Room, resource: int, devices: int) -> int:
-    """Return how many devices would have to move to the DRA side; below 0: to the plugin side; 0: a move does not help.
+    """Return how many devices would have to move to the DRA side for a pod; negative: to the plugin side.
 
-    resource: amount of the extended resource that a pod waits for. devices: number of devices that it waits for through
-    claims.
+    0 if no move helps the pod. resource: amount of the extended resource that the pod waits for. devices: number of
+    devices that the pod waits for through claims.
     """
     if resource > room.free:
         moved = math.ceil((resource - room.free) / room.per_device)
@@ -130,7 +130,7 @@ def moves_for(room: Room, resource: int, devices: int) -> int:
 
 
 def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]) -> Room:
-    """Return the free devices of a resource on a node. bound: the node's pods.
+    """Return the free devices of a resource on a node. bound: the pods that are bound to the node.
 
     The scheduler subtracts the requests of all pods, including pods that got devices through DRA (NodeInfo.update,
     kube-scheduler 1.36).
@@ -148,7 +148,7 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
 
 
 def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
-    """Return what a pod waits for. claims: all claims of the cluster; allocated claims are not waited for."""
+    """Return what a pod waits for. claims: all claims of the cluster; a pod does not wait for allocated claims."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     names = [status.get("resourceClaimName") for status in (pod.get("status") or {}).get("resourceClaimStatuses") or ()]
     names += [reference.get("resourceClaimName") for reference in pod["spec"].get("resourceClaims") or ()]
