@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Final
 
 from deviceplugin.device import Device, natural
-from deviceplugin.identity import Tokens
+from deviceplugin.identity import Tokens, lasting
 from deviceplugin.naming import parse_quantity
 
 DeviceKey = tuple[str, str]
@@ -85,6 +85,8 @@ class HardwareIndex:
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers (see `peers`)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
+        self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
+        """The tokens that a holder of a device gets (`deviceplugin.identity.lasting`)."""
         self.listed: Final = frozenset(self._by_token)
         """All tokens of all devices."""
 

@@ -29,7 +29,7 @@ from deviceplugin.exclusion import (
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
-from deviceplugin.identity import UNIDENTIFIED, Tokens, identified, shown
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.looks import Looks
 from deviceplugin.register import identification, operations
@@ -131,6 +131,13 @@ class ListedHardware:
         self._version: object = None
         self.scopes: Mapping[str, str] = {}
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
+        self._has_released = False
+
+    @property
+    def has_released(self) -> bool:
+        """Whether the source of any served resource has the hook `released`."""
+        self.now()
+        return self._has_released
 
     def now(self) -> HardwareIndex:
         """Return the tokens of all listed devices. Same object until a device changes."""
@@ -148,6 +155,7 @@ class ListedHardware:
             self._version, self._hardware = version, HardwareIndex(hardware)
             self.scopes = {name: service.source.driver or name for name, service in services.items()}
             self.limits = self._hardware.limits()
+            self._has_released = any("released" in service.source.hooks for service in services.values())
         return self._hardware
 
     def has(self, key: DeviceKey) -> bool:
@@ -203,7 +211,7 @@ class Register:
         """Return the input of `refusal` besides the records. Same object until the input changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
-        unreleased = self.releases.unreleased()
+        unreleased = self.releases.unreleased() if self.listed.has_released else NONE
         failed = {key: failure.reason for key, failure in self.releases.failed.items()} if unreleased else NONE
         now = hardware, unreleased, foreign, overdue, failed
         if self._view[0] != now:
@@ -271,8 +279,8 @@ class Register:
     def wanted(self, resource: str, device: str) -> Wanted:
         """Return the identity and the amount that a holder would get now by one id of a device."""
         key, served = (resource, device), self.listed.served.get(resource)
-        tokens = self.listed.now().tokens_by_device.get(key)
-        its = identified(tokens, self.boot) if tokens else UNIDENTIFIED
+        tokens = self.listed.now().lasting.get(key)
+        its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
         listed = served.inventory.snapshot.devices.get(device) if served is not None else None
         if served is None or listed is None:
             return Wanted(key, its, WHOLE)
@@ -347,14 +355,15 @@ class Register:
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
         await self._host.reread()
-        self.releases.begin(keys)
+        if self.listed.has_released:
+            self.releases.begin(keys)
         hardware = await self.verify(keys, resets=False)
         wanted: dict[str, Wanted] = {}
         for name, device in ids.items():
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"the holder of device {device} is not known yet: {why}")
             wanted[name] = asked.get(name) or self.wanted(resource, device)
-            if wanted[name].identity.tokens != identity.lasting(hardware.tokens((resource, device))):
+            if wanted[name].identity.tokens != hardware.lasting.get((resource, device), NO_TOKENS):
                 raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
@@ -375,8 +384,9 @@ class Register:
             yield
         finally:
             self._granted_now.subtract(keys)
-            self.releases.unreleased()  # Notes a new holder, even if it ends before anything else happens.
             now = self.listed.now()
+            if self.listed.has_released:
+                self.releases.unreleased()  # Notes a new holder, even if it ends before anything else happens.
             if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
 
@@ -391,7 +401,8 @@ class Register:
         """
         if keys:  # The devices of a prepared claim are not looked at again.
             await self._host.reread()
-            self.releases.begin(keys)
+            if self.listed.has_released:
+                self.releases.begin(keys)
             await self.verify(keys)
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
@@ -451,7 +462,7 @@ class Register:
             listed = snapshot.identities.get(name, NO_TOKENS)
             if (tokens or listed) and not identity.agree(tokens, listed):
                 other.append(name)
-            elif identity.is_port(tokens) and not tokens <= listed:
+            elif not tokens <= listed and identity.is_port(tokens):
                 changed = True  # Another holder may have the hardware that is in the port now.
         if (other or changed) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]

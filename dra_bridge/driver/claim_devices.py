@@ -238,7 +238,9 @@ class ClaimDevices:
     def released(self, claim: Claim) -> None:
         """Call `released` for the devices of an ended claim that have no holder any more."""
         for resource in sorted({resource for resource, _ in claim.held}):
-            self.register.releases.look(resource, all_known=False)
+            served = self.register.listed.served.get(resource)
+            if served is not None and "released" in served.source.hooks:
+                self.register.releases.look(resource, all_known=False)
 
 
 def granted_device(
