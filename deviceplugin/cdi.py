@@ -14,7 +14,7 @@ from deviceplugin import looked_at
 from deviceplugin.device import DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
-"""The directory in which container runtimes look for CDI specs that do not survive a reboot."""
+"""The directory in which container runtimes search CDI specs that do not survive a reboot."""
 CLASS: Final = "claim"
 """The class in the kind of a claim's CDI device. The vendor in the kind is the driver's name."""
 HOLDING: Final = "claim"
@@ -61,7 +61,7 @@ def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, A
 
 
 def checked_text(value: str, what: str) -> str:
-    """Return `value` if it may be in a CDI spec. what: names the value in messages. Raises CdiError if it has a NUL."""
+    """Return `value`; raise CdiError if it has a NUL, which no CDI spec may have. what: its name in messages."""
     if "\0" in value:
         raise CdiError(f"{what}: {value!r} contains a NUL character")
     return value

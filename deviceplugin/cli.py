@@ -294,7 +294,7 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
 
 
 async def first_list(source: ConfiguredSource) -> Sequence[Device]:
-    """Return the first list of a source. Raises the exceptions of `watch`, and TimeoutError if it is late."""
+    """Return the first list of a source. Raises the exceptions of `watch`, and TimeoutError for a late list."""
     import asyncio
 
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())

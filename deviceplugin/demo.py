@@ -1,7 +1,7 @@
 """`deviceplugin demo` shows the events of a node in one process. The bridge's demo uses the classes of this module.
 
-The demo checks the statement of each line before it prints the line, and fails if a statement is not true. It writes
-only to a temporary directory.
+The demo checks the statement of each line before it prints the line, and fails if a statement is not true. The demo
+writes only to a temporary directory.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class _Demo:
         check(pod.device_ids == (free,), f"nightly got {free}")
 
     def holders(self) -> None:
-        """Wait until the plugin knows the holders. Allocate names no pods, so it reads the kubelet's checkpoint."""
+        """Wait until the plugin knows the holders, which it reads from the kubelet's checkpoint, not from Allocate."""
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")

@@ -303,18 +303,19 @@ NO_EDITS: Final = ContainerEdits()
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a node, the same on both sides.
+    """One device of a node, whether pods get it by limits or by claims.
 
-    id: its name on this node, 1 to 63 characters. It must be the same after a restart, because the kubelet's checkpoint
-    contains it. numa: the NUMA node or nodes that it is close to. If unknown: None, or -1 as in the file `numa_node` of
-    sysfs. nodes: its device nodes. edits: further edits of a container with the device. attributes: attributes that
-    claims select on; names without a domain belong to the driver's domain. capacity: amounts by name, an int or a
-    Kubernetes quantity such as "16Gi". message: why it is not healthy, for messages. consumes: the quantities that it
-    takes of shared counters while it has a holder, by counter set and counter. Partitions of one physical device
-    exclude each other by this: none is granted if a counter is too low. counters: counter sets that it declares, by
-    name; several partitions may declare the same set. identity: identifies the hardware, for example by a serial
-    number, without spaces. Devices of one identity are the same hardware and never have two holders. Device numbers of
-    `nodes` that no other device of the list has also identify it.
+    id: its name on this node, 1 to 63 characters. The id must be the same after a restart, because the kubelet's
+    checkpoint contains the id. numa: the NUMA node or nodes that the device is close to. If unknown: None, or -1 as in
+    the file `numa_node` of sysfs. nodes: its device nodes. edits: further edits of a container with the device.
+    attributes: attributes that claims select on; names without a domain belong to the driver's domain. capacity:
+    amounts by name, an int or a Kubernetes quantity such as "16Gi". message: why the device is not healthy, for
+    messages. consumes: the quantities that the device takes of shared counters while it has a holder, by counter set
+    and counter. By these, partitions of one physical device exclude each other: a partition is not granted if a counter
+    is too low. counters: counter sets that the device declares, by name; several partitions may declare the same set.
+    identity: identifies the hardware, for example by a serial number, without spaces. Devices of one identity are the
+    same hardware and never have two holders. Device numbers of `nodes` that no other device of the list has also
+    identify it.
     """
 
     id: str

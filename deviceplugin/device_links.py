@@ -31,7 +31,7 @@ def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return by path of a device node the link that is missing for it.
+    """Return the missing link by the path of its device node.
 
     places: directories; a link in one of these directories is enough.
     """

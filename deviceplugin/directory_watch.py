@@ -21,7 +21,7 @@ POLL: Final = 10.0
 
 
 class DirectoryReader:
-    """Waits for changes of directories. unwatched: the argument of the present `wait`."""
+    """Waits for changes of directories. unwatched: see `wait`, for the present wait."""
 
     def __init__(self, directories: tuple[DirectoryWatch[Any], ...]) -> None:
         self.unwatched = math.inf
@@ -56,7 +56,7 @@ class DirectoryReader:
 
 
 class DirectoryWatch(Generic[_T]):
-    """Directories whose content a blocking function reads. They are watched while there are readers.
+    """Directories whose content a blocking function reads. The directories are watched while there are readers.
 
     contents: this function; its results are compared. gather: which events may be delayed. poll: see `POLL`.
     """

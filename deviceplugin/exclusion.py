@@ -25,8 +25,8 @@ Counters = Mapping[str, Mapping[str, Fraction]]
 class Hardware:
     """The hardware of a device, which decides whether the device excludes others.
 
-    scope: devices with the same scope share names of counter sets. The scope is the driver, or the resource if it has
-    no driver.
+    scope: devices with the same scope share names of counter sets. The scope is the driver, or the resource if the
+    resource has no driver.
     """
 
     tokens: Tokens = frozenset()

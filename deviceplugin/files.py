@@ -63,7 +63,7 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
 
 
 def put_changed(path: str, data: bytes, draft: str, mode: int) -> bool:
-    """Replace a file as `put` does, unless it already has these bytes. Return whether it was replaced.
+    """Replace a file as `put` does, unless the file already has these bytes. Return whether it was replaced.
 
     Missing directories are created. Raises OSError.
     """
@@ -84,7 +84,7 @@ def _draft(path: str, data: bytes, mode: int) -> None:
 
 
 def locked(path: str | Path, *, wait: bool = False) -> int:
-    """Lock a file, created if it is missing; return it opened. At the process's end the kernel unlocks the file.
+    """Open and lock a file, created if missing; return its descriptor. The kernel unlocks it when the process ends.
 
     wait: whether to wait for another process's lock. Raises BlockingIOError if another process has the lock and `wait`
     is False, OSError if the file system does not allow it.

@@ -51,7 +51,7 @@ NAMES: Final[_Events] = frozenset(
 )
 """Events for names that appear in or disappear from a directory."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
-"""The events of `NAMES`, and those of written files. Not for /dev, because each close of /dev/null would be an event.
+"""The events of `NAMES`, and events of written files. Not for /dev, because each close of /dev/null would be an event.
 """
 
 CHECK: Final = 1.0
@@ -175,7 +175,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Start a thread that watches a directory, for one of its watches without a running thread."""
+        """Start a thread that watches a directory, for one of the directory's watches without a running thread."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -213,7 +213,7 @@ class Watcher:
             self._look_at(place)
 
     def _drop(self, *places: _Place) -> None:
-        """Forget those of these directories that no watch wants.
+        """Forget those places that no watch wants.
 
         A directory that a thread works on is forgotten later.
         """

@@ -188,10 +188,10 @@ class Prober:
     timeout: float
     at_once: int = 8
     _deadlines: dict[str, float] = field(default_factory=dict, init=False)
-    """By device, the deadline of an unfinished probe, on the loop's clock. The probe's thread removes it."""
+    """By device, the deadline of an unfinished probe, on the loop's clock. The probe's thread removes the entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
-        """Return the results of one probe of each device, by device id. Never raises."""
+        """Probe each device once; return the results by device id. Never raises."""
         turn = asyncio.Semaphore(self.at_once)
 
         async def checked(device: Device) -> tuple[str, ProbeResult]:

@@ -1,8 +1,8 @@
 """Calls the hooks of an author's source, each with a deadline.
 
-If a hook fails or never returns, only the call that needs it fails. Each plain function runs in a daemon thread of its
-own, because hanging functions would use up the threads of a pool, and keep the process from ending. A coroutine that
-does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`)
+If a hook fails or never returns, only the call that needs its result fails. Each plain function runs in a daemon thread
+of its own, because hanging functions would use up the threads of a pool, and keep the process from ending. A coroutine
+that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`)
 blocks the whole agent, and its deadline is noticed only afterwards.
 """
 

@@ -46,7 +46,7 @@ class LookTimeoutError(OSError):
 
 
 class Look(Generic[_T]):
-    """A look: one call of a function in a thread of a pool. path: the path that it reads now, for messages."""
+    """A look: one call of a function in a thread of a pool. path: the path that the function is reading."""
 
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], path: str) -> None:
         self.kind, self.begun, self.abandoned, self.path = kind, False, False, path
@@ -64,7 +64,7 @@ class Look(Generic[_T]):
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # The caller of `result` gets it.
+        except Exception as error:  # The reader of `result` gets it.
             self._error = error
         except BaseException as error:  # The caller must get a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
@@ -98,12 +98,12 @@ class Look(Generic[_T]):
             if error is not None:
                 raise error
         finally:
-            del error  # Its traceback refers to this frame, a cycle.
+            del error  # The traceback refers to this frame, a cycle.
         return self._outcome  # type: ignore[return-value]  # it has ended
 
 
 class Looks:
-    """A pool of threads for looks at one subject: a resource's hardware, or a directory. One event loop uses it.
+    """A pool of threads for looks at one subject: a resource's hardware, or a directory. One loop uses it.
 
     subject: for messages, such as a path. threads: maximum number of running looks, hanging looks included. resource:
     the resource whose hardware the looks read. changed: a function that the loop calls when `hanging` changes.
@@ -184,7 +184,7 @@ class Looks:
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
-        """Begin a look, and return it. The caller waits for its end by `ended_at_once` or `late`."""
+        """Begin a look, and return it. The caller waits for the look's end by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
         timeouts.setdefault((self.resource, kind), 0)  # Each counter begins at 0.
         with self._lock:

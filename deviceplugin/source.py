@@ -77,8 +77,8 @@ class DeviceSource:
         """Yield the full list of devices now, and again after each change.
 
         It is an async generator, which must not block, or a plain generator, which runs in a thread of its own and may
-        block. If it ends, its last list stays valid. If it raises, or yields anything but lists of Device, it is
-        called again after a delay, and its last list stays valid meanwhile.
+        block. If it ends, its last list stays valid. If it raises an exception, or yields anything but lists of Device,
+        `watch` is called again after a delay, and the last list stays valid meanwhile.
 
             async def watch(self):
                 while True:

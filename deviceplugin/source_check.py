@@ -170,7 +170,7 @@ def _instead(value: object) -> str:
 
 
 def checked_children(parent: DeviceSource, children: object) -> list[DeviceSource]:
-    """Return a list that `child_sources` has yielded. Raises TypeError or NamingError if it cannot be served."""
+    """Return a list that `child_sources` has yielded. Raises TypeError or NamingError for a wrong source."""
     what = f"{type(parent).__name__}.child_sources"
     if not isinstance(children, Iterable):
         raise TypeError(f"{what} must yield lists of sources, not {children!r}")

@@ -93,7 +93,7 @@ def device_above(directory: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePart:
-    """The hardware of a device node. devices: names of its USB device or PCI function; each name identifies it.
+    """The hardware of a device node. devices: names of its USB device or PCI function; each name alone is enough.
 
     place: the bus, and the USB port or PCI slot of the hardware. part: which part of the hardware the node is.
     """

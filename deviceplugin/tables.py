@@ -10,7 +10,7 @@ from deviceplugin.device import printable
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print rows as aligned columns. red: those of the rows that are red on a terminal."""
+    """Print rows as aligned columns. red: which of the rows are red on a terminal."""
     rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
     wrong = [False, *(row in red for row in rows)]
     print_lines(zip(aligned((header, *rows)), wrong, strict=True))

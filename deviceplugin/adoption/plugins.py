@@ -48,7 +48,7 @@ PRE_START: Final = 30.0
 TURN: Final = 20.0
 """Seconds for which an unanswered call to one plugin blocks calls to others; less than a claim waits for its answer."""
 KEPT: Final = 45.0
-"""Seconds for which an unused answer to a claim is kept for the next try. The kubelet waits as long for one call."""
+"""Seconds for which an unused answer to a claim is kept for the next try; the kubelet's time limit for one call."""
 GRACE: Final = 300.0
 """Seconds for which devices stay listed as Unhealthy after their plugin has dropped them from its list, or is gone."""
 TAKEOVER: Final = 5.0
@@ -163,7 +163,7 @@ class VendorPlugin:
     def listed(self, devices: VendorList) -> None:
         """Store a new list, and drop answers that are out of date.
 
-        An id that left the list or came back may stand for other hardware than at its Allocate.
+        The same id may mean other hardware after it left the list or came back.
         """
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
@@ -192,8 +192,8 @@ class VendorPlugin:
 class VendorPlugins(RegistrationServicer):
     """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
 
-    The subdirectory `plugins_registry` stands for the kubelet's directory of that name. registered: called with the
-    name of a resource whenever a plugin has registered the resource.
+    The subdirectory `plugins_registry` replaces the kubelet's directory of that name. registered: called with the name
+    of a resource whenever a plugin has registered the resource.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -253,7 +253,7 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """Do work that calls a plugin, for one plugin at a time.
+        """Run `work`, which calls a plugin, for one plugin at a time.
 
         A call that hangs blocks calls to all plugins for `TURN` seconds, and then only calls to its own plugin.
         """
@@ -415,7 +415,7 @@ class VendorPlugins(RegistrationServicer):
             raise RefusedError(str(error)) from error
         file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
-            # The plugin's same server has registered again. Its only stream continues.
+            # The plugin's same server has registered again, and its only stream stays open.
             former.options = await self._options(former)
             _LOG.info("its plugin registered again at %s", socket.name, extra=extra)
         else:

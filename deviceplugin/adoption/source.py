@@ -38,11 +38,11 @@ ANSWER: Final = 25.0
 class Adopted:
     """The config of an adopted resource, for claims.
 
-    attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: whether one Allocate is
-    for all requests of a claim. dropped_annotations: patterns of annotations to leave out of the plugin's answers.
-    pre_start_once: whether one PreStartContainer, when a claim is prepared, is enough for the plugin. ids: a regular
-    expression for the ids of the plugin that is known to serve claims, "" for any; a device with another id belongs to
-    another plugin.
+    attributes, capacity: of each device; `{id}` in a text is replaced by the device's id. together: whether one
+    Allocate is for all requests of a claim. dropped_annotations: patterns of annotations to leave out of the plugin's
+    answers. pre_start_once: whether one PreStartContainer, when a claim is prepared, is enough for the plugin. ids: a
+    regular expression for the ids of the plugin that is known to serve claims, "" for any; a device with another id
+    belongs to another plugin.
     """
 
     driver: str | None = None
@@ -207,7 +207,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """Ids of devices that claims hold or may get. The plugin would allocate them to pods if it left the agent.
+        """Ids of devices that claims hold or may get. A plugin that leaves the agent would allocate them to pods.
 
         The endpoint that registered last gets the kubelet's Allocates; this endpoint refuses Allocates for these ids.
         In the last list of a former agent these devices were not healthy, because that is a condition of their move to
@@ -256,7 +256,7 @@ class AdoptedEndpoint(Endpoint):
         return await self.allocate(request, context, self._forward)
 
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
-        """Record the grant, then call the plugin's Allocate. If that fails, the grant ends like that of a rejected pod.
+        """Record the grant, then call the plugin's Allocate. If it fails, the grant ends like that of a rejected pod.
 
         The ids are checked against the plugin's list, because some plugins accept unknown ids.
         """

@@ -4,11 +4,11 @@ The plugins of SR-IOV and of Mellanox's RDMA register this way if that directory
 Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
 
 Facts (kubelet 1.36.3, pluginmanager): the kubelet uses every socket below the directory whose name does not begin with
-a dot, including sockets that exist at its start, and removes none. It connects to the socket (10 s) and calls GetInfo
-(1 s). Then it connects to the endpoint, or to the same socket if no endpoint is named, and reports the result by
-NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5 s to 2 min. A plugin that gets a failure ends its
-server (RDMA) or starts its server again (SR-IOV). Here, as with the kubelet, the plugin gets a failure each time that
-its registration is refused.
+a dot, including sockets that exist at its start, and removes none. The kubelet connects to the socket (10 s) and calls
+GetInfo (1 s). Then the kubelet connects to the endpoint, or to the same socket if no endpoint is named, and reports the
+result by NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5 s to 2 min. A plugin that gets a failure
+ends its server (RDMA) or starts its server again (SR-IOV). Here, as with the kubelet, the plugin gets a failure each
+time that its registration is refused.
 
 The endpoint in the answer to GetInfo is a path within the plugin's container, so only its last element is used here.
 The socket of that name is in the directory of the first socket, or in the directory of plugins that call Register.
@@ -114,7 +114,7 @@ class PluginWatcher:
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 
         async with grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS) as channel:
-            stub: Any = RegistrationStub(channel)  # The class's annotations are those of a channel without asyncio.
+            stub: Any = RegistrationStub(channel)  # The stub's annotations are for channels without asyncio.
             info = await stub.GetInfo(pb.InfoRequest(), timeout=ASK, wait_for_ready=True)
             try:
                 if info.type != TYPE:

@@ -42,7 +42,7 @@ allocate the pod's device again. So no holder is missed.
 
 
 class ContainerCgroup(NamedTuple):
-    """A cgroup below a pod's cgroup with a process in it. made: when it was created or last changed (Unix seconds)."""
+    """A cgroup below a pod's cgroup, with a process in it. made: its creation or last change, in Unix seconds."""
 
     name: str
     made: float
@@ -126,7 +126,7 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return whether a pod may have a cgroup; quick. It has none if all its last known cgroups were removed."""
+        """Return whether a pod may have a cgroup: not all last known cgroups of the pod were removed. Quick."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
@@ -287,7 +287,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
     try:
         with os.scandir(directory) as entries:
             return [(entry.name, entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:  # The file was removed meanwhile.
+    except FileNotFoundError:  # The directory was removed meanwhile.
         return []
 
 

@@ -40,8 +40,8 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 REWRITE: Final = 1.0
-"""Seconds in which the kubelet should write its checkpoint after a device list was sent. It usually takes milliseconds.
-"""
+"""Seconds in which the kubelet should write its checkpoint after a device list was sent. Usually this takes
+milliseconds."""
 NODE_LOOK: Final = 0.5
 """Seconds for a stat of the device nodes in another plugin's answer, so that a hanging node delays no reading longer.
 """
@@ -162,7 +162,7 @@ def granted(
 
     Without an annotation of this boot, the identity consists of all device nodes in the answer: those of all its
     devices, and control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers of
-    those of the paths that are device nodes.
+    those paths that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
@@ -284,7 +284,7 @@ class CheckpointReader:
         return self.read()
 
     def read(self) -> CheckpointVersion:
-        """Read the checkpoint file now. Blocks. Raises CheckpointError if it cannot be read."""
+        """Read the checkpoint file now. Blocks. Raises CheckpointError if the file cannot be read."""
         now = read(self._directory)
         self.take([now])
         return now

@@ -99,7 +99,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in before.items() if name not in now}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Mark those of these ids that are not offered as legacy ids."""
+        """Make those of these ids legacy ids that are not offered now."""
         offered = frozenset(self.offered())
         self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
@@ -157,7 +157,7 @@ class DeviceIds:
         return (*now, *(name for name, of in self.legacy.items() if of == device))
 
     def offered_as(self, name: str) -> str:
-        """Return the device of an id in the present list; the id itself if it is no device's id."""
+        """Return the device of an id in the present list; the id itself if no device has this id."""
         listed = self._inventory.snapshot.devices.get(name)
         if listed is not None and self.names_of(listed) == (name,):
             return name
@@ -198,7 +198,7 @@ class ListStreams:
         self._version = 0
         """Number of the list's version; grows with each `refresh`, and with each new stream."""
         self._made: tuple[int, tuple[Entry, ...] | None] = (-1, None)
-        """The last computed list, after the version for which it was computed."""
+        """The last computed list, and before it the version for which it was computed."""
 
     def start(self, on_end: Callable[[], None]) -> None:
         """Accept streams. on_end: called when a stream ends and no other stream is open."""

@@ -36,8 +36,8 @@ class EvidenceSource(enum.Enum):
 class HoldReason(NamedTuple):
     """Why an allocation counts as held.
 
-    named: whether the checkpoint names the allocation. certain: whether more than an old checkpoint shows that it is
-    held.
+    named: whether the checkpoint names the allocation. certain: whether more than an old checkpoint shows that the
+    allocation is held.
     """
 
     named: bool
@@ -142,7 +142,7 @@ def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) 
 def running(
     allocations: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return by id the UID of the pod that holds it and still has processes. pods: pods with processes."""
+    """Return by device id the UID of the holding pod, if the pod still has processes. pods: pods with processes."""
     return {
         allocation.device_id: allocation.pod_uid
         for allocation in of_ids(allocations, resource, device_ids)
@@ -160,7 +160,7 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 
 
 def ended(allocations: Iterable[Allocation], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations of pods that have no process any more. Call it only for pods whose admission has ended."""
+    """Return the allocations of pods that have no process any more. Only for pods whose admission has ended."""
     return frozenset(allocation for allocation in allocations if not pods.may_run(allocation.pod_uid))
 
 
@@ -237,13 +237,13 @@ def kubelet_snapshot(
 ) -> KubeletSnapshot:
     """Return a scan's result for one resource, as input of the register.
 
-    sequence: the register's sequence before the scan. device_of: returns the device of one of the kubelet's ids.
+    sequence: the register's sequence before the scan. device_of: returns the device of an id that the kubelet knows.
     granted: returns the grant in the answer to Allocate. title: returns a pod's name by its UID, for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # The most certain holder is the one in messages. A holder in the checkpoint needs no further reason.
+        # The most certain holder is named in messages. A holder in the checkpoint needs no further reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

@@ -85,8 +85,8 @@ class _Held(NamedTuple):
     """The devices that claims of unserved drivers hold.
 
     unknown: why a claim may hold any device, whatever the driver. lost: why a claim of this project's agent may hold
-    any device, because no file states its devices. drivers: by driver with a claim whose devices are unknown, why they
-    are. sources: the sources of evidence that leave holders unknown.
+    any device, because no file states its devices. drivers: by driver with a claim of unknown devices, why the devices
+    are unknown. sources: the sources of evidence that leave holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -153,12 +153,12 @@ class OrphanedClaims:
     def uses(self) -> tuple[Use, ...]:
         """Return the device uses by such claims. The returned object stays the same until a use changes.
 
-        While the claim state cannot be read, the claims that it named last count.
+        While the claim state cannot be read, the claims that it last named count.
         """
         return self._current().uses
 
     async def reread(self) -> None:
-        """Check the files again, for an answer that must not be older than the question.
+        """Check the files now, so that the next answer is not older than this call.
 
         If the file system does not answer, the known uses stay, because no agent can write claim files there either.
         """

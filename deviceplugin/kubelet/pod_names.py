@@ -32,7 +32,7 @@ class PodNames:
         self.known = {uid: name for uid, name in self.known.items() if uid in uids}
 
     async def now(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return (namespace, name) of those of these pods with a log directory, by UID. Raises LookTimeoutError."""
+        """Return (namespace, name) by UID of these pods, if their log directories exist. Raises LookTimeoutError."""
         return await self.looks.at("pod names", self.read, uids)
 
     def read_shortly(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
@@ -43,7 +43,7 @@ class PodNames:
             return {}
 
     def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return (namespace, name) of those of these pods with a log directory, by UID. Blocks."""
+        """Return (namespace, name) by UID of these pods, if their log directories exist. Blocks."""
         try:
             # Namespaces and names of pods contain no underscore.
             split = [name.split("_") for name in os.listdir(self._directory)]

@@ -44,7 +44,7 @@ SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_lengt
 
 
 def unix_address(path: str | Path) -> str:
-    """Return the address of a Unix socket for gRPC. A percent sign in it begins a character's code (RFC 3986)."""
+    """Return a Unix socket's address for gRPC, in which a percent sign begins a character's code (RFC 3986)."""
     return f"unix:{quote(str(path))}"
 
 
@@ -60,7 +60,7 @@ class PodContainer:
 
 @dataclass(frozen=True, slots=True)
 class ClaimUse:
-    """A container's use of a device through a claim. device: the name under which the driver has published it."""
+    """A container's use of a device through a claim. device: the device's name, as the driver has published it."""
 
     driver: str
     pool: str

@@ -4,8 +4,8 @@ The kubelet loses registrations when it restarts, and sometimes without a restar
 next step is a pure function of the present state (`next_step`), so a restart of the kubelet is handled as its start is.
 
 Facts (kubelet 1.36.3): at its start, the kubelet deletes every socket in the directory, its own last, and then creates
-kubelet.sock. It connects to the plugin before it answers Register. When an old ListAndWatch ends after the same
-resource was registered again, the kubelet drops the new registration, so the agent ends the old stream first. A
+kubelet.sock. The kubelet connects to the plugin before it answers Register. When an old ListAndWatch ends after the
+same resource was registered again, the kubelet drops the new registration, so the agent ends the old stream first. A
 recreated kubelet.sock does not prove that plugins' sockets were deleted. Kubelet 1.37.1 refuses a socket whose
 disconnection it has not noticed, and after the first such try it refuses the socket for ever (handler.go,
 connectClient). So each Register has its own socket.
@@ -81,7 +81,7 @@ class Seen:
 
     kubelet: the file kubelet.sock. served: whether the agent's socket is in its place. live: whether a ListAndWatch is
     open. listened: whether one was open since the last successful Register. registered: that Register's kubelet.sock.
-    since: seconds since it. foreign: whether another plugin has registered the resource since then.
+    since: seconds since then. foreign: whether another plugin has registered the resource since then.
     """
 
     kubelet: FileIdentity | None
@@ -273,7 +273,7 @@ class SocketServer:
         return path.name
 
     def _remove_stale_sockets(self) -> None:
-        """Remove sockets of killed instances. This process has the lock, so no other instance serves them."""
+        """Remove sockets of killed instances. This process has the lock, so no other instance serves these sockets."""
         tail = "x" * 8 + ".sock"
         prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
         remove_abandoned(self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"))
@@ -520,8 +520,8 @@ class PluginRegistration:
         options = self.endpoint.options
         try:
             async with self._directory.turn:
-                # The socket is checked last: a kubelet that starts deletes all sockets before it creates its own,
-                # perhaps while another resource registered. It would try to connect to a deleted socket for 10 s.
+                # Check the socket last: a kubelet that starts deletes all sockets before it creates its own, perhaps
+                # while another resource registered. A kubelet would try to connect to a deleted socket for 10 s.
                 kubelet = await self._kubelet_now()
                 name = await self._server.serve()
                 streams = self.endpoint.streams.begun

@@ -115,7 +115,7 @@ class EndpointHost:
 
 
 class Endpoint(DevicePluginServicer):
-    """The servicer of one resource. It stays the same object if the server, registration or source is replaced."""
+    """The servicer of one resource, the same object for all servers, registrations and sources of the resource."""
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
 

@@ -49,8 +49,8 @@ CLOCK_STEP: Final = 1.0
 ADMISSION: Final = 0.5
 """Seconds after a grant in which an Allocate for the same pod's next container may request the same id.
 
-The kubelet allocates for all containers of a pod in one go, and writes only its checkpoint in between (kubelet 1.36,
-devicemanager/manager.go: Allocate).
+The kubelet allocates for all containers of a pod one after another, and only writes its checkpoint in between (kubelet
+1.36, devicemanager/manager.go: Allocate).
 """
 GRANT_REWRITE: Final = 4.0
 """Seconds in which the kubelet should write its checkpoint while an Allocate waits. The time is long, because otherwise
@@ -82,8 +82,8 @@ class HolderTracker:
         self.claim_uses: frozenset[ClaimUse] = frozenset()
         """The devices that containers use through claims, from the last answer to `List`."""
         self.all_pods_listed = False
-        """Whether the last answer to `List` named all running pods. It lacks pods that were deleted by force or that a
-        new kubelet does not know."""
+        """Whether the last answer to `List` named all running pods. The answer lacks pods that were deleted by force or
+        that a new kubelet does not know."""
         self.pods: Final = PodReader(
             paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint, boot=boot_id()
         )
@@ -223,11 +223,11 @@ class HolderTracker:
         return refused | dropped
 
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
-        """Return those of these ids whose holders' processes run."""
+        """Return those of these ids that are held by pods whose processes run."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
-        """Return whether any of these ids may have a holder; quick, because most ids have none."""
+        """Return whether any of these ids may have a holder; quick, because each Allocate calls this method."""
         with contextlib.suppress(CheckpointError):
             self._checkpoint.newest(nodes=True)  # Read what the kubelet has just written.
         named = self._checkpoint.known.last.allocations
@@ -334,7 +334,7 @@ class HolderTracker:
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     async def _read_copies(self) -> bool:
-        """Read the changed copies; return whether there are any. While they hang, no other agent can write copies."""
+        """Read the changed copies; return whether there are any. If reads hang, no agent can write copies either."""
         copied: Mapping[Allocation, Wanted] = {}
         with contextlib.suppress(LookTimeoutError):
             copied = await self.copy_looks.at("copies", self._copies.changed, brief=True)
@@ -353,7 +353,7 @@ class HolderTracker:
         return frozenset() if report is None else await self._listed(report, running)
 
     def title(self, pod_uid: str) -> str:
-        """Return namespace and name of a pod if they are known, else its UID."""
+        """Return namespace and name of a pod if both are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
@@ -463,7 +463,7 @@ class HolderTracker:
         return replace(seen, pods=self.pods.hide(seen.pods, found)) if found else seen
 
     def _note_problem(self, seen: HolderEvidence) -> None:
-        """Store which pods of this node are not visible, and log it when it was not so before."""
+        """Store which pods of this node are not visible, and log a warning if all were visible before."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
         if problem and not self.problems:  # The pods in the text may change.

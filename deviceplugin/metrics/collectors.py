@@ -1,4 +1,4 @@
-"""The Prometheus metrics of an agent, and the routes of its HTTP server. It is loaded only if metrics are served.
+"""The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only if metrics are served.
 
 Each scrape converts a view to metric families; this module counts nothing. The client library makes the `process_*`
 metrics.

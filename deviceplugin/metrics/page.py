@@ -1,4 +1,4 @@
-"""Formats a view as an HTML page for users, and as JSON for programs. Pure functions: no clock, no requests."""
+"""Formats the view of an agent as an HTML page for users, and as JSON for programs. Pure: no clock, no requests."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event that the page shows. at: when the event happened, in Unix seconds. bad: whether it is a problem."""
+    """An event that the page shows. at: when it happened (Unix seconds). bad: whether the event is a problem."""
 
     at: float
     resource: str

@@ -92,7 +92,7 @@ _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: number of containers that may share the device. withheld: why the agent offers it to none.
+    """One device. replicas: number of containers that may share the device. withheld: why the agent does not offer it.
 
     admins: claims with administrative access, with their containers and pods; they do not hold the device. since: Unix
     time since which this agent has seen another health than healthy; None if the device is healthy.
@@ -160,7 +160,7 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield a sentence for the kubelet, and one for each adopted plugin, that does not answer. now: Unix seconds."""
+    """Yield a sentence for a kubelet, and for each adopted plugin, that does not answer. now: Unix seconds."""
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:

@@ -321,7 +321,7 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        with contextlib.suppress(OSError):  # Unread data could make the client lose the answer.
+        with contextlib.suppress(OSError):  # Unread data would reset the connection and lose the answer.
             self.connection.setblocking(False)
             self.connection.recv(65536)
 

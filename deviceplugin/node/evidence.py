@@ -29,7 +29,7 @@ class DriverEvidence:
     reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     def missing(self, key: DeviceKey) -> str:
-        """Return why the holder of a device is not known yet; "" if it is known."""
+        """Return why it is unknown who holds a device; "" if it is known."""
         if key in self.reconciled:
             return ""
         return self.reasons.get(key[0], {}).get(key[1], "the agent has just started, or the device is new")
@@ -82,7 +82,7 @@ class NodeEvidence(RegisterHost):
         await self.claims.reread()
 
     def evidence_missing(self, resource: str, device: str) -> str:
-        """Return why the holder of a device is not known yet; "" if it is known."""
+        """Return why it is unknown who holds a device; "" if it is known."""
         service = self.services.get(resource)
         if service is None and self._serves_claims:
             return "its resource is not served"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
-"""Seconds in which cancelled tasks should end when the agent ends. After that, the process ends without them."""
+"""Seconds in which cancelled tasks should end when the agent ends. After that, the process ends without these tasks."""
 ENDING: Final = 25
 """Seconds after SIGTERM within which the agent ends by itself. The kubelet kills a pod 30 s after SIGTERM.
 
@@ -70,7 +70,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
-        """Read a config file. If it is invalid, log the error and use the last valid file, saved at `kept`.
+        """Read a config file. If the file is invalid, log the error and use the last valid file, saved at `kept`.
 
         Raises ConfigError if both are invalid, or name a command or path that the lock forbids.
         """
@@ -91,7 +91,7 @@ class ConfigFile:
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
     async def keep(self) -> None:
-        """Save the config file if all of it is served. A later start with an invalid file uses the saved one."""
+        """Save the config file if all of it is served, for a later start with an invalid file."""
         if self.kept is None or self.content is None or self.refused or self.unserved:
             return
         try:

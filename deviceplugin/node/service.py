@@ -188,7 +188,7 @@ class Service(EndpointHost):
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The kubelet's ids for which something must be done once they have no holder.
+        """The kubelet's ids that are dropped or released once they have no holder.
 
         Ids of removed devices and of former numbers of replicas are dropped. For devices that are not released yet,
         `released` is called.

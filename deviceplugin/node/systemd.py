@@ -59,7 +59,7 @@ class ServiceManager:
             sending.sendto(text.encode(), self._address)
 
     async def follow(self, status: Callable[[], AgentStatus]) -> None:
-        """Notify the service manager of the agent's state, until cancelled. Call it before any other notification."""
+        """Notify the service manager of the agent's state until cancelled. Sends the first notification as well."""
         begun, ready, said, beaten = time.monotonic(), False, "", 0.0
         # The unit's TimeoutStartSec= includes the time in which Python loads the agent, which is long on a slow disk.
         self.tell(EXTEND_TIMEOUT_USEC=int(2 * START * 1e6))

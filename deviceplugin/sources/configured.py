@@ -1,8 +1,8 @@
 """The source of a resource in the config file: it lists the devices of all its entries, with the resource's settings.
 
 Each entry has a source of its own, whose async `watch` yields devices. An entry's source may have `notes`: sentences
-for the log, for example about a glob that matches nothing. It may also have the hooks `edits` and `measure`, which are
-called only with devices of this entry.
+for the log, for example about a glob that matches nothing. The source may also have the hooks `edits` and `measure`,
+which are called only with devices of this entry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIRST_LIST: Final = 2.0
 RETRY: Final = (1.0, 30.0)
 """Seconds before a failed entry is read again: after its first failure, and at most."""
 FIRST_PROBE: Final = 2.0
-"""Seconds that a new device's first list waits for its first probe. After that, the health is unknown until it ends."""
+"""Seconds that a new device's list waits for its first probe. Until a slower probe ends, the health is unknown."""
 OPEN_TIMEOUT: Final = 5.0
 """Seconds within which a device's nodes must open, otherwise the probe fails."""
 

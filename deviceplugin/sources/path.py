@@ -173,7 +173,7 @@ class PathSource(ScannedSource):
         return scan
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
-        """Return for each device the paths that form it."""
+        """Return the paths of each device."""
         before = {match.alias: match for matches in self._devices for match in matches}
         columns = [self._matching(part, scan, before) for part in self._parts]
         if len(columns) == 1:

@@ -42,7 +42,10 @@ class _Function:
 
 
 class PciSource(bus.SysfsSource[PciConfig]):
-    """Lists the PCI devices that a filter selects; ids are addresses, 0000:3b:00.0. `resource` names their variable."""
+    """Lists the PCI devices that a filter selects, with their addresses (0000:3b:00.0) as ids.
+
+    resource: also makes the name of the environment variable with the addresses.
+    """
 
     BUS = "pci"
     IDS = bus.ids_files("pci", "pciutils")
