@@ -1,4 +1,4 @@
-"""Values that the API server and its client exchange: kinds of objects, their paths, and errors."""
+"""What the API server and its client exchange: kinds of objects, their paths, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     kind: str
 
     def api_version(self, version: str) -> str:
-        """Return the `apiVersion` of objects of this kind, in a version of its group."""
+        """Return the `apiVersion` of this kind's objects in a version of the kind's group."""
         return f"{self.group}/{version}" if self.group else version
 
 
@@ -38,26 +38,26 @@ RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 
 
 def is_older(body: Object, than: Object) -> bool:
-    """Return whether one state of an object is older than another.
+    """Return whether the state `body` of an object is older than the state `than`.
 
-    Resource versions compare as numbers: officially since Kubernetes 1.35, and in fact before.
+    Resource versions are compared as numbers: allowed officially since Kubernetes 1.35, and correct in fact before.
     """
     version, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, than))
     return version.isdecimal() and other.isdecimal() and int(version) < int(other)
 
 
 def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:
-    """Return the query parameters of the selectors that are given."""
+    """Return the query parameters of those selectors that are not empty."""
     both = {"fieldSelector": field_selector, "labelSelector": label_selector}
     return {key: value for key, value in both.items() if value}
 
 
 class ClusterError(Exception):
-    """Raised when a request to the API server fails. It is the base of all errors of this package."""
+    """Raised when a request to the API server fails. It is the base class of all errors of this package."""
 
 
 class AccessError(ClusterError):
-    """Raised when there is no configuration for an API server, or when the configuration cannot be used."""
+    """Raised when no configuration for an API server is found, or when the configuration cannot be used."""
 
 
 class UnsupportedError(ClusterError):
@@ -65,11 +65,11 @@ class UnsupportedError(ClusterError):
 
 
 class VersionChangedError(ClusterError):
-    """Raised when an object was made for a version of resource.k8s.io that is no longer the chosen one."""
+    """Raised when an object was made for another version of resource.k8s.io than the client has chosen by now."""
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One detail of a refusal: the field, and a message for the user."""
+    """One reason of a refusal. field: the wrong field of the object. message: for the user."""
 
     field: str = ""
     message: str = ""
@@ -78,8 +78,8 @@ class Cause(msgspec.Struct, frozen=True):
 class ApiError(ClusterError):
     """Raised when the API server refused a request or did not answer it.
 
-    code: the HTTP status, 0 if there was no answer. reason: the server's reason, one word; may be empty. causes: one
-    for each wrong field. retry_after: seconds that the server asks the client to wait, 0 if it does not ask.
+    code: the HTTP status, 0 if there was no answer. reason: the server's reason in one word, or "". causes: one for
+    each wrong field. retry_after: seconds that the server asks the client to wait, 0 if the server does not ask.
     """
 
     def __init__(
@@ -94,17 +94,18 @@ class ApiError(ClusterError):
 
 
 class UnavailableError(ApiError):
-    """Raised when the API server did not answer, or cannot serve now. A later try may succeed.
+    """Raised when the API server did not answer, or cannot serve the request now. A later try may succeed.
 
-    It is also raised for an answer that cannot come from an API server: a 404 that does not name the requested object,
-    or another object than the requested one.
+    Also raised for an answer that cannot come from an API server: a 404 that does not name the requested object, or
+    another object than the requested one.
     """
 
 
 class UnreadableError(UnavailableError):
     """Raised when the API server's answer is too large or cannot be decoded.
 
-    The server does not count as lost. As with a missing answer, the server may have carried out the write.
+    The server does not count as lost. As after a missing answer, it is not known whether the server carried out a
+    write.
     """
 
 
@@ -117,11 +118,11 @@ class ForbiddenError(ApiError):
 
 
 class NotFoundError(ApiError):
-    """Raised when the API server states that the requested object does not exist (404). The answer names the object."""
+    """Raised when the API server answers that the requested object does not exist (404), and names the object."""
 
 
 class ConflictError(ApiError):
-    """Raised when the object changed, has another UID, or exists already (409; reason Conflict or AlreadyExists)."""
+    """Raised when the object has changed, has another UID, or exists already (409; Conflict or AlreadyExists)."""
 
 
 class GoneError(ApiError):
@@ -129,7 +130,7 @@ class GoneError(ApiError):
 
 
 class InvalidError(ApiError):
-    """Raised when the API server will never accept the request (400, 413, 415, 422). `causes` names wrong fields."""
+    """Raised when the API server will never accept the request (400, 413, 415, 422). causes: the wrong fields."""
 
 
 _ERRORS: Final[Mapping[int, type[ApiError]]] = {
@@ -149,8 +150,8 @@ class _Details(msgspec.Struct):
     retry_after: int = msgspec.field(default=0, name="retryAfterSeconds")
 
     def name_object(self, kind: Kind, name: str) -> bool:
-        # NewNotFound of k8s.io/apimachinery puts the plural of the resource into `kind`. A 404 of a proxy, for a
-        # missing namespace, or for a kind or version that is not served names something else or nothing.
+        # NewNotFound of k8s.io/apimachinery puts the plural of the resource into `kind`. A 404 that a proxy sends, or
+        # that is about a missing namespace or a kind or version that is not served, does not name the object.
         kinds, groups = ("", kind.plural, kind.kind), ("", kind.group)
         return bool(name) and self.name == name and self.kind in kinds and self.group in groups
 
@@ -181,7 +182,10 @@ _DECODER: Final = msgspec.json.Decoder(_Status)
 def error_of(
     code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
 ) -> ApiError:
-    """Return the error that an answer about an object stands for. `body` is a Status object, or any text."""
+    """Return the error for an answer with this HTTP status. body: a Status object, or any text.
+
+    kind, name: the requested object, so that a 404 can be a NotFoundError.
+    """
     try:
         status = _DECODER.decode(body) if isinstance(body, bytes) else msgspec.convert(body, _Status)
     except (msgspec.MsgspecError, RecursionError):
@@ -197,5 +201,5 @@ def _beginning(body: bytes | Object) -> str:
 
 
 def error_of_status(status: Object) -> ApiError:
-    """Return the error that a Status object in a watch stands for. Raises ValueError for any other object."""
+    """Return the error for a Status object in a watch. Raises ValueError for any other object."""
     return msgspec.convert(status, _Status).error()

@@ -1,6 +1,7 @@
-"""Finds the way to the API server: its address, its CA, and the client's credentials.
+"""Finds the access to the API server: the server's address, its CA, and the client's credentials.
 
-A pod uses its service account. Elsewhere the client uses a kubeconfig, which a separate process reads (`kubeconfig`).
+In a pod, the client uses the pod's service account. Elsewhere it uses a kubeconfig, which a separate process reads
+(`kubeconfig`).
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from deviceplugin.looks import Looks, LookTimeoutError
 from dra_bridge.kube.kubeconfig import Credentials, Failure, KubeConfigError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""The directory of a pod's token and of the cluster's CA. The kubelet writes both."""
+"""The directory with a pod's token and the cluster's CA, which the kubelet writes."""
 
 NAMESPACE: Final = "dra-bridge"
-"""The namespace of agents outside of pods. It is also the default namespace of the objects that `manifests` makes."""
+"""The namespace of agents outside of pods, and the default namespace of the objects that `manifests` makes."""
 
 TOKEN_AGE: Final = 60.0
-"""Seconds after which the client reads a token's file again, as client-go does. The kubelet renews it long before it
-expires."""
+"""Seconds after which the client reads a token's file again, as client-go does. The kubelet renews a token long before
+the token expires."""
 
 EXEC_TIMEOUT: Final = 120.0
-"""Seconds that reading a kubeconfig may take. The limit is long because its credential plugin may ask a user to log in.
-"""
+"""Seconds that the read of a kubeconfig may take, with a credential plugin that asks a user to log in."""
 
 RENEW: Final = 30.0
-"""Seconds until the configuration is read again, after a reading failed or the server refused its credentials.
+"""Seconds between two reads of the configuration, after a read failed or the server refused the credentials.
 
-Reading a kubeconfig starts a process, takes some 0.4 s of CPU, and runs the credential plugin.
+The time is long because a read of a kubeconfig starts a process, takes some 0.4 s of CPU, and runs the credential
+plugin.
 """
 
 _CLAIMS: Final = msgspec.json.Decoder(dict[str, object])
@@ -50,11 +51,11 @@ _ANSWER: Final[msgspec.json.Decoder[Credentials | Failure]] = msgspec.json.Decod
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The way to a server.
+    """The address of an API server, and what a client needs to connect to it.
 
-    authorize: returns the Authorization header, "" for none. Its argument says whether the server refused the last
-    header (401), so that a new one is needed. It raises KubeConfigError or OSError if it has no credentials. proxy: the
-    URL of an HTTP proxy, "" for none. server_name: the name in the server's certificate, "" if it is the URL's host.
+    authorize: returns the Authorization header, "" for none. Its argument is whether the server refused the last header
+    (401), so that a new header is needed. It raises KubeConfigError or OSError if it has no credentials. proxy: the URL
+    of an HTTP proxy, "" for none. server_name: the name in the server's certificate, "" if this name is the URL's host.
     source: where these values come from, for messages.
     """
 
@@ -67,7 +68,7 @@ class Access:
 
 
 def own_namespace() -> str:
-    """Return the namespace of this process's pod; NAMESPACE outside of a pod."""
+    """Return the namespace of this process's pod; `NAMESPACE` outside of a pod."""
     try:
         return (SERVICE_ACCOUNT / "namespace").read_text().strip() or NAMESPACE
     except OSError:
@@ -75,7 +76,7 @@ def own_namespace() -> str:
 
 
 class TokenLife(NamedTuple):
-    """When a token was issued, and when it expires (Unix seconds)."""
+    """When a token was issued, and when the token expires (Unix seconds)."""
 
     issued: float
     expires: float
@@ -87,9 +88,9 @@ class TokenLife(NamedTuple):
 
 
 def token_life(authorization: str) -> TokenLife | None:
-    """Return the life of a ServiceAccount's token; None for credentials that do not state it.
+    """Return when a ServiceAccount's token was issued and expires; None for credentials that do not state this.
 
-    The token is a JSON Web Token. This function does not check its signature; the API server does.
+    The token is a JSON Web Token. Its signature is checked only by the API server, not by this function.
     """
     try:
         _, payload, _ = authorization.removeprefix("Bearer ").split(".")
@@ -100,11 +101,12 @@ def token_life(authorization: str) -> TokenLife | None:
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None) -> Access:
-    """Return the access from a kubeconfig file, else from a service account, else from KUBECONFIG or ~/.kube/config.
+    """Return the access by a kubeconfig file, else a service account, else KUBECONFIG, else ~/.kube/config.
 
-    account: the directory of the service account; None for that of the pod, if this process runs in one.
+    kubeconfig: the path of a file, None for none. account: the directory of a service account; None for that of the
+    pod, if this process runs in a pod.
 
-    Raises KubeConfigError if none of these exists or the one found cannot be used, OSError if a file cannot be read.
+    Raises KubeConfigError if no configuration exists or the one found cannot be used, OSError if a file cannot be read.
     """
     host, directory = os.environ.get("KUBERNETES_SERVICE_HOST"), account or SERVICE_ACCOUNT
     if account and not kubeconfig and not host:
@@ -117,17 +119,17 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, acc
 
 
 async def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
-    """Return the access to a server. token_file: a file with the bearer token, if the server needs one."""
+    """Return the access to the server at a URL. token_file: a file with the bearer token, None for none."""
     secure = urllib.parse.urlsplit(url).scheme == "https"
     tls = await Looks(ca_file or "the system's CAs", threads=1).at("certificates", _tls, ca_file) if secure else None
     return Access(url, tls, _TokenFile(token_file))
 
 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
-    """Return the TLS context that verifies the server, by the cluster's own CA or else by the system's CAs.
+    """Return the TLS context that verifies the server by the cluster's CA, or else by the system's CAs.
 
-    As Go does, it accepts CAs and certificates without key identifiers, which Python refuses by default since 3.13
-    (VERIFY_X509_STRICT). It also accepts an intermediate CA as the root.
+    As in Go, CAs and certificates without key identifiers are accepted, which Python refuses by default since 3.13
+    (VERIFY_X509_STRICT). An intermediate CA is accepted as the root, too.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
     if ca_file:
@@ -137,10 +139,10 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _TokenFile:
-    """A bearer token in a file that another program renews. Without a file there is no token.
+    """Returns the header with a bearer token from a file that another program renews; "" without a file.
 
-    If the file cannot be read in time, the previous token is used. Raises OSError if there is no previous token, or the
-    server refused it.
+    If the file cannot be read in time, the token that was read before is used. OSError is raised if there is none, or
+    if the server refused it.
     """
 
     def __init__(self, path: Path | None, header: str = "", read_at: float = float("-inf")) -> None:
@@ -163,7 +165,7 @@ class _TokenFile:
 
 
 class _KubeConfig:
-    """Kubeconfig files, and the credentials of their current context. paths: a list of files, as in KUBECONFIG."""
+    """The credentials of the current context of kubeconfig files. paths: a list of files, as in KUBECONFIG."""
 
     def __init__(self, paths: str) -> None:
         self._paths = paths
@@ -174,7 +176,7 @@ class _KubeConfig:
         self._token_file = _TokenFile(None)
 
     async def load(self) -> Access:
-        """Read the files and get new credentials. This may run a credential plugin."""
+        """Read the files and return the access with new credentials. This may run a credential plugin."""
         self._credentials = credentials = await read_apart(self._paths)
         self._token_file = _TokenFile(Path(credentials.token_file), credentials.authorization, time.monotonic())
         self._reads += 1
@@ -195,7 +197,7 @@ class _KubeConfig:
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:
-        """Add the file and the field to an error of TLS."""
+        """Add the paths and the field to a TLS error that is raised in the context."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -206,7 +208,7 @@ class _KubeConfig:
         async with self._reading:
             if self._credentials.token_file:
                 return await self._token_file(refused)
-            # No other request has renewed the credentials meanwhile.
+            # Renew only if no other request has renewed the credentials meanwhile.
             if reads == self._reads and (refused or self._expired()):
                 await self._renew(refused)
             return self._credentials.authorization
@@ -216,7 +218,7 @@ class _KubeConfig:
         return expires is not None and expires <= time.time()
 
     async def _renew(self, refused: bool) -> None:
-        """Get new credentials. For RENEW seconds after a try, its result stands, success or failure."""
+        """Get new credentials. For `RENEW` seconds after a try, its result stands, success or failure."""
         if time.monotonic() >= self._next_read:
             self._failure = ""
             try:
@@ -230,10 +232,10 @@ class _KubeConfig:
 
 
 async def read_apart(paths: str) -> Credentials:
-    """Start a process that reads kubeconfigs, and wait for its end. paths: as in KUBECONFIG. Raises KubeConfigError."""
+    """Read kubeconfigs in a separate process. paths: a list of files, as in KUBECONFIG. Raises KubeConfigError."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
-    # At a terminal, the credential plugin has to be in the foreground. Elsewhere the process and its plugin form a
-    # group, and end together.
+    # At a terminal, a credential plugin must be in the foreground to ask the user. Elsewhere the process and its
+    # plugin form a process group, so that both can be killed together.
     group = None if os.isatty(2) else 0
     reader = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, paths, stdout=asyncio.subprocess.PIPE, process_group=group
@@ -262,9 +264,9 @@ async def read_apart(paths: str) -> Credentials:
 
 @contextlib.contextmanager
 def _file(content: bytes | None) -> Iterator[str]:
-    """Yield the path of a file in memory, "" if there is no content.
+    """Yield the path of a file in memory with this content; "" if there is no content.
 
-    The ssl module reads certificates only from files.
+    The file is needed because the ssl module reads certificates only from files.
     """
     if not content:
         yield ""

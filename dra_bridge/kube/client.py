@@ -1,8 +1,8 @@
 """The client of one API server. It reads, writes and watches objects, which are plain dicts in the form of their JSON.
 
 Many agents use one API server, so the client never polls. After a failure it connects again after random waits of up
-to half a minute, so that agents which have lost a server together do not come back together. It logs each loss and each
-recovery of the server once.
+to half a minute, so that agents which have lost a server together do not come back together. The client logs each loss
+and each recovery of the server once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 COMPONENT: Final = "dra-bridge"  # The field manager of patches, and the source of Events.
 SILENCE: Final = (180.0, 300.0)
-"""Bounds of the seconds for which a watch counts as alive without an event or bookmark. The value is random between
-them.
+"""Bounds of the seconds for which a watch counts as alive without an event or bookmark. The client draws a random value
+between them.
 
 kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its cache has
 passed the watch's position. In a cluster without changes, the cache's position moves with etcd's progress
@@ -46,9 +46,9 @@ its objects again about every 4 minutes.
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A list of all objects, with its resourceVersion.
+    """All objects of a list at one moment. resource_version: of the list.
 
-    A watch yields it first, and again after each end that the client did not request.
+    A watch yields such a list first, and again after each end of the watch that the client did not request.
     """
 
     items: list[Object]
@@ -66,7 +66,7 @@ _CHANGED: Final = msgspec.json.Decoder(Changed)
 
 
 class _Asked(NamedTuple):
-    """A request's target. Its path depends on the version of resource.k8s.io that the server serves."""
+    """The target and content of a request. Its path also depends on the server's version of resource.k8s.io."""
 
     method: str
     kind: Kind
@@ -96,10 +96,10 @@ class Cluster:
         """Store the settings; do not connect yet.
 
         configuration: a function that reads the configuration; the client calls it at the first request, and again when
-        it cannot reach the server. deadline: seconds for one request and its answer. backoff: the waits of watches
+        the server cannot be reached. deadline: seconds for one request and its answer. backoff: the waits of watches
         after failures. watch_seconds: bounds of the seconds for which the client asks the server to keep a watch open.
-        silence: bounds of the seconds for which a watch without any data counts as alive. The client draws a random
-        value between each pair of bounds.
+        silence: bounds of the seconds for which a watch without any data counts as alive. Between each pair of bounds,
+        the client draws a random value.
         """
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline, self.backoff.most)
@@ -112,9 +112,9 @@ class Cluster:
     def from_environment(
         cls, kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None, **options: Any
     ) -> Cluster:
-        """Use the server of a kubeconfig file, else that of the pod, else that of KUBECONFIG or ~/.kube/config.
+        """Use the server of a kubeconfig file, else that of the pod, else that of KUBECONFIG, else of ~/.kube/config.
 
-        account: the directory of a service account, instead of the pod's.
+        account: the directory of a service account, to use instead of the pod's.
         """
         return cls(lambda: auth.from_environment(kubeconfig, account), **options)
 
@@ -132,7 +132,7 @@ class Cluster:
     def configure(self) -> None:
         """Read the configuration now, before an event loop exists. The call may block.
 
-        Raises AccessError if there is no configuration, or it cannot be used.
+        Raises AccessError if no configuration is found, or if it cannot be used.
         """
         asyncio.run(self._connection.connect())
 
@@ -151,10 +151,10 @@ class Cluster:
         return self._connection.statistics
 
     async def version(self) -> str:
-        """Return the version of resource.k8s.io to use.
+        """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
 
-        It is v1, v1beta2 or v1beta1. The client asks the server once, again after an outage, and again after a 404 that
-        concerns the whole kind. Raises UnsupportedError if the server serves none of them.
+        The client asks the server once, again after an outage, and again after a 404 that concerns the whole kind.
+        Raises UnsupportedError if the server serves none of these versions.
         """
         return await self._discovery.version()
 
@@ -163,7 +163,7 @@ class Cluster:
         return kind.api_version(kind.version or await self.version())
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
-        """Read one object. Raises NotFoundError if it does not exist."""
+        """Read one object. Raises NotFoundError if the object does not exist."""
         return await self._request("GET", kind, name, namespace)
 
     async def claim(self, name: str, namespace: str) -> ListedClaim:
@@ -171,7 +171,7 @@ class Cluster:
         return await self._exchange(_Asked("GET", api.RESOURCE_CLAIMS, name, namespace), forms.CLAIM)
 
     async def allocated_claims(self) -> list[Object]:
-        """Return all allocated ResourceClaims at one moment, with their allocations and the pods that use them."""
+        """Return all allocated ResourceClaims at one moment, with only their allocations and the pods that use them."""
         claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS)
         return [claim.body() for claim in claims if claim.results]
 
@@ -183,7 +183,7 @@ class Cluster:
         selectors: Mapping[str, str] | None = None,
         keep: Callable[[T], bool] | None = None,
     ) -> tuple[list[T], str]:
-        """Read all pages of a list. Return the wanted items together, and the list's resourceVersion."""
+        """Read all pages of a list. Return the items for which `keep` is true, and the list's resourceVersion."""
         for again in (True, False):
             items: list[T] = []
             version = ""
@@ -207,20 +207,20 @@ class Cluster:
         label_selector: str = "",
         keep: Callable[[Object], bool] | None = None,
     ) -> Listed:
-        """Read all objects of a kind at one moment (a consistent read). keep: for which objects it returns them."""
+        """Read all objects of a kind at one moment (a consistent read). keep: returns whether an object is wanted."""
         selectors = api.selectors_of(field_selector, label_selector)
         return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors, keep))
 
     async def pages(
         self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Page[T], None]:
-        """Yield the pages of one list, each about `forms.PAGE` bytes. All show the state at the first page's moment.
+        """Yield the pages of one list, each about `forms.PAGE` bytes. All show the state at one moment.
 
         The first request is a consistent read: without resourceVersion it is answered by etcd, or by a cache that has
-        reached etcd's revision. Each further request names that revision. Once etcd has compacted the revision (after 5
+        reached etcd's revision. Each further request names this revision. Once etcd has compacted the revision (after 5
         to 10 minutes), the server answers with 410 and a token that continues at the newest revision (etcd3/errors.go,
-        1.36). The client does not use that token: a list of two revisions can miss a device whose allocation passes
-        from a claim on a later page to one on an earlier page.
+        1.36). The client does not use this token: a list of two revisions can miss a device whose allocation passes
+        from a claim on a later page to a claim on an earlier page.
 
         Raises GoneError if the list has to begin anew, OversizedError if one object exceeds the size limit of an
         answer.
@@ -247,9 +247,9 @@ class Cluster:
             limit = forms.next_limit(limit, len(page.items), page.size)
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
-        """Create an object and return the server's version of it. dry_run: the server checks the object only.
+        """Create an object and return the server's version of it. dry_run: whether the server only checks the object.
 
-        Raises ConflictError if an object of that name exists, InvalidError if the server refuses the content,
+        Raises ConflictError if an object of this name exists, InvalidError if the server refuses the content,
         VersionChangedError if the object was made for another version than the chosen one.
         """
         return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
@@ -261,14 +261,15 @@ class Cluster:
     async def patch(
         self, kind: Kind, name: str, patch: object, namespace: str = "", *, subresource: str = ""
     ) -> Object:
-        """Change parts of an object by a merge patch."""
+        """Change fields of an object by a merge patch. Return the changed object."""
         manager = {"fieldManager": COMPONENT}
         return await self._request("PATCH", kind, name, namespace, manager, patch, subresource=subresource)
 
     async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> Object:
-        """Delete an object; return its last state or a Status. An object with `metadata.finalizers` still exists then.
+        """Delete an object; return a Status, or the object's last state.
 
-        Raises NotFoundError if the object does not exist, ConflictError if its UID is not the given one.
+        An object with `metadata.finalizers` still exists then. Raises NotFoundError if the object does not exist,
+        ConflictError if its UID is not the given one.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
@@ -278,24 +279,24 @@ class Cluster:
     async def ask_pod(
         self, namespace: str, name: str, port: int, path: str, *, tls: bool = False, timeout: float
     ) -> bytes:
-        """Return a pod's answer to a GET through the API server (pods/proxy). timeout: seconds.
+        """Return a pod's answer to a GET that the API server passes on (pods/proxy). timeout: seconds.
 
-        Raises ApiError, with code and message of the API server or of the pod.
+        Raises ApiError with the code and message of the API server or of the pod.
         """
         pod = f"{'https:' if tls else ''}{name}:{port}"
         return await self._connection.fetch(path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
 
     async def ask_node(self, name: str, path: str, *, timeout: float) -> bytes:
-        """Return a node's answer to a GET through the API server (nodes/proxy). timeout: in seconds.
+        """Return a node's answer to a GET that the API server passes on (nodes/proxy). timeout: seconds.
 
         name: NODE for the node's kubelet, NODE:PORT or https:NODE:PORT for another server on the node.
         """
         return await self._connection.fetch(path_of(api.NODES, "v1", name, "", "proxy") + path, timeout)
 
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
-        """Write a warning Event, which `kubectl describe` shows. `message` is cut at 1024 bytes.
+        """Write a warning Event, which `kubectl describe` shows. message: cut at 1024 bytes.
 
-        metadata: of the object that the Event is about; name, namespace and uid are used. node: the node where it
+        metadata: name, namespace and uid of the object that the Event is about. node: the node where the event
         happened.
         """
         namespace = metadata.get("namespace") or "default"
@@ -329,23 +330,23 @@ class Cluster:
         field_selector: str = "",
         label_selector: str = "",
     ) -> AsyncGenerator[Listed | Changed, None]:
-        """Yield all objects now, then each change, for ever. state: the generator keeps it up to date.
+        """Yield a list of all objects, then each change, for ever. state: kept up to date by the generator.
 
         A watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
         early end, a refusal, silence) the generator yields a new `Listed`, which replaces all earlier objects. It does
-        not resume at the old position, because the server's storage may have been restored from an older snapshot.
+        not resume at the old position, because the server's storage may have been restored from an older snapshot:
         kube-apiserver opens a watch at a future position without an error, and sends nothing until its revision has
         reached that position (Cacher.Watch, cacher.go, 1.36).
 
         A watch that broke off begins again at a random moment, at most the backoff's longest wait later. All watches of
-        this client share that moment. A server that ends breaks the watches of all agents off, and each agent lists
-        anew: with short waits 20 agents made 37 lists in one second (`tests.fleet`).
+        this client begin again at the same moment. A server that ends breaks the watches of all agents off, and each
+        agent lists anew: with short waits 20 agents made 37 lists in one second (`tests.fleet`).
 
-        During outages and refusals, and on servers without DRA, it waits without a limit. Close the generator
-        (`contextlib.aclosing`) to end the watch.
+        During outages and refusals, and on servers without DRA, the generator waits without a limit. To end the watch,
+        close the generator (`contextlib.aclosing`).
         """
         backoff, state = self.backoff.fresh(), state or WatchState()
-        # Time for the version request, a list, and the begin of the watch.
+        # This includes the time for the version request, a list, and the begin of the watch.
         state.patience = self._silence[1] + 3 * self._deadline
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, broken, warned = "", "", False, False
@@ -392,11 +393,11 @@ class Cluster:
                 position = ""
                 state.failed(error)
                 if time.monotonic() - opened >= 1.0:
-                    backoff.reset()  # A wait comes before the next try, even with a server that ends watches at once.
+                    backoff.reset()  # Even so, a wait comes before the next try, if the server ends watches at once.
                 wait = backoff.next()
                 if isinstance(error, GoneError):
                     if wait <= backoff.first:
-                        wait = 0.0  # The first try needs no wait.
+                        wait = 0.0  # The first list after a GoneError needs no wait.
                 elif isinstance(error, ApiError):
                     if isinstance(error, UnavailableError):
                         lost_at = time.monotonic()
@@ -405,7 +406,7 @@ class Cluster:
                         self._discovery.forget()  # The server may no longer serve the version.
                     if broken:
                         wait = self._connection.apart()
-                    wait += min(error.retry_after, backoff.most)  # All refused clients get the same number.
+                    wait += min(error.retry_after, backoff.most)  # The server gives all clients the same number.
                 refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
                 if refused and not warned:
                     warned = True
@@ -413,7 +414,7 @@ class Cluster:
                 await self.pause(wait)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try. While the server is lost, the wait ends when another request is answered."""
+        """Wait before another try. While the server is lost, the wait ends as soon as another request is answered."""
         await self._connection.pause(seconds)
 
     async def _request(
@@ -426,7 +427,10 @@ class Cluster:
         body: object = None,
         subresource: str = "",
     ) -> Object:
-        """Send a request and return the object in the answer. Raises UnavailableError if it is another object."""
+        """Send a request and return the object in the answer.
+
+        Raises UnavailableError if the answer is another object.
+        """
         asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
         answer = await self._exchange(asked, forms.JSON)
         if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
@@ -455,7 +459,7 @@ class Cluster:
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
-                self._discovery.forget()  # The server may have changed and no longer serve this version.
+                self._discovery.forget()  # The server may have been updated, and may no longer serve this version.
         raise AssertionError("not reached")
 
 
@@ -472,7 +476,7 @@ def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subre
 
 
 async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
-    """Return the next line of a watch, b"" at its end. Raises GoneError after `silence` seconds without a line."""
+    """Return the next line of a watch, b"" at the watch's end. Raises GoneError after `silence` seconds without one."""
     limit = asyncio.timeout(silence)
     try:
         async with limit:

@@ -42,7 +42,7 @@ VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 
 _DEEP: Final = "the answer nests too deep to be decoded"
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError)
-"""Errors of a request without an answer. They include failures of a token file or plugin, and answers that are not
+"""Errors of a request without a usable answer: also failures of a token file or plugin, and answers that are not
 JSON."""
 
 
@@ -52,8 +52,8 @@ class RequestStatistics:
 
     requests: answered or not, by HTTP method. failures: requests without an answer, or answered with 429 or 5xx.
     watches: opened streams. lost_since: time.monotonic() of the first failure since the last answer, None while the
-    server answers. refused: the server's refusal of the credentials (401), None once it accepts them. token: the life
-    of the token that was sent last, None for other credentials.
+    server answers. refused: the server's refusal of the credentials (401), None once the server accepts them. token:
+    the life of the token that was last sent, None for other credentials.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -64,13 +64,13 @@ class RequestStatistics:
     token: auth.TokenLife | None = None
 
     def unreachable_since(self) -> float | None:
-        """Return since when the server cannot be reached (Unix seconds), or None."""
+        """Return since when the server cannot be reached (Unix seconds); None until half a minute is over."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
         return time.time() - lost if lost >= liveness.LOST else None
 
 
 class ApiRequest(NamedTuple):
-    """A request. body: of a PATCH, a merge patch.
+    """A request. body: of a PATCH, this is a merge patch.
 
     kind, name: the requested object, if the request is for one object.
     """
@@ -84,7 +84,10 @@ class ApiRequest(NamedTuple):
 
 
 class Connection:
-    """A connection to one API server, by its configuration. longest: the longest wait; all others: see `Cluster`."""
+    """A connection to one API server, by its configuration.
+
+    longest: the longest wait. Other parameters: see `Cluster`.
+    """
 
     def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float, longest: float) -> None:
         self.statistics = RequestStatistics()
@@ -92,7 +95,7 @@ class Connection:
         self._configuration = configuration
         self._deadline = deadline
         self._longest = longest
-        self._again_at = 0.0  # when watches that broke off begin again
+        self._again_at = 0.0  # When watches that broke off begin again (monotonic seconds).
         self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
@@ -103,7 +106,7 @@ class Connection:
 
     @property
     def where(self) -> str:
-        """The server's address and its source, for messages; "" until the configuration is read."""
+        """The server's address and the source of the address, for messages; "" until the configuration is read."""
         source = self._reached[0].source if self._reached is not None else ""
         return f"{self._url} ({source})" if source else self._url
 
@@ -116,12 +119,12 @@ class Connection:
     async def send(self, method: str, path: str) -> Object:
         """Send a request that names no object, and return the answer.
 
-        Raises ApiError if the server refuses or does not answer it.
+        Raises ApiError if the server refuses the request or does not answer.
         """
         return await self.exchange(ApiRequest(method, path), forms.JSON)
 
     async def exchange(self, request: ApiRequest, form: Form[T], most: int | None = None) -> T:
-        """Send a request and decode its answer. form: the decoder. most: see `HttpClient.request`.
+        """Send a request and decode its answer. form: decodes the answer. most: see `HttpClient.request`.
 
         Raises ApiError if the server refuses or does not answer the request, OversizedError if the answer is larger
         than `most`.
@@ -150,7 +153,7 @@ class Connection:
 
     @asynccontextmanager
     async def stream(self, path: str) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Open a stream and yield its lines. Failures to read or decode them end with ApiError."""
+        """Open a stream and yield its lines. If lines cannot be read or decoded, ApiError is raised in the context."""
         self.statistics.requests["GET"] += 1
         self.statistics.watches += 1
         async with AsyncExitStack() as stack:
@@ -166,9 +169,9 @@ class Connection:
                 yield response.lines
 
     async def fetch(self, path: str, timeout: float) -> bytes:
-        """Return the body of an answer that the API server passes on from a pod. Raises ApiError.
+        """Return the body of an answer that the API server passes on from a pod or node. Raises ApiError.
 
-        A failure does not change the state of the API server or of the credentials.
+        A failure here does not count as a failure of the API server or as a refusal of the credentials.
         """
         try:
             server, headers = await self._connected()
@@ -187,7 +190,7 @@ class Connection:
         raise api.error_of(response.status, bytes(response.body))
 
     async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[_R]]) -> _R:
-        """Make a request. If the server refuses the credentials (401), make it again with new ones."""
+        """Make a request. If the server refuses the credentials (401), repeat the request with new credentials."""
         server, headers = await self._connected()
         async with asyncio.timeout(self._deadline):
             response = await request(server, headers)
@@ -210,9 +213,9 @@ class Connection:
 
     @contextmanager
     def _failures(self, method: str, path: str) -> Iterator[None]:
-        """Count a request without an answer, and raise UnavailableError. The first failure marks the server as lost.
+        """Convert a failure in the context to UnavailableError, and count it.
 
-        An answer that is too large does not mark the server as lost.
+        The first failure marks the server as lost. An answer that is too large does not mark the server as lost.
         """
         try:
             yield
@@ -234,7 +237,7 @@ class Connection:
 
     def _answered(self, error: ApiError | None = None) -> None:
         refused = error is not None and error.code == 401
-        # If the server did not refuse the credentials, the configuration's address and credentials are still right.
+        # The configuration is read again only after a refusal: otherwise its address and credentials are right.
         self._renew = refused
         before = self.statistics.refused
         self.statistics.refused = liveness.Failing.after(before, error) if refused and error is not None else None
@@ -248,14 +251,14 @@ class Connection:
             logger.info("the API server %s is back after %.1f s", self._url, time.monotonic() - lost_since)
 
     def apart(self) -> float:
-        """Return the seconds until watches that broke off begin again: at one moment for all of this client."""
+        """Return the seconds until watches that broke off begin again, all of this client at the same moment."""
         now = time.monotonic()
         if self._again_at <= now:
             self._again_at = now + random.uniform(0.0, self._longest)  # noqa: S311 - no secret
         return self._again_at - now
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try. While the server is lost, the wait ends when another request is answered."""
+        """Wait before another try. While the server is lost, the wait ends as soon as another request is answered."""
         if self.statistics.lost_since is None:
             await asyncio.sleep(seconds)
             return
@@ -264,7 +267,10 @@ class Connection:
                 await self._answers.wait()
 
     async def connect(self) -> None:
-        """Read the configuration. After a failure the previous one stays; AccessError is raised if there is none."""
+        """Read the configuration.
+
+        If this fails, the previous configuration is kept. AccessError is raised if there is none.
+        """
         try:
             access = await self._configuration()
             server = HttpClient(access.url, access.tls, access.proxy or proxy_of(access.url), access.server_name)
@@ -274,7 +280,7 @@ class Connection:
         else:
             old, self._reached = self._reached, (access, server)
             self._url = access.url
-            # Watches on the old connections continue. Closing them would look like another outage.
+            # Watches on the old connections continue. If they were closed, that would look like another outage.
             former = self._former if old is None else [*self._former, old[1]]
             self._former = [client for client in former if await client.retire()]
         self._made_at, self._renew = time.monotonic(), False
@@ -282,9 +288,8 @@ class Connection:
     async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
         """Return the HTTP client and the headers with the credentials.
 
-        refused: the server refused the last credentials.
-
-        A request's deadline does not apply: a credential plugin may ask a user to log in.
+        refused: whether the server refused the last credentials. A request's deadline does not apply here, because a
+        credential plugin may ask a user to log in.
         """
         async with self._connecting:
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
@@ -300,17 +305,17 @@ class Connection:
 
 
 class Discovery:
-    """Chooses the best version of resource.k8s.io that the server serves, and remembers it."""
+    """Chooses the best version of resource.k8s.io that the server serves, and remembers the choice."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.chosen = ""
-        """The version that was chosen last; "" if it has to be chosen again."""
+        """The version that was last chosen; "" if it has to be chosen again."""
         self._chosen_at = 0.0
         self._choosing = asyncio.Lock()
 
     async def version(self, *, older_than: float = math.inf) -> str:
-        """See `Cluster.version`. older_than: age in seconds from which the choice is made again."""
+        """See `Cluster.version`. older_than: seconds; an older choice is made again."""
         async with self._choosing:
             if self.chosen and time.monotonic() - self._chosen_at <= older_than:
                 return self.chosen
@@ -333,7 +338,7 @@ class Discovery:
         return any(entry.get("name") == api.RESOURCE_SLICES.plural for entry in answer.get("resources") or ())
 
     async def _group(self) -> Object:
-        """Return the server's description of the group resource.k8s.io; empty if the server does not have the group."""
+        """Return the server's description of the API group resource.k8s.io; {} if the server lacks it."""
         try:
             return await self._connection.send("GET", f"/apis/{GROUP}")
         except ApiError as error:
@@ -345,5 +350,5 @@ class Discovery:
         return next((group for group in groups if group.get("name") == GROUP), {})
 
     def forget(self) -> None:
-        """Choose the version again at the next request, because the server may no longer serve it."""
+        """Make the next request choose the version again, because the server may no longer serve the chosen one."""
         self.chosen = ""

@@ -1,8 +1,8 @@
-"""Encodings of answers: JSON for whole objects, and protobuf for the allocations of ResourceClaims.
+"""Decoders of answers: JSON for whole objects, and protobuf for the allocations of ResourceClaims.
 
 A tenant can write any number of claims of up to 1.5 MB, whose parameters nest up to 10,000 levels (apimachinery 1.36,
 sigs.k8s.io/json). In protobuf the parameters are one field, which the agent does not decode. So their depth and content
-do not matter, and an object has at most the size that etcd accepts.
+cannot harm the agent, and an object has at most the size that etcd accepts.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
 
 MAX_PAGE: Final = 4 * 2**20
 """Maximum bytes of a page with several objects. The rest of a larger page is not read, and the next request asks for
-fewer."""
+fewer objects."""
 PAGE: Final = 2 * 2**20
-"""Desired bytes of a page."""
+"""Desired bytes of a page. By it, `next_limit` chooses the number of objects."""
 MAX_LIMIT: Final = 500
-"""Maximum number of objects that a page may have, as in client-go."""
+"""Maximum number of objects for which a page is requested, the same as in client-go."""
 FIRST_LIMIT: Final = 100
-"""Number of objects that the first page may have."""
+"""Number of objects for which the first page of a list is requested, before the objects' size is known."""
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """The encoding of an answer. accept: its media types. decode: raises ValueError if the body does not fit.
+    """How an answer is requested and decoded. accept: the media types. decode: raises ValueError for a wrong body.
 
-    decode may also raise RecursionError.
+    `decode` may also raise RecursionError.
     """
 
     accept: str
@@ -48,9 +48,9 @@ class Form(NamedTuple, Generic[T_co]):
 
 
 class Page(NamedTuple, Generic[T_co]):
-    """A page of a list. resource_version: of the whole list. more: the token for the next page; "" at the end.
+    """A page of a list. resource_version: of the whole list. more: the token for the next page; "" on the last page.
 
-    size: in bytes.
+    size: of the page, in bytes.
     """
 
     items: Sequence[T_co]
@@ -60,13 +60,16 @@ class Page(NamedTuple, Generic[T_co]):
 
 
 def next_limit(limit: int, count: int, size: int) -> int:
-    """Return the limit for the next page. The last one had `limit`, and gave `count` objects and `size` bytes."""
+    """Return for how many objects to request the next page. The last page was requested with `limit`.
+
+    count, size: number of objects and bytes of the last page.
+    """
     fitting = max(1, count) * PAGE // max(1, size)
     return max(1, min(MAX_LIMIT, 4 * limit, fitting))
 
 
 def smaller_limit(limit: int) -> int:
-    """Return the limit for the next try after a page that was too large."""
+    """Return for how many objects to request a page again that was too large with `limit`."""
     return max(1, limit // 8)
 
 
@@ -74,7 +77,10 @@ JSON: Final[Form[Object]] = Form("application/json", msgspec.json.Decoder(dict[s
 
 
 def trimmed(kind: Kind, body: Object) -> Object:
-    """Remove what makes most of a Node and is read by no part: images and managed fields. Return the same object."""
+    """Remove the images and managed fields of a Node, which are most of it and are never read.
+
+    Return the same object.
+    """
     if kind is NODES:
         body["metadata"].pop("managedFields", None)
         (body.get("status") or {}).pop("images", None)
@@ -82,7 +88,7 @@ def trimmed(kind: Kind, body: Object) -> Object:
 
 
 def page_of(kind: Kind) -> Form[Page[Object]]:
-    """Return the form of a page of whole objects."""
+    """Return the form of a list page with whole objects of a kind."""
 
     def decode(body: bytes | bytearray) -> Page[Object]:
         answer = JSON.decode(body)
@@ -110,17 +116,17 @@ class ClaimResult(NamedTuple):
 
 
 class ReservedPod(NamedTuple):
-    """A pod that a claim is reserved for."""
+    """A pod for which a claim is reserved."""
 
     name: str
     uid: str
 
 
 class ListedClaim(NamedTuple):
-    """The fields of a claim that a list is read for.
+    """Those fields of a claim that agents read from lists of claims.
 
-    for_limits: whether the scheduler made the claim for the `limits` of a pod. results: of its allocation. pods: the
-    pods that the claim is reserved for.
+    for_limits: whether the scheduler made the claim for the `limits` of a pod. results: the devices of the claim's
+    allocation. pods: the pods for which the claim is reserved.
     """
 
     uid: str
@@ -132,7 +138,7 @@ class ListedClaim(NamedTuple):
 
     @property
     def title(self) -> str:
-        """namespace/name."""
+        """The claim's namespace/name."""
         return f"{self.namespace}/{self.name}"
 
     def body(self) -> Object:
@@ -196,7 +202,7 @@ CLAIMS: Final = _protobuf(_claim_page)
 
 
 def refusal_of(body: bytes | bytearray) -> Object | None:
-    """Convert a refusal in protobuf to the form of its JSON; return None if the body is no refusal."""
+    """Convert a refusal in protobuf to the form of its JSON. Return None if the body is not a Status in protobuf."""
     try:
         status = pb.Refusal.FromString(_raw(body, "Status"))
     except (DecodeError, ValueError):

@@ -25,11 +25,11 @@ from aiohttp.http_exceptions import LineTooLong
 MAX_REQUESTS: Final = 4
 """Maximum number of requests at one time. With more, TLS handshakes of new connections would cost more than the wait.
 
-Streams are not counted. Each driver has one while it is served, and a stream must not delay requests.
+Streams are not counted: each driver has a stream while it is served, and streams must not delay requests.
 """
 IDLE: Final = 60.0  # Seconds after which an idle connection is closed.
 MAX_BODY: Final = 16 * 2**20
-"""Maximum bytes of one answer. etcd accepts objects of 1.5 MiB, and JSON writes one byte as up to six."""
+"""Maximum bytes of one answer. etcd accepts objects of 1.5 MiB, and in JSON one byte can become six."""
 # Maximum bytes of one watch event. kube-apiserver accepts objects of up to 3 MiB, etcd of 1.5 MiB.
 MAX_LINE: Final = 8 * 2**20
 
@@ -40,8 +40,8 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
-"""The TCP keepalive finds a peer that is gone without a FIN (node or load balancer lost) after 30 s, even on a silent
-watch."""
+"""By the TCP keepalive, a peer that disappears without a FIN (node or load balancer lost) is detected after 30 s, even
+on a watch without events."""
 
 
 class OversizedBodyError(Exception):
@@ -49,13 +49,13 @@ class OversizedBodyError(Exception):
 
 
 HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError, OversizedBodyError)
-"""Errors of an HTTP client, beside OSError: no answer, an answer that is not HTTP, or one that is too large."""
+"""Errors of an HTTP client, beside OSError: no answer, an answer that is not HTTP, or an answer that is too large."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Response(NamedTuple):
-    """An answer."""
+    """An HTTP answer with its whole body."""
 
     status: int
     headers: Mapping[str, str]
@@ -63,9 +63,9 @@ class Response(NamedTuple):
 
 
 class StreamedResponse(NamedTuple):
-    """An answer whose body is read line by line if the status is 200. The caller need not read all lines.
+    """An HTTP answer. If its status is 200, the caller can read the body line by line, but need not read all lines.
 
-    body: the whole body if the status is not 200. `lines` raises OversizedBodyError if a line is too long.
+    body: the whole body if the status is not 200. lines: raises OversizedBodyError if a line is too long.
     """
 
     status: int
@@ -85,7 +85,7 @@ def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 class _Connector(aiohttp.TCPConnector):
     """Discards pooled connections on which data arrived before a request.
 
-    aiohttp would take the data as the answer to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    Otherwise aiohttp takes this data as the answer to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
@@ -126,15 +126,15 @@ class HttpClient:
         self._retired = False
 
     async def aclose(self) -> None:
-        """Close all connections; current requests fail."""
+        """Close all connections; running requests fail."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def retire(self) -> bool:
-        """Accept no new requests. Current requests continue, and the last one closes the client.
+        """Accept no new requests. Running requests continue, and the last of them closes the client.
 
-        Return whether any remain.
+        Return whether any request is running.
         """
         self._retired = True
         if not self._requests:
@@ -144,16 +144,16 @@ class HttpClient:
     async def request(
         self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"", most: int | None = None
     ) -> Response:
-        """Send a request and read the whole answer. target: path and query. most: maximum bytes, else `MAX_BODY`.
+        """Send a request and read the whole answer. target: path and query. most: maximum bytes; None for `MAX_BODY`.
 
-        Raises OversizedBodyError.
+        Raises OversizedBodyError if the answer is larger.
         """
         async with self._turns, self._exchange(method, target, headers, content) as response:
             return Response(response.status, response.headers, await self._body(response, most))
 
     @contextlib.asynccontextmanager
     async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[StreamedResponse]:
-        """Send a request. Inside the context, the body of a 200 can be read line by line."""
+        """Send a request and yield its answer. Inside the context, the body of a 200 can be read line by line."""
         async with self._exchange(method, target, headers, b"") as response:
             body = b"" if response.status == 200 else await self._body(response)
             yield StreamedResponse(response.status, response.headers, body, self._lines(response))
@@ -171,8 +171,8 @@ class HttpClient:
                 try:
                     yield response
                 finally:
-                    # If lines are unread, the connection is cut: an orderly end of TLS would wait for the server in
-                    # vain.
+                    # If the caller has not read all lines, the connection is aborted: an orderly end of TLS would wait
+                    # for the server in vain.
                     connection = response.connection
                     if connection is not None and connection.transport is not None:
                         connection.transport.abort()
@@ -199,7 +199,7 @@ class HttpClient:
     @staticmethod
     async def _body(response: aiohttp.ClientResponse, most: int | None = None) -> bytes | bytearray:
         most = MAX_BODY if most is None else most
-        body = bytearray()  # The caller gets the bytearray itself, because a copy would double the memory.
+        body = bytearray()  # This object itself is returned, because a copy as bytes would double the memory.
         async for piece in response.content.iter_any():
             body += piece
             if len(body) > most:
@@ -216,7 +216,7 @@ class HttpClient:
 
 
 def proxy_of(url: str) -> str:
-    """Return the proxy that the environment names for a server, "" for none, by client-go's rules.
+    """Return the proxy that the environment variables name for a server, "" for none, by client-go's rules.
 
     The rules are those of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme; NO_PROXY
     with names, addresses and CIDR ranges; no proxy for localhost and loopback addresses.
@@ -262,7 +262,7 @@ def _address(text: str) -> _Address | None:
 
 
 def _split_port(rule: str) -> tuple[str, str]:
-    """Split `host`, `host:port`, `[address]:port` or an address into host and port."""
+    """Split `host`, `host:port`, `[address]:port` or an address into host and port, "" if there is no port."""
     if rule.startswith("[") or rule.count(":") == 1:
         host, _, port = rule.rpartition(":")
         return host.strip("[]"), port

@@ -1,7 +1,7 @@
 """Reads kubeconfig files with kubernetes_asyncio, in a separate process that `auth` starts.
 
 The library takes 45 MB, which an agent would otherwise keep. The process also runs the credential plugin, which shares
-its terminal. It prints the result for `auth`.
+the process's terminal. It prints the result for `auth`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from deviceplugin.version import installing
 
 
 class KubeConfigError(Exception):
-    """Raised when a kubeconfig is missing or wrong, or gives no credentials."""
+    """Raised when a kubeconfig is missing or wrong, or when no credentials can be got by it."""
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The credentials and server of a kubeconfig's current context. Certificates and keys are PEM.
+    """The server and credentials of a kubeconfig's current context. Certificates and keys are PEM.
 
     authorization: the Authorization header, "" for none. token_file: the absolute path of the token's file, "" for
-    none. expires: when to read again (Unix seconds), if a credential plugin states it. authority: the CA that signs the
-    server's certificate, None for the system's CAs. verify: whether the client checks the server's certificate.
+    none. expires: when to read the kubeconfig again (Unix seconds), if a credential plugin states it. authority: the CA
+    that signs the server's certificate, None for the system's CAs. verify: whether the client checks the server's
+    certificate.
     """
 
     url: str
@@ -45,13 +46,13 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The reason why there are no credentials."""
+    """The reason why no credentials were found, as the process prints it."""
 
     reason: str
 
 
 def main() -> None:
-    """Print credentials or a failure, as JSON. The first argument lists kubeconfig files, as KUBECONFIG does."""
+    """Print credentials or a failure, as JSON. The first argument is a list of kubeconfig files, as in KUBECONFIG."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # The parent process decides how to handle an interruption.
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # If the standard output is a terminal, kubernetes_asyncio lets plugins ask the user.
@@ -63,13 +64,13 @@ def main() -> None:
 
 
 async def read(paths: str) -> Credentials:
-    """Read kubeconfigs, whose paths are as in KUBECONFIG, here. Raises KubeConfigError."""
+    """Read kubeconfigs in this process. paths: a list of files, as in KUBECONFIG. Raises KubeConfigError."""
     try:
         from kubernetes_asyncio.client import Configuration
         from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
     except ImportError as error:
         raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {installing('cli')}") from error
-    # The library also raises the errors that it logs.
+    # The library logs errors that it also raises, so its log is not needed.
     logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)
     if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
         empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
@@ -78,13 +79,13 @@ async def read(paths: str) -> Credentials:
         merger, configuration = KubeConfigMerger(paths), Configuration()
         user, file = _user(merger.config)
 
-        # As kubectl does, save new tokens of an OIDC provider, because the old ones may be void.
+        # As kubectl does, save new tokens of an OIDC provider, because the old tokens may be invalid then.
         def save(_: object) -> None:
             with contextlib.suppress(OSError):
                 merger.save_changes()
 
         loader = KubeConfigLoader(merger.config, config_base_path=None, config_persister=save)
-    # The library raises these for values of unexpected types.
+    # The library raises these errors for values of unexpected types.
     except (AttributeError, LookupError, TypeError) as error:
         lacks = "clusters, contexts, users and current-context"
         raise KubeConfigError(f"{paths} is not a kubeconfig, a mapping with {lacks}") from error
@@ -124,10 +125,10 @@ def _content(path: str | None) -> bytes | None:
 
 
 def _user(merged: Any) -> tuple[dict[str, Any], Path]:
-    """Return the user of the current context, {} if it has none, and the file that has it.
+    """Return the user of the current context, {} if it names none, and the path of the file with this user.
 
-    If the command of a credential plugin contains a slash, it is relative to the directory of the kubeconfig file,
-    which the library does not know.
+    If the command of a credential plugin contains a slash, the command is relative to the directory of this file, which
+    the library does not know. So the function makes the command absolute.
     """
     context = merged["contexts"].get_with_name(merged["current-context"])
     name = context["context"].safe_get("user")

@@ -1,4 +1,4 @@
-"""The state of the connection to the API server: lasting failures, and whether a watch is alive."""
+"""What is known about the connection to the API server: lasting failures, and whether a watch is alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Self
 from dra_bridge.kube.api import ApiError, UnavailableError
 
 LOST: Final = 30.0
-"""Seconds after which repeated failures (no answer, or a refusal) count as lasting."""
+"""Seconds after which failures (no answer, or a refusal) that repeat at each try count as lasting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Failing:
 
     @classmethod
     def after(cls, before: Failing | None, error: Exception, now: float | None = None) -> Self:
-        """Return the state after another failed try. before: the state before it, None if no try had failed."""
+        """Return the failure after another failed try. before: the failure before this try, None if there was none."""
         since = before.since if before is not None else time.monotonic() if now is None else now
         code = error.code if isinstance(error, ApiError) else 0
         return cls(since, str(error), code, isinstance(error, UnavailableError) and not code)
 
     def lasts(self, now: float) -> bool:
-        """Return whether the failure has lasted too long to pass by itself. now: monotonic seconds."""
+        """Return whether the failure has lasted so long that it will not pass without help. now: monotonic seconds."""
         return now - self.since >= LOST
 
 
@@ -42,8 +42,8 @@ class WatchState:
     """The known state of a watch. `Cluster.follow` keeps it up to date.
 
     patience: seconds without data from the server after which the watch's data may be out of date. heard_at: when the
-    server last sent a list, an event or a bookmark (monotonic seconds), None before the first. failing: what keeps the
-    watch from being open.
+    server last sent a list, an event or a bookmark (monotonic seconds), None before the first. failing: the failure
+    that keeps the watch from being open.
     """
 
     patience: float = float("inf")
@@ -52,11 +52,11 @@ class WatchState:
 
     @property
     def begun(self) -> bool:
-        """Whether the watch was tried at all. A standby agent, which waits for another one, does not try it."""
+        """Whether the watch was tried at all. A standby agent, which waits for another agent, does not try to watch."""
         return self.heard_at is not None or self.failing is not None
 
     def heard(self) -> None:
-        """Record that the server has sent data."""
+        """Record that the server has sent data on the watch."""
         self.heard_at = time.monotonic()
 
     def opened(self) -> None:
