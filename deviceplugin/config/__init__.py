@@ -1,4 +1,4 @@
-"""Reads the user's YAML file: frozen, typed values, or errors with line, key and correction. Does not import gRPC."""
+"""Reads the user's YAML file: returns frozen, typed values, or raises errors with corrections. Does not import gRPC."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.lock import ADOPTED, OPEN, Lock, needed

@@ -16,28 +16,29 @@ from deviceplugin.device import printable
 
 try:
     from yaml import CSafeLoader as _BaseLoader
-except ImportError:  # Without libyaml, PyYAML is slower but gives the same results.
+except ImportError:  # Without libyaml, PyYAML gives the same results, but is slower.
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 MAX_BYTES: Final = 4 << 20
-"""Maximum bytes of a file (a ConfigMap holds 1 MiB)."""
+"""Maximum bytes of a config file. A ConfigMap, which usually has the file, holds 1 MiB."""
 MAX_VALUES: Final = 50_000
-"""Maximum number of values in a file, before and after aliases are followed. Each takes up to 500 bytes of memory."""
+"""Maximum number of values in a file, before and after aliases are replaced. Each value takes up to 500 bytes of
+memory."""
 MAX_DIRECTIVES: Final = 32
-"""Maximum number of %TAG directives. libyaml compares each with all before it, so 200,000 of them would take minutes.
-"""
+"""Maximum number of %TAG directives. libyaml compares each directive with all before it, so 200,000 of them would take
+minutes."""
 MAX_DEPTH: Final = 32
-"""Maximum nesting of lists and mappings in a file. libyaml's composer overflows the stack beyond some 10,000 levels."""
+"""Maximum nesting of lists and mappings. libyaml's composer overflows the stack beyond some 10,000 levels."""
 MAX_SHOWN: Final = 25
-"""Maximum number of problems in an error's text. `problems` has all."""
+"""Maximum number of problems in an error's text. The attribute `problems` has all."""
 MAX_UNKNOWN: Final = 3
-"""Maximum number of reported unknown keys of a mapping without similar known keys. The file may be of another kind."""
+"""Maximum number of unknown keys without a similar known key that are reported of a mapping: it may be another file."""
 MAX_PROBLEMS: Final = 100
-"""Number of problems after which reading stops, because each search for similar names takes up to a millisecond."""
+"""Number of problems after which reading stops, because each search for a similar name takes up to a millisecond."""
 
 
 class Problem(NamedTuple):
-    """One problem of a file: line (from 1; 0 for the file itself), path of the key, message with the correction."""
+    """One problem of a file. line: from 1; 0 for the file itself. path: of the key. message: with the correction."""
 
     line: int
     path: str
@@ -47,8 +48,8 @@ class Problem(NamedTuple):
 class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
-    file: its name as the caller gave it. problems: all problems, at least one, by line. line, path, message: of the
-    first problem.
+    file: its name as the caller gave it. problems: all problems, at least one, sorted by line. line, path, message: of
+    the first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:
@@ -69,12 +70,12 @@ class ConfigError(ValueError):
 
 
 def file_error(file: str, message: str, line: int = 0) -> ConfigError:
-    """Return the error about a whole file; line 0 is the file itself."""
+    """Return an error about a whole file. line: where to look; 0 for the file itself."""
     return ConfigError(file, [Problem(line, "$", message)])
 
 
 class Problems:
-    """Collects the problems of one file. lines: the line of each value that was read, by its path."""
+    """Collects the problems of one file. lines: by the path of each value that was read, the line of the value."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -82,7 +83,7 @@ class Problems:
         self.lines: dict[str, int] = {}
 
     def report(self, path: str, message: str, line: int = 0) -> None:
-        """Add a problem; raise ConfigError if there are too many. line: 0 for the line of the path."""
+        """Add a problem; raise ConfigError if there are too many. line: of the problem; 0: of the value at the path."""
         if len(message) > 600:
             message = f"{message[:300]} ... {message[-200:]}"
         self.found.append(Problem(line or self.lines[path], printable(path), printable(message)))
@@ -91,7 +92,7 @@ class Problems:
 
 
 class Loader(_BaseLoader):
-    """Composes nodes; scalars are resolved as YAML 1.2's core schema does."""
+    """Composes nodes from YAML, with scalars resolved by YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's way: not to inherit those of YAML 1.1
 
@@ -109,9 +110,9 @@ for _name, _pattern, _first in (
 
 
 def compose(text: str | bytes, file: str) -> yaml.Node:
-    """Return the node of a file's one document.
+    """Return the root node of a file's only document.
 
-    Raises ConfigError if the file is no YAML, is empty, or exceeds the limits.
+    Raises ConfigError if the file is no YAML, is empty, is another kind of file, or exceeds the limits.
     """
     try:
         data = text.encode() if isinstance(text, str) else text
@@ -130,21 +131,21 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         node: yaml.Node | None = yaml.compose(text, Loader=Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        # The attribute's type depends on whether libyaml is used.
+        # Whether the attribute is an int depends on whether libyaml is used.
         code = error.character if isinstance(error.character, int) else ord(error.character)
         raise file_error(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
     except yaml.MarkedYAMLError as error:
         raise _syntax(text, file, error) from None
     if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
-    if kind(node) == "str":  # A text is not repeated in the message, because it may be a password.
+    if kind(node) == "str":  # The message does not repeat the text, because the text may be a password.
         raise file_error(file, "is a text without keys; this is not a config file, which begins with `resources:`", 1)
     _check_kind(node, file)
     return node
 
 
 def _bound(text: str, file: str) -> None:
-    """Raise ConfigError if composing would take too much time or memory: many values or levels, or a long text."""
+    """Raise ConfigError if a file's nodes would take too much time or memory: values, levels or characters."""
     depth = values = 0
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0
@@ -166,7 +167,7 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
-    if "maximum nesting depth" in message:  # This is libyaml's own limit. libyaml scans far ahead of the events.
+    if "maximum nesting depth" in message:  # This is libyaml's own limit: libyaml reads ahead of the checked events.
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
         message += "; the line contains a tab, YAML indents with spaces only"
@@ -182,11 +183,11 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
 
 
 _GLOB: Final = re.compile(r"(?<![^\s\[{,:])/[^\s\"',\[\]{}]*\[[^\]\s\"']*\][^\s\"',\]}]*")
-"""A glob with brackets that is not in quotes."""
+"""Matches a glob with brackets that is not in quotes."""
 
 
 def _check_kind(node: yaml.Node, file: str) -> None:
-    """Raise ConfigError for files that have a config file in them."""
+    """Raise ConfigError for files that contain a config file: Kubernetes objects, and values of the Helm chart."""
     keys = {key.value: value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
     if "resources" in keys:
         return
@@ -203,7 +204,10 @@ _SCALARS: Final = {"str", "int", "float", "bool", "null", "merge"}
 
 
 def kind(node: yaml.Node) -> str:
-    """Return the kind of a node: map, seq, str, int, float, bool, null or merge. For other kinds, return the tag."""
+    """Return the kind of a node: map, seq, str, int, float, bool, null or merge.
+
+    For other kinds, return the node's tag.
+    """
     if isinstance(node, yaml.ScalarNode):
         name = node.tag.removeprefix(TAG)
         return name if name in _SCALARS else node.tag
@@ -213,5 +217,5 @@ def kind(node: yaml.Node) -> str:
 
 
 def scalar_text(node: yaml.Node) -> str:
-    """Return a scalar's text. For a collection, which may be nested without end, return ""."""
+    """Return a scalar's text; "" for a collection, whose nesting may have no end."""
     return str(node.value) if isinstance(node, yaml.ScalarNode) else ""

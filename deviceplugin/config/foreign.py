@@ -1,4 +1,4 @@
-"""Converts other plugins' settings to a config file, for `deviceplugin import`. Pure.
+"""Converts other device plugins' settings to a config file, for `deviceplugin import`. Pure.
 
 The formats, as of 2026: generic-device-plugin's config and flags (config.go, deviceplugin/path.go, usb.go),
 smarter-device-manager's conf.yaml, and the config file of NVIDIA's plugin (api/config/v1).
@@ -21,9 +21,9 @@ OTHER_IDS: Final = (
 
 
 class Imported(NamedTuple):
-    """The result of an import. resources: those of a config file.
+    """The result of an import. resources: as in a config file.
 
-    notes: settings without a counterpart, for the user.
+    notes: for the user, the settings that cannot be expressed in a config file.
     """
 
     resources: list[dict[str, Any]]
@@ -31,11 +31,11 @@ class Imported(NamedTuple):
 
 
 class UnknownSettingsError(ValueError):
-    """Raised if a text has the settings of no known plugin."""
+    """Raised if a text does not have the settings of a known plugin."""
 
 
 def imported(text: str) -> Imported:
-    """Convert the settings of another plugin.
+    """Convert the settings of another device plugin to those of a config file.
 
     text: the plugin's own file, a ConfigMap that contains it, or a DaemonSet with generic-device-plugin's flags. Raises
     UnknownSettingsError.
@@ -56,15 +56,15 @@ def imported(text: str) -> Imported:
 
 
 def as_file(made: Imported) -> str:
-    """Return the text of a config file. Settings without a counterpart are comments."""
+    """Return the text of a config file. Its comments name the settings that were not imported."""
     notes = "".join(f"# not imported: {note}\n" for note in made.notes)
     return notes + yaml.safe_dump({"resources": made.resources}, sort_keys=False)
 
 
 def _settings(document: Any) -> Iterator[Any]:
-    """Yield the settings in a document.
+    """Yield the settings of a plugin that a YAML document has.
 
-    They are the document itself, the values of a ConfigMap, and the flags of a workload's containers.
+    These are the document itself, the values of a ConfigMap, or the flags of a workload's containers.
     """
     kind = document.get("kind") if isinstance(document, dict) else None
     if kind == "List":
@@ -82,7 +82,7 @@ def _settings(document: Any) -> Iterator[Any]:
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return generic-device-plugin's settings from its flags."""
+    """Return generic-device-plugin's settings, as in its config, from its flags."""
     settings: dict[str, Any] = {"devices": []}
     pairs = iter(words)
     for word in pairs:
@@ -168,7 +168,7 @@ def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:
 
 
 def _as_glob(pattern: str) -> str | None:
-    """Convert a regular expression to a glob; return None if that is not possible."""
+    """Convert a regular expression to a glob; return None if no glob matches the same texts."""
     parts = []
     for part in re.findall(r"(?:\[[^\]]+\]|\\d|\.)[*+]|\[[^\]]+\]|\\d|\\.|.", pattern):
         if part[-1] in "*+" and len(part) > 1:

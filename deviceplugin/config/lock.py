@@ -5,8 +5,9 @@ mounts its host paths into containers. `run` makes the lock from --allow-command
 writer of the file cannot change.
 
 The file's paths have no `.` and `..` steps (`texts`). Both a path as it is written and the target of its symlinks must
-be allowed. For a device this is checked each time that it is listed (`deviceplugin.sources.configured`), for other
-paths when the file is read. The agent cannot see links that are not mounted into its container, or are made later.
+be allowed. The paths of devices are checked each time that the devices are listed (`deviceplugin.sources.configured`),
+other paths when the file is read. The agent cannot see symlinks that are not mounted into its container, or that are
+made later.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from deviceplugin.config.types import (
 
 _PATTERN: Final = re.compile(r"[*?[]")
 DEVICES: Final = "/dev"
-"""The directory whose paths are allowed without an option."""
+"""The directory whose paths are allowed without an option, unless a prefix in it is given."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     DeviceEntry: ("path", "group"),
     PartConfig: ("path",),
@@ -42,11 +43,11 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     ResourceConfig: ("nodes",),
     SimulatedConfig: ("unhealthy_file",),
 }
-"""For each type, the keys that name paths of the host."""
+"""By type of the file's mappings, the keys that name paths of the host."""
 ADOPTED: Final = "/run/deviceplugin/plugins"
 """The default directory in which vendors' plugins register with the agent. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
-"""For each type, the keys that name code that the agent executes."""
+"""By type of the file's mappings, the keys that name code which the agent executes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ class Lock:
     """The commands, host paths and plugins that a config file may name.
 
     commands: whether the file may name code that the agent executes: commands of probes, and NVIDIA's library.
-    host_paths: prefixes; a path equal to or below one of them is allowed. An element of a prefix may be a pattern
-    (/run/fpga*); it allows an element of the same text, or a name that matches. /dev is a prefix unless a prefix below
-    it is given. plugins: whether vendors' plugins may be adopted. Such plugins themselves choose the edits of
-    containers.
+    host_paths: prefixes; a path equal to or below a prefix is allowed. A step of a prefix may be a pattern
+    (/run/fpga*); the pattern allows a step of the same text, or a step without wildcards that it matches. /dev is a
+    prefix, unless a prefix in /dev is given. plugins: whether vendors' plugins may be adopted, which choose the edits
+    of containers themselves.
     """
 
     commands: bool = False
@@ -66,45 +67,45 @@ class Lock:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """All allowed prefixes."""
+        """All allowed prefixes, with /dev unless a prefix in /dev is given."""
         narrowed = any(_steps(path)[:1] == [DEVICES[1:]] for path in self.host_paths)
         return self.host_paths if narrowed else (DEVICES, *self.host_paths)
 
     @classmethod
     def resolved(cls, commands: bool, host_paths: Iterable[str], plugins: bool = False) -> Lock:
-        """Return a lock that also allows the real names of its prefixes, such as /run/x for /var/run/x."""
+        """Return a lock that also allows its prefixes with symlinks resolved, such as /run/x for /var/run/x."""
         given = tuple(host_paths)
         return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))), plugins)
 
     def allows(self, path: str) -> bool:
-        """Return whether a path or glob of the host is allowed."""
+        """Return whether a path or glob of the host, as written, is equal to or below an allowed prefix."""
         steps = _steps(path)
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
     def problem(self, kind: type, path: str) -> str:
-        """Return why a path is not allowed in a mapping of this type; "" if it is. Reads symlinks."""
+        """Return why a path in a mapping of this type is not allowed; "" if it is allowed. Reads symlinks."""
         if not self.allows(path):
             return self.refusal(path)
         target = path if kind in {DeviceEntry, PartConfig} else os.path.realpath(path)
         return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
-        """Return the message that a path is not allowed. It names the option that allows the path."""
+        """Return a message that a path is not allowed, with the option that allows the path."""
         within = ", ".join(self.prefixes)
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 
     def arguments(self) -> list[str]:
-        """Return the options of `run` for this lock."""
+        """Return the options of `run` that make this lock."""
         paths = [f"--allow-host-path={path}" for path in self.host_paths]
         return ["--allow-commands"] * self.commands + paths + [f"--adopt={ADOPTED}"] * self.plugins
 
 
 OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
-"""Allows everything. It is for an author's own sources, and for commands that serve nothing."""
+"""The lock that allows everything, for an author's own sources and for commands that serve no devices."""
 
 
 def needed(config: Config) -> Lock:
-    """Return the smallest lock that allows all paths and commands of a config. Paths in /dev are always allowed."""
+    """Return the smallest lock that allows all paths, commands and plugins of a config, beside the paths in /dev."""
     parts = list(_parts(config))
     named = {path for part in parts for key in PATHS.get(type(part), ()) for path in texts_of(getattr(part, key))}
     commands = any(getattr(part, key) for part in parts for key in CODE.get(type(part), ()))
@@ -118,7 +119,7 @@ def texts_of(value: Any) -> Iterable[str]:
 
 
 def _parts(value: Any) -> Iterator[Struct]:
-    """Yield a mapping of the file, and all mappings in it."""
+    """Yield a mapping of the file and all mappings nested in it."""
     if isinstance(value, Struct):
         yield value
         for name in value.__struct_fields__:
@@ -137,7 +138,10 @@ def _begins(steps: list[str], prefix: list[str]) -> bool:
 
 
 def _real_name(prefix: str) -> str:
-    """Return a prefix with its symlinks resolved, except in its last step and from its first pattern on."""
+    """Return a prefix with resolved symlinks.
+
+    The last step, and steps from the first pattern on, are left as they are.
+    """
     steps = _steps(prefix)
     fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))
     return os.path.join(os.path.realpath("/" + "/".join(steps[:fixed])), *steps[fixed:])

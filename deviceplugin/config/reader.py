@@ -18,9 +18,9 @@ from deviceplugin.config.types import KINDS, Config, DeviceEntry
 
 
 def load(path: str | Path, lock: Lock = OPEN) -> Config:
-    """Read a config file.
+    """Read and parse a config file.
 
-    Raises ConfigError if the file cannot be read or served, or names something that `lock` forbids.
+    Raises ConfigError if the file cannot be read, cannot be served, or names something that `lock` forbids.
     """
     file = str(path)
     try:
@@ -34,7 +34,7 @@ def load(path: str | Path, lock: Lock = OPEN) -> Config:
 
 
 def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Config:
-    """Parse the text of a config file. file: its name in errors.
+    """Parse the text of a config file. file: the file's name in errors.
 
     Raises ConfigError if the config cannot be served, or names something that `lock` forbids.
     """
@@ -48,7 +48,7 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
 
 @functools.cache
 def _type_info() -> Any:
-    """Return msgspec's description of the file's types. It is made once, because that takes some milliseconds."""
+    """Return msgspec's description of the file's types. It is cached, because making it takes some milliseconds."""
     import msgspec.inspect
 
     return msgspec.inspect.type_info(Config)
@@ -56,15 +56,15 @@ def _type_info() -> Any:
 
 _Pair = tuple[yaml.Node, yaml.Node]
 _Advice = Callable[[str], str] | None
-"""A function that returns the correction of a text of the wrong form."""
+"""A function that returns, for a text of the wrong form, a message with the correction."""
 _Options = dict[str, tuple[Any, _Advice]]
-"""The types that a value may have, by the kind of their nodes (`document.kind`)."""
+"""The types that a value may have, each with its advice, by the kind of the value's node (`document.kind`)."""
 _BAD: Final = object()
-"""Stands for a value with a reported problem."""
+"""Stands for a value whose problem was reported."""
 
 
 class Reader:
-    """Reads a file's nodes by the types. Collects all problems instead of stopping at the first."""
+    """Converts a file's nodes to values of the types. Collects all problems instead of stopping at the first."""
 
     def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
@@ -72,12 +72,12 @@ class Reader:
         self._values = 0
         self._merging: set[int] = set()
         self._above: list[tuple[str, Collection[str]]] = []
-        """The path and the keys of each mapping around the present one, the outermost first."""
+        """The path and the known keys of each mapping that contains the present node, the outermost mapping first."""
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
-        """Return a node's value, or report a problem and return _BAD.
+        """Return a node's value; if it is wrong, report the problem and return `_BAD`.
 
-        Raises ConfigError for too many values or problems.
+        info: msgspec's description of the value's type. Raises ConfigError if there are too many values or problems.
         """
         self._count(node)
         self.problems.lines[path] = _line(node)
@@ -102,7 +102,7 @@ class Reader:
             case "BoolType" if value.lower() in {"true", "false"}:
                 return value.lower() == "true"
             case "IntType" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
-                if info.ge <= int(value) <= info.le:  # Each integer of the file has both limits.
+                if info.ge <= int(value) <= info.le:  # The types of all integers in the file state both limits.
                     return int(value)
                 return self._report(path, f"must be {info.ge} to {info.le}, not {int(value)}")
         return self._report(path, _mismatch(node, {what: (info, advice)}, path))
@@ -169,7 +169,7 @@ class Reader:
                     strange.append(key)
         self._above.pop()
         for key in strange[: document.MAX_UNKNOWN]:
-            # A key that is no name is not repeated in the message, because another kind of file may contain passwords.
+            # A key that is no name is not repeated in the message: another kind of file may have passwords there.
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
             place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
             more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
@@ -180,12 +180,12 @@ class Reader:
         good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
         blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
         made = info.cls(**blank | good)
-        if values or not meant:  # The valid values are still checked, so that all problems are reported together.
+        if values or not meant:  # The valid values are still checked, so that one error has all problems.
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
     def _place_of(self, key: str, fields: Mapping[str, Any]) -> str:
-        """Return the place where a misplaced key belongs; "" if no mapping nearby has the key."""
+        """Return advice on where a misplaced key belongs; "" if no mapping around or below has such a key."""
         if below := [name for name, field in fields.items() if key in _keys_below(field.type)]:
             return f"it belongs under {any_of(f'`{name}`' for name in below)}; indent it by more spaces than that"
         for path, keys in reversed(self._above[:-1]):
@@ -194,7 +194,10 @@ class Reader:
         return ""
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
-        """Return a mapping's keys and values, merge keys included. Report keys that are no text, or occur twice."""
+        """Return a mapping's keys and values, those of merge keys included.
+
+        Report keys that are no text or occur twice.
+        """
         pairs: dict[str, _Pair] = {}
         merges = []
         for key, value in node.value:
@@ -237,9 +240,9 @@ _KINDS: Final = {
     "DictType": ("map", "a mapping"),
     "StructType": ("map", ""),
 }
-"""For each kind of type in msgspec's description, the kind of its nodes and their name for the user."""
+"""By type in msgspec's description: the kind of nodes that have such a value, and the type's name for the user."""
 _BLANK: Final[dict[str, Any]] = {"str": "", "int": 0, "seq": ()}
-"""For each kind of node, a value that replaces a bad or missing required one while the rest is checked."""
+"""By kind of node, a value that stands for a wrong or missing required value while the others are checked."""
 _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
@@ -274,7 +277,7 @@ def _described(info: Any) -> str:
 
 
 def _got(node: yaml.Node) -> str:
-    """Describe a node: its kind, and its value if that is short."""
+    """Describe a node for a message: its kind, and the beginning of its value."""
     value = document.scalar_text(node)
     text = value if len(value) <= 60 else f"{value[:57]}..."
     number = f"the number {text}"
@@ -284,7 +287,7 @@ def _got(node: yaml.Node) -> str:
 
 
 def _keys_below(info: Any) -> set[str]:
-    """Return the keys of the mappings that a value may be, or that may be in its list."""
+    """Return the keys of the mapping that a value may be, or of the mappings in its list."""
     keys: set[str] = set()
     for option, _ in _options(info).values():
         if type(option).__name__ == "StructType":
@@ -298,7 +301,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
 def _meant(path: str, value: str) -> str:
-    """Return the right text for a text that other programs use at this path; "" if none is known."""
+    """Return advice for a text that other programs accept at this path, with the right text; "" if none is known."""
     key = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
     if key in {"period", "timeout", "recovery"} and (time := re.fullmatch(r"([0-9]{1,7})\s*([smh])", value)):
         return f"write {int(time[1]) * _UNITS[time[2]]}, the number of seconds"
@@ -317,7 +320,7 @@ def _meant(path: str, value: str) -> str:
 
 
 def _mismatch(node: yaml.Node, options: _Options, path: str) -> str:
-    """Return the message about a node of the wrong kind: the expected kind, the found kind, the correction if any."""
+    """Return the message about a node of the wrong kind: the expected kind, the found one, the correction."""
     message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
     kinds = {type(info).__name__ for info, _ in options.values()}
@@ -350,7 +353,7 @@ def _place_below(path: str, key: str) -> str:
 
 
 def _closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the word that is most similar to a misspelt one; None if none is similar."""
+    """Return the word that is most similar to a misspelt word; None if no word is similar."""
     import difflib
 
     lowered = {name.lower(): name for name in words}

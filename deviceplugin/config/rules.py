@@ -1,4 +1,4 @@
-"""The rules of a config file that no type can express."""
+"""The rules of a config file that cannot be expressed by types."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from deviceplugin.config.types import (
 from deviceplugin.device import Device
 
 ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "dra"}
-"""The keys that a resource with a plugin entry may have. The plugin decides everything else."""
+"""The keys that a resource of a vendor's plugin may have. The plugin decides everything else."""
 
 
 class ConfigRules:
-    """Checks the mappings of one file, in their order. lock: the commands and host paths that are allowed."""
+    """Checks the mappings of one file, in the order of the file. lock: which commands and host paths are allowed."""
 
     def __init__(self, problems: Problems, lock: Lock = OPEN) -> None:
         self._report, self._lines = problems.report, problems.lines
         self._lock = lock
         self._names: dict[str, int] = {}
-        """By resource, the line of its name."""
+        """By resource name, the line where it is given."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
-        """By path without wildcards, the line of the first group that contains it, and that group."""
+        """By path without wildcards, the line of the path in the first group that has it, and this group."""
 
     def check(self, value: msgspec.Struct, path: str, keys: AbstractSet[str]) -> None:
-        """Report the problems of a mapping. keys: the keys in the file.
+        """Report the problems of a mapping. keys: the keys that the file gives.
 
-        Bad values were reported before, and are blank here.
+        Wrong values were reported before, and are replaced by blank values here.
         """
         match value:
             case DeviceEntry():
@@ -94,7 +94,7 @@ class ConfigRules:
             self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
-        """Report a device node in two different groups. Their devices may share the node, or be the same device."""
+        """Report a device node in two different groups, whose devices may share the node or be the same device."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, member in enumerate(group):
             if re.search(r"[*?[]", member):
@@ -147,13 +147,13 @@ class ConfigRules:
         if resource.metadata and "driver" not in keys:
             message = "the files name a driver; write driver: and a DNS name, such as gpu.example.com"
             self._report(f"{path}.metadata", message)
-        # The API server has these limits, and no pattern expresses them.
+        # The API server has these limits, but no pattern expresses them.
         device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
         for key, problem in naming.problems(device, resource.driver or "example.com"):
             self._report(f"{path}.{key}", problem)
 
     def _check_plugin(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
-        """Report a resource whose plugin is known to be unfit for adoption, or for claims."""
+        """Report a resource whose plugin is known to be unfit for adoption, or is not known to be fit for claims."""
         name, plugin = resource.name, known_plugin(resource.name)
         if not name:
             return
@@ -174,9 +174,10 @@ class ConfigRules:
             self._report(f"{path}.driver", text)
 
     def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
-        """Report drivers with the same devices on different sides: neither driver would offer them.
+        """Report resources with common devices but other drivers and sides: neither driver would offer such a device.
 
-        Also report NoExecute for an adopted plugin's devices, because a restart of the plugin would end pods.
+        Also report NoExecute for a driver with an adopted plugin's devices, because a restart of the plugin would end
+        pods.
         """
         adopted = {resource.driver for resource in resources if resource.adopted and resource.driver}
         first: dict[object, int] = {}
@@ -203,19 +204,19 @@ class ConfigRules:
 
 
 def _places(entry: DeviceEntry) -> Iterator[object]:
-    """Yield keys for an entry. Two entries that list the same devices have a key in common."""
+    """Yield keys for an entry, such that two entries which list the same devices have a key in common."""
     yield from entry.globs
     yield from (place for place in (entry.pci, *entry.usb_ids, entry.nvidia) if place is not None)
 
 
 def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
-    """Return whether neither resource would offer a device of both, because their sides differ."""
+    """Return whether neither of two resources would offer a device that both have, because their sides differ."""
     sides = {_side_of(resource), _side_of(other)}
     return resource.driver != other.driver and (len(sides) > 1 or None in sides)
 
 
 def _side_of(resource: ResourceConfig) -> str | None:
-    """Return the side of all of a resource's devices; None if they are on both sides."""
+    """Return the side that has all devices of a resource, "plugin" or "dra"; None if they are divided."""
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None

@@ -1,6 +1,6 @@
-"""The forms of the texts in a config file (names, paths, patterns), and the advice on a text of another form.
+"""The forms of the texts in a config file (names, paths, patterns), and the advice for a text of another form.
 
-Python uses the patterns, and ECMAScript uses them in the JSON schema. So they contain only syntax that both support.
+The patterns are used by Python, and by ECMAScript in the JSON schema. So they contain only syntax that both support.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from deviceplugin import device, naming
 from deviceplugin.naming import NAME, SUBDOMAIN
 
 MAX_TEXT: Final = 131_071
-"""Maximum characters of one text. Linux passes no longer variable or argument to a program (MAX_ARG_STRLEN)."""
+"""Maximum characters of one text. Linux passes no longer environment variable or argument to a program
+(MAX_ARG_STRLEN)."""
 MAX_PATH: Final = 4095
-"""Maximum characters of a path (PATH_MAX without its NUL), and the default maximum of all other texts."""
+"""Maximum characters of a path (PATH_MAX without its NUL), and of other texts without a maximum of their own."""
 
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
-# fnmatch would match an unclosed bracket literally. That is nearly always a mistake.
+# fnmatch matches an unclosed bracket literally. In a config, an unclosed bracket is nearly always a mistake.
 _CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
 _GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
 
@@ -33,9 +34,10 @@ def _text(
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Return the form of a text.
+    """Return the form of a text, for its type annotation.
 
-    advice: the message with the correction for a text of another form, which replaces {!r}.
+    advice: the message with the correction for a text of another form, which stands for {!r}. longest: maximum
+    characters.
     """
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(

@@ -1,7 +1,7 @@
-"""The types of the config file. Their annotations are checked, and become the JSON schema under api/.
+"""The types of the config file. Their annotations are checked when a file is read, and become the JSON schema in api/.
 
-A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`.
-A class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
+A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`. A
+class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _about(description: str, examples: list[Any] | None = None) -> Meta:
 
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mapping of the file. Every key is known, and every value has a type."""
+    """A mapping of the file. An unknown key, or a value of a wrong type, is an error."""
 
 
 class SimulatedConfig(_Strict, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: only the device nodes."
         ),
     ] = "env"
-    # The default is the list that NVIDIA's own plugin skips: XIDs that programs cause, not the hardware.
+    # The default is the list that NVIDIA's own plugin ignores: XIDs that are caused by programs, not by hardware.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
         _about("XIDs that do not make the GPU unhealthy; by default those that applications cause."),
@@ -206,23 +206,23 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def usb_ids(self) -> tuple[UsbConfig, ...]:
-        """The filters of USB devices."""
+        """The filters of USB devices, of which a device matches at least one; () if there are none."""
         return (self.usb,) if isinstance(self.usb, UsbConfig) else self.usb or ()
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The paths of a path's or a group's devices."""
+        """The parts of each device of a `path` or `group`; a path's devices have one part."""
         parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
         return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of a path or a group."""
+        """The globs of a `path` or `group`, one for each part."""
         return tuple(part.path for part in self.parts)
 
 
 KINDS = tuple(name for name in DeviceEntry.__struct_fields__ if name != "container")
-"""The keys of an entry, of which an entry has exactly one."""
+"""The keys of an entry that name a kind of device. An entry has exactly one of these keys."""
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):
@@ -252,7 +252,7 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
 
     @property
     def most(self) -> int:
-        """The highest count of replicas."""
+        """The highest number of replicas that a device may have."""
         return self.replicas if isinstance(self.replicas, int) else max(self.replicas.values(), default=1)
 
 
@@ -399,36 +399,36 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     dra: DraConfig = DraConfig()
 
     def __post_init__(self) -> None:
-        """Sort the permissions, because resources are compared."""
+        """Put the permissions into the order rwm, because resources are compared with earlier ones."""
         msgspec.structs.force_setattr(self, "permissions", "".join(mode for mode in "rwm" if mode in self.permissions))
 
     @property
     def plugin(self) -> PluginConfig | None:
-        """The settings of the vendor's own plugin that lists the devices; None if there is no such plugin."""
+        """The settings of the vendor's plugin whose devices the resource has; None if there is no such plugin."""
         return next((entry.plugin for entry in self.devices if entry.plugin is not None), None)
 
     @property
     def adopted(self) -> bool:
-        """Whether a vendor's own plugin lists the devices."""
+        """Whether the devices are those of a vendor's plugin."""
         return self.plugin is not None
 
     def __eq__(self, other: object) -> bool:
-        # Fields are not compared one by one: an attribute that was 1 and is now true has changed, but 1 == True.
+        # Fields are not compared one by one: an attribute that was 1 and is now true has changed, although 1 == True.
         return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # The default of Struct would compare identities.
+        return not self == other  # By default, a Struct would compare identities.
 
     def __hash__(self) -> int:
         return hash(self._bytes())
 
     def _bytes(self) -> bytes:
-        # The order of names does not matter. The order of patterns does, because the first match counts.
+        # The order of names does not matter. The order of patterns matters, because the first match counts.
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
 def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribute]) -> dict[str, AttributeValue]:
-    """Convert a file's attributes to those of a Device."""
+    """Convert a config's attributes to attributes of a Device."""
     return {
         name: Version(value.version) if isinstance(value, VersionAttribute) else value
         for name, value in attributes.items()
@@ -472,10 +472,10 @@ class Config(_Strict, frozen=True, kw_only=True):
 
 
 def schema() -> dict[str, Any]:
-    """Return the file's JSON schema (draft 2020-12), for editors and for checks without this package.
+    """Return the JSON schema of the config file (draft 2020-12), for editors and for checks without this package.
 
-    Only `parse` checks rules that a schema cannot express (`deviceplugin.config.rules`), such as a resource named
-    twice.
+    Some rules cannot be expressed by a schema (`deviceplugin.config.rules`), such as that a resource may be named only
+    once. Only `parse` checks these rules.
     """
     made = msgspec.json.schema(Config)
     definitions: dict[str, Any] = made["$defs"]
@@ -497,7 +497,7 @@ def schema() -> dict[str, Any]:
 
 
 def _tidy(place: dict[str, Any]) -> None:
-    """Describe an optional key as one that can be left out: without null, and without an empty default."""
+    """Change the schema of an optional key: remove null from its types, and its default if that is empty."""
     options = [option for option in place.get("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
         del place["anyOf"]
