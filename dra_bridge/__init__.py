@@ -1,7 +1,7 @@
-"""A bridge from device plugins to Dynamic Resource Allocation. Pods get the same devices by limits or by claims.
+"""A bridge from device plugins to Dynamic Resource Allocation. Pods get the same devices by `limits` or by claims.
 
-An author serves both sides by `dra_bridge.run(Source())`; `deviceplugin.run(Source())` serves limits alone. A user with
-a config file serves both sides by `dra-bridge run --config FILE`.
+An author serves pods and claims by `dra_bridge.run(Source())`; `deviceplugin.run(Source())` serves `limits` alone. A
+user with a config file serves pods and claims by `dra-bridge run --config FILE`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m dra_bridge` does the same as `dra-bridge`."""
+"""Makes `python -m dra_bridge` do the same as `dra-bridge`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The command line of the bridge: the agent with both sides, and the commands that move devices of many nodes.
+"""The command line of the bridge: the agent with device plugin and DRA, and commands that move devices of many nodes.
 
-`run` is the node agent. `status`, `migrate` and `rollout` use the API server alone, with the user's rights. Each
-command imports only the modules that it needs.
+`run` is the node agent. `status`, `migrate` and `rollout` use only the API server, with the user's rights. Each command
+imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 PATIENCE: Final = 5.0
-"""Seconds of the longest wait of a command for an API server that does not answer."""
+"""Maximum seconds between two tries of a command to reach an API server that does not answer."""
 WATCH_PERIOD: Final = 2.0
 """Seconds between two updates of `status --watch`."""
 _ROLLOUT: Final = """
@@ -155,7 +155,7 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def _requested_share(options: argparse.Namespace) -> str | None:
-    """Return the share to request of Nodes; None for the config's share. Raises CommandError."""
+    """Return the share to request of Nodes, with `force` if given; None for the config's share. Raises CommandError."""
     share: str | None = None if options.share == "default" else options.share
     if options.force and share is None:
         raise CommandError("--force needs a share: none, all, a number of devices, or a percentage")
@@ -241,15 +241,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
-    """Send requests to the API server.
+    """Send requests to the API server and return their result.
 
-    Raises CommandError if the server cannot be reached (status 2), or if it refuses or fails (status 1).
+    Raises CommandError if the server cannot be configured (status 2), or if it fails, refuses or does not answer
+    (status 1).
     """
     from dra_bridge.kube import AccessError, Cluster, ClusterError, UnavailableError
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
-        # A person waits for it; the agents' longest wait is for fleets of them.
+        # A user waits for the command. The agents' longest waits are for fleets of agents.
         async with Cluster.from_environment(options.kubeconfig, backoff=Backoff(most=PATIENCE)) as cluster:
             try:
                 return await question(cluster)
@@ -258,7 +259,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
                     raise
                 raise CommandError(f"cannot reach an API server at {cluster.where}: {error}", status=1) from error
 
-    logs.setup("text", "error")  # The command's own error replaces the library's warnings.
+    logs.setup("text", "error")  # The command's own error says what the client's warnings would say.
     try:
         return asyncio.run(ask())
     except RolloutError as error:
@@ -325,7 +326,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _redraw(lines: Sequence[display.Line]) -> None:
-    """Replace the former output on the terminal by as many lines as fit."""
+    """Replace the earlier output on the terminal by as many of these lines as fit."""
     from dra_bridge.rollout import display
 
     size = shutil.get_terminal_size()
@@ -407,9 +408,9 @@ def _follow(
     interrupted: str,
     stopped: str = "",
 ) -> bool:
-    """Run requests to the API server and show their progress.
+    """Run requests to the API server and show their progress. Return whether all is done.
 
-    interrupted: printed at Ctrl-C. stopped: printed before the reason if the work has stopped.
+    interrupted: what to print at Ctrl-C. stopped: what to print before the reason if the work has stopped.
     """
     from dra_bridge.rollout.display import wrapped
     from dra_bridge.rollout.reporter import Reporter
@@ -425,7 +426,7 @@ def _follow(
                 rich.progress.TextColumn("{task.completed} of {task.total} {task.fields[unit]}"),
                 rich.progress.TimeElapsedColumn(),
             )
-            # At the end the bars disappear, because bars that stand still would look like moves that stand still.
+            # At the end the bars are removed, because bars that stand still would look like moves that stand still.
             bars = stack.enter_context(rich.progress.Progress(*columns, transient=True))
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 

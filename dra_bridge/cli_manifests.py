@@ -1,4 +1,4 @@
-"""The commands `manifests` and `convert`, which only read and print manifests."""
+"""The commands `manifests` and `convert`, which do not use the API server: they read files and print manifests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dra_bridge.convert.pods import CustomPath
 
 PLUGIN_NAME: Final = "deviceplugin"
-"""The default namespace and name of an agent that serves limits only."""
+"""The default namespace and name of an agent that serves only `limits`."""
 _SUFFIXES: Final = {".json", ".yaml", ".yml"}
 _CONVERT: Final = """
 Replace the limits of pods by claims, in manifests, and print them; what is to be said about them goes to the standard
@@ -32,7 +32,7 @@ error. Nothing else of the text changes. The exit status is 1 if something was r
 
 
 def add_manifests(line: CommandLine) -> None:
-    """Add the command `manifests`."""
+    """Add the command `manifests` to the command line."""
     about = "Print what to apply to a cluster to have the agent on its nodes."
     examples = (
         "manifests --config devices.yaml --image registry.example/deviceplugin:1 | kubectl apply -f -",
@@ -48,7 +48,7 @@ def add_manifests(line: CommandLine) -> None:
 
 
 def add_convert(line: CommandLine) -> None:
-    """Add the command `convert`."""
+    """Add the command `convert` to the command line."""
     command = line.add("convert", _convert, "Print manifests with claims in place of limits, or the other way round.")
     command.description = _CONVERT
     add_files(command, "manifests (default: -)")
@@ -69,7 +69,7 @@ def add_convert(line: CommandLine) -> None:
 
 
 def add_files(command: argparse.ArgumentParser, about: str) -> None:
-    """Add the option for files, directories and the standard input."""
+    """Add the option for files, directories and the standard input. about: the end of its help text."""
     command.add_argument(
         "-f",
         "--filename",
@@ -116,9 +116,9 @@ def _paths(files: list[str]) -> Iterator[Path]:
 
 
 def read_files(files: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the files, of files in the directories, and of the standard input.
+    """Yield name and content of the files, of files in the directories, and of the standard input (-).
 
-    Raises CommandError.
+    Raises CommandError if a file cannot be read.
     """
     paths = list(_paths(files))
     if not paths:
@@ -164,13 +164,13 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> None:
-    """Write a text byte for byte. The text layer of some systems would change the ends of lines."""
+    """Write a text to the standard output byte for byte. The text layer of some systems would change the line ends."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode())
 
 
 def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Return a parser for an argument that must match a pattern. problem: its error message after the argument."""
+    """Return a parser for an argument that must match a pattern. problem: the end of the error message."""
 
     def read(text: str) -> Any:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -181,7 +181,10 @@ def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) ->
 
 
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `manifests.Deployment`. Options that are not given keep the defaults there."""
+    """Add the options of `manifests.Deployment`.
+
+    An option that is not given leaves the default of the class in effect.
+    """
 
     def add(option: str, field: str, about: str, default: str = "", **more: Any) -> None:
         about += f" (default: {default})" if default else ""
@@ -306,11 +309,11 @@ def _manifests(options: argparse.Namespace) -> int:
     try:
         units = written(options.systemd, loaded, deployment) if options.systemd else []
         printed = to_yaml(rights(loaded, deployment) if units else manifests(loaded, text, deployment))
-    except ValueError as error:  # The kubelet's root is too long for a socket path.
+    except ValueError as error:  # For example, the kubelet's root is too long for the path of a socket.
         raise CommandError(error) from error
     sys.stdout.write(printed)
     if units:
-        return 0  # The rest concerns pods only.
+        return 0  # The remarks below concern only agents in pods.
     for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
     for directory in wide_mounts(loaded):
@@ -329,7 +332,10 @@ def _manifests(options: argparse.Namespace) -> int:
 
 
 def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
-    """Return by driver the expression that finds a problem in parameters. What later children take is not known."""
+    """Return, by driver, the expression that finds a problem in parameters; none for drivers with child sources.
+
+    Which parameters later child sources accept is not known.
+    """
     from deviceplugin.source import DeviceSource
     from dra_bridge.parameters import expression
 
@@ -340,7 +346,7 @@ def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, st
 
 
 class _Given(BaseException):
-    """Raised by the replaced `run`, so that nothing is served.
+    """Raised by the replacement of `run`, so that an author's file serves nothing.
 
     The arguments are the sources, and the settings of metrics.
     """
@@ -349,7 +355,7 @@ class _Given(BaseException):
 def _served_by(file: Path) -> tuple[Config, Sequence[DeviceSource]]:
     """Return the config and the sources of an author's file.
 
-    The file is executed up to its call of `run`, which serves nothing here.
+    The file is executed up to its call of `run`, which is replaced here, so that nothing is served.
     """
     import runpy
 

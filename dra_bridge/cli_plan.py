@@ -1,4 +1,4 @@
-"""The command `plan`, which reads a cluster or dumps of it, and changes nothing."""
+"""The command `plan`, which reads a cluster or dumps of a cluster, and changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ is changed. Exit status: 0 without findings but notes, 3 with warnings, 4 with b
 
 
 def add_plan(line: CommandLine) -> None:
-    """Add the command `plan`."""
+    """Add the command `plan` to the command line."""
     command = line.add("plan", _plan, "Say what a migration to claims runs into; change nothing.")
     command.description = _PLAN
     what = command.add_mutually_exclusive_group()
@@ -86,7 +86,7 @@ def _share(text: str) -> str:
 
 
 def _targets(options: argparse.Namespace, share: str, objects: ClusterObjects) -> tuple[Target, ...]:
-    """Return the resources to migrate, by the arguments; an empty result stands for all extended resources."""
+    """Return the resources to migrate, by the options; an empty result stands for all extended resources."""
     from deviceplugin import config
     from dra_bridge.plan.view import Target, resources_of
 

@@ -1,4 +1,4 @@
-"""`dra-bridge demo`: one node in one process. First it switches to DRA without a bridge, then the bridge moves it.
+"""`dra-bridge demo`: one node in one process, first switched to DRA without a bridge, then moved by the bridge.
 
 The kubelet, the scheduler and the API server are those of `testing`; the plugin, the driver and the bridge are real.
 The first part fails if the switch without a bridge gives no device to two holders. The second part fails if a device
@@ -50,24 +50,25 @@ TIMEOUT: Final = 15.0
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """The shares that the demo requests one after the other while pods start and end."""
 LIVES: Final = (0.5, 0.9)
-"""Seconds that a pod runs. They must exceed the time in which the agent reads the checkpoint; else a grant lasts 10 s.
+"""Bounds of the seconds that a pod runs. They must exceed the time in which the agent reads the checkpoint; otherwise
+the agent keeps a grant for 10 s.
 """
 DWELL: Final = 0.7
-"""Seconds between two moves, in which pods start and end. They only set the demo's pace."""
+"""Minimum seconds between two moves, in which pods start and end. The value only sets the demo's pace."""
 WIDTH: Final = 72
 MOST_TEXT: Final = 80
-"""Maximum characters of the text about a pod's failure. The beginning of its line takes 18 more."""
+"""Maximum characters per line of the text about a pod's failure. The beginning of the line takes 18 more."""
 
 
 class DemoGpus(plugin_demo.Gpus):
-    """Simulated devices, for pods and for claims."""
+    """Simulated GPUs, for pods and for claims."""
 
     driver = DRIVER
 
 
 @contextlib.contextmanager
 def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """Run a coroutine in its own thread and event loop while the context lasts. Raises DemoError if it fails."""
+    """Run a coroutine in a thread and event loop of its own while the context lasts. Raises DemoError if it fails."""
     over = threading.Event()
     errors: list[Exception] = []
 
@@ -100,7 +101,7 @@ class Scene:
     node: FakeNode
 
     def device(self, pod: FakePod, side: str) -> str:
-        """Return the single device of a running pod, after checks of its side and of its container's environment."""
+        """Return the only device of a running pod, after checks of its side and of the container's environment."""
         devices = self.node.devices_of(pod)
         check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
         (name,) = devices
@@ -108,30 +109,33 @@ class Scene:
         return name
 
     def visible(self, pod: FakePod) -> str:
-        """Return the device variable in a pod's container, from the plugin or from a CDI file."""
+        """Return the environment variable with the device in a pod's container, from the plugin or from a CDI file."""
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
-        """Wait until the condition is met. why: returns an addition to the error message."""
+        """Wait until the condition is met.
+
+        what: the condition, for the error. why: returns an addition to the error.
+        """
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
         except TimeoutError:
             raise DemoError(f"not true within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
 
     def ask(self, share: str) -> float:
-        """Request a share, as `dra-bridge migrate` does; return the time of the request."""
+        """Request a share in the way of `dra-bridge migrate`. Return the time of the request (monotonic seconds)."""
         node, patch = self.server.get("nodes", NODE), fleet.share_patch(DRIVER, share)
         node["metadata"].setdefault("annotations", {}).update(patch["metadata"]["annotations"])
         self.server.replace(node)
         return time.monotonic()
 
     def view(self) -> Any:
-        """Return the data that `dra-bridge status` would show."""
+        """Return what `dra-bridge status` would show of the node."""
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), (), leases=self.server.objects("leases"))
         return view
 
     def moved(self) -> bool:
-        """Return whether all devices are on their requested sides."""
+        """Return whether all devices are on the sides that the requested share demands."""
         return fleet.finished(self.view())
 
     def counts(self) -> dict[str, int]:
@@ -153,7 +157,7 @@ def scene(printer: Printer) -> Iterator[Scene]:
 
 
 async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
-    """Run a DRA driver without a bridge. It offers every device and ignores the plugin."""
+    """Run a DRA driver without the bridge. It offers every device and does not know which ones the plugin has given."""
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
     async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
@@ -177,7 +181,7 @@ async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
 
 
 def naive(scene: Scene) -> None:
-    """Stop a plugin while its pods run, and start a driver that offers the same devices."""
+    """Run the first part: end a plugin while its pods run, beside a driver that offers the same devices."""
     gpus, node, event = DemoGpus(2), scene.node, scene.printer.event
     with contextlib.ExitStack() as stack:
         plugin = stack.enter_context(contextlib.ExitStack())
@@ -211,12 +215,12 @@ def naive(scene: Scene) -> None:
 
 
 def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
-    """Run the bridge's agent, as `dra-bridge run` does, while the context lasts."""
+    """Run the bridge's agent for the scene's node, as `dra-bridge run` does, while the context lasts."""
     return serve_both(DemoGpus(4), scene.node, share="none", timeout=TIMEOUT, period=0.05)
 
 
 class Churn:
-    """Starts and ends pods of both kinds, more than there are devices, while the context lasts."""
+    """Starts and ends pods by `limits` and by claims while the context lasts, more pods than there are devices."""
 
     def __init__(self, node: FakeNode, each: int) -> None:
         self.started: Counter[str] = Counter()
@@ -227,7 +231,7 @@ class Churn:
         self._over = threading.Event()
         self._random = random.Random(7)  # noqa: S311 - no secret
         self._lives: dict[str, dict[FakePod, float]] = {"plain": {}, "claim": {}}
-        """By kind, the existing pods, and the seconds for which each is to run."""
+        """By kind of pod, the existing pods, each with the seconds for which it is to run."""
         self._thread = threading.Thread(target=self._main, name="churn", daemon=True)
 
     def __enter__(self) -> Self:
@@ -249,7 +253,10 @@ class Churn:
             self.error = error
 
     def replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
-        """Delete the pods whose life is over or that have failed, and start as many others. lives: in seconds."""
+        """Delete pods that have run long enough or have failed, and start as many new ones.
+
+        lives: in seconds, by pod.
+        """
         now = time.monotonic()
         for pod, life in list(lives.items()):
             if pod.phase == "Failed":
@@ -266,7 +273,7 @@ class Churn:
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices by the bridge. Return the begin and end of the time in which pods started and ended."""
+    """Move devices by the bridge. Return begin and end of the time with changing pods (monotonic seconds)."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
@@ -292,7 +299,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices back and forth while pods of both kinds start and end. Return the begin and end of that time."""
+    """Move devices back and forth while pods of both kinds start and end. Return the begin and end of this time."""
     event, began = scene.printer.event, time.monotonic()
     event("pod", f"{count} pods by resource and {count} by claim now come and go all the time")
     with Churn(scene.node, count) as churn:
@@ -315,7 +322,7 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def failures(failed: Sequence[str]) -> list[str]:
-    """Return the first failures of pods, wrapped into lines."""
+    """Return the first three failures of pods, wrapped into lines."""
     wrapped = [
         textwrap.wrap(failure, MOST_TEXT, initial_indent="  ", subsequent_indent="    ") for failure in failed[:3]
     ]
@@ -323,7 +330,7 @@ def failures(failed: Sequence[str]) -> list[str]:
 
 
 def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tuple[str, ...]]:
-    """Return a row for each device, with one character for each moment: p for a holder by limits, c for a claim."""
+    """Return a row for each device, with a character for each moment: p for a holder by `limits`, c for a claim."""
     rows: list[tuple[str, ...]] = []
     step = (ended - began) / WIDTH
     for device in sorted({holding.device for holding in holdings}):
@@ -339,7 +346,7 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
 
 
 def bridged(scene: Scene) -> None:
-    """Run the second part, and check that no device had two holders."""
+    """Run the second part with the bridge, and check that no device had two holders."""
     printer = scene.printer
     with bridge(scene):
         began, ended = move_devices(scene, 4)
@@ -355,7 +362,7 @@ def bridged(scene: Scene) -> None:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo and return the exit status, as `deviceplugin.demo.main` does."""
+    """Run the demo and return the exit status. hold: keep the node running. stream: see `deviceplugin.demo.show`."""
 
     def scenario(printer: Printer) -> None:
         printer.title(
@@ -375,7 +382,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
 
 
 def serve_on(scene: Scene) -> None:
-    """Keep the node and an agent until a signal comes."""
+    """Keep the node and the bridge's agent running until a signal comes, for commands in another shell."""
     kubeconfig = scene.directory / "kubeconfig"
     named = {
         "clusters": [{"name": "demo", "cluster": {"server": scene.server.url}}],

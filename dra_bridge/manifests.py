@@ -1,6 +1,7 @@
-"""Makes the manifests with which the agent runs on a cluster's nodes, with no more rights than it needs.
+"""Makes the manifests with which the agent runs on a cluster's nodes, with no more rights than the agent needs.
 
-`manifests` is a pure function of the configuration: it fills in the template manifests.yaml. `to_yaml` prints it.
+`manifests` is a pure function of the configuration: it fills in the template manifests.yaml. `to_yaml` returns the
+result as text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from deviceplugin.version import VERSION
 
 Manifest = dict[str, Any]
 KUEUE_MAPPINGS: Final = 16
-"""More than that Kueue does not start with (0.19.2, pkg/config/validation.go)."""
+"""Maximum number of deviceClassMappings with which Kueue starts (0.19.2, pkg/config/validation.go)."""
 _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
 
 
@@ -35,19 +36,19 @@ class Deployment:
 
     version: of resource.k8s.io for the DeviceClasses. extended_resource: whether the DeviceClasses name the extended
     resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for
-    no metrics and no probes. runtime_class: empty for none; the agent gets NVIDIA's library from the runtime.
-    device_plugin_directory, pod_resources_socket (if empty, pod-resources/kubelet.sock in kubelet_root), cgroup_root,
+    no metrics and no probes. runtime_class: "" for none; the agent gets NVIDIA's library from the runtime.
+    device_plugin_directory, pod_resources_socket (if "", pod-resources/kubelet.sock in kubelet_root), cgroup_root,
     pod_log_directory: paths on the nodes, as in the options of `run`. own_command: the command of an author's own
-    agent, which reads no config file; empty for `dra-bridge run`. privileged: whether the agent's container is
-    privileged; auto: if the configuration needs it (`privileges`). writable_sys: directories of sysfs that hooks of an
-    author's own agent write to, because a container's /sys is read-only. quota, tenants: the number of devices of each
-    resource that each of these namespaces may have; 0 and () for no ResourceQuota. kubernetes: the API server's minor
-    version; before 36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's
-    configuration for the DeviceClasses. parameters: by driver, the expression that finds a problem in parameters
-    (`parameters.expression`), for a policy that refuses claims and classes; empty for no policy. A driver without an
-    expression accepts any parameters. flow_schema: whether the agents' requests have a priority level of their own at
-    the API server. plugin_only: whether to run `deviceplugin run` instead of `dra-bridge run`,
-    without any use of the API server. This is also the case if no resource names a driver.
+    agent, which reads no config file; () for `dra-bridge run`. privileged: whether the agent's container is privileged;
+    auto: if the configuration needs it (`privileges`). writable_sys: directories of sysfs that hooks of an author's own
+    agent write to, because a container's /sys is read-only. quota, tenants: the number of devices of each resource that
+    each of these namespaces may have; 0 and () for no ResourceQuota. kubernetes: the API server's minor version; before
+    36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the
+    DeviceClasses. parameters: by driver, the expression that finds a problem in parameters (`parameters.expression`),
+    for a policy that refuses claims and classes; empty for no policy. A driver without an expression accepts any
+    parameters. flow_schema: whether the agents' requests have a priority level of their own at the API server.
+    plugin_only: whether to run `deviceplugin run`, which does not use the API server, instead of `dra-bridge run`; also
+    if no resource names a driver.
     """
 
     image: str = f"deviceplugin:{VERSION}"
@@ -80,12 +81,12 @@ class Deployment:
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
-    """Return why the agent's container is privileged, one sentence for each reason; empty if it is not privileged.
+    """Return why the agent's container is privileged, one sentence for each reason; [] if it is not privileged.
 
-    The device cgroup of an unprivileged container allows no process to open the host's device nodes, with any owner and
-    mode. To list devices, watch them and give them to containers, the agent need not open them. The NVIDIA runtime
-    opens the nodes of the GPUs that exist when the container starts. The needs of an author's own agent are not known,
-    so it is privileged only if the deployment requests it.
+    The device cgroup of an unprivileged container allows no process to open the host's device nodes, whatever their
+    owner and mode. The agent need not open device nodes to list them, watch them and give them to containers. The
+    NVIDIA runtime opens the nodes of the GPUs that exist when the container starts. The needs of an author's own agent
+    are not known, so this agent is privileged only if the deployment requests it.
     """
     if deployment.privileged != "auto":
         return ["the deployment asks for it"] if deployment.privileged == "always" else []
@@ -105,10 +106,10 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
-    """Return the objects to apply, in their order. text: the content of the config file, for the ConfigMap.
+    """Return the objects to apply, in their order. text: the content of the config file, for a ConfigMap.
 
-    Without a text there is no ConfigMap for it. Raises ValueError if the path of a driver's socket would be too long,
-    or if Kueue does not accept so many resources.
+    Without a text, the objects contain no ConfigMap with it. Raises ValueError if the path of a driver's socket would
+    be too long, or if there are more resources than Kueue accepts.
     """
     how = deployment or Deployment()
     served = bridged(config, how)
@@ -170,7 +171,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     if lock.plugins:
         _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
     if any(gpus.injection == "cdi" for gpus in nvidia) and how.cdi_directory != "/etc/cdi":
-        # NVIDIA's own tools write a CDI spec there, which contains the names of GPUs.
+        # NVIDIA's own tools write a CDI spec to /etc/cdi, which contains the names of GPUs.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
     return [*first, *classes, *last]
 
@@ -184,15 +185,15 @@ def to_yaml(objects: Iterable[Any]) -> str:
 
 @functools.cache
 def _template() -> list[Manifest]:
-    """Read the template. The caller must not change it."""
+    """Return the template's objects. The result is cached, so the caller must not change it."""
     template: list[Manifest] = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     return template
 
 
 def filled(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a part of the template with its ${name} replaced; None if its `when` is false.
+    """Return a part of the template with its ${name} replaced by values; None if its `when` is false.
 
-    A value of None or an empty list is left out of the object that contains it.
+    A part whose value is None or an empty list is left out of the object that contains it.
     """
     if isinstance(part, str):
         if whole := re.fullmatch(r"\$\{(\w+)\}", part):
@@ -216,7 +217,7 @@ def _mount(pod: Manifest, name: str, path: str, kind: str, *, read_only: bool = 
 
 
 def bridged(config: Config, how: Deployment) -> list[ResourceConfig]:
-    """Return the resources that the agent serves on both sides."""
+    """Return the resources that the agent serves to claims, too: those with a driver, unless `plugin_only`."""
     return [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
 
 
@@ -229,7 +230,7 @@ def arguments(
 ) -> list[str]:
     """Return the arguments of the agent's program.
 
-    config, cgroup_root: paths that the program sees, such as in its container.
+    root: the kubelet's root. config, cgroup_root: paths as the program sees them, for example in its container.
     """
     given = [] if how.own_command else ["run", f"--config={config}"]
     if cgroup_root != "/sys/fs/cgroup":
@@ -262,10 +263,10 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
 
 
 def _hard(how: Deployment, resource: ResourceConfig, served: Collection[ResourceConfig]) -> dict[str, str]:
-    """Return the limits of a quota for a resource.
+    """Return the entries of a quota for a resource, by key.
 
-    Since 1.36, `requests.` also counts claims of the class that names the resource. Before, claims have a separate key
-    (pkg/quota/v1/evaluator/core/resource_claims.go).
+    Since 1.36, the key `requests.` also counts claims of the class that names the resource. Before 1.36, claims are
+    counted by a separate key (pkg/quota/v1/evaluator/core/resource_claims.go).
     """
     hard, values = {f"requests.{resource.name}": str(how.quota)}, _class_values(how, resource)
     if resource in served and (how.kubernetes < 36 or not values["extended_resource_name"]):
@@ -274,7 +275,7 @@ def _hard(how: Deployment, resource: ResourceConfig, served: Collection[Resource
 
 
 def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
-    """Return Kueue's configuration as YAML: a resource has one name in quotas, for limits and for claims."""
+    """Return Kueue's configuration as YAML, by which a resource has one name in quotas, for `limits` and for claims."""
     if len(served) > KUEUE_MAPPINGS:
         raise ValueError(f"Kueue takes {KUEUE_MAPPINGS} deviceClassMappings, and there are {len(served)} resources")
     lines = ["apiVersion: config.kueue.x-k8s.io/v1beta2", "kind: Configuration", "resources:", "  deviceClassMappings:"]
@@ -285,7 +286,7 @@ def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
 
 
 def _parameter_problem(expressions: Mapping[str, str]) -> str:
-    """Return the expression for the first problem in what `config` of the policy has, "" without a problem."""
+    """Return the policy's expression for the first problem in the parameters of a claim or class. It is "" if none."""
     if not expressions:
         return ""
     chosen = "".join(
@@ -302,7 +303,7 @@ def wide_mounts(config: Config) -> list[str]:
 
 
 def _directories(config: Config) -> dict[str, str]:
-    """Return the host's directories in which the configuration looks for devices: path to volume type.
+    """Return the host directories to mount, in which the agent looks for devices: path to volume type.
 
     /dev is left out. The directory of a file that lists unhealthy simulated devices is created if it is missing.
     """
@@ -319,13 +320,13 @@ def _directories(config: Config) -> dict[str, str]:
 
 
 def _fixed(glob: str) -> PurePosixPath:
-    """Return the part of a glob before its first wildcard, as a directory."""
+    """Return the directory that contains all matches of a glob: the glob's steps before the first wildcard."""
     steps = PurePosixPath(glob).parent.parts
     return PurePosixPath(*takewhile(lambda step: not re.search(r"[*?\[]", step), steps))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and no references."""
+    """Writes texts of several lines as blocks, and repeated values in full instead of as references."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

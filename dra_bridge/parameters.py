@@ -1,9 +1,9 @@
 """Makes expressions that check the opaque parameters of claims and classes at admission, by a source's type.
 
-An expression is in CEL and reads `p.parameters`. Its value is the first problem, as a text that names the field, "" for
-none. The driver refuses everything that an expression refuses (`driver.claims.decoded_config`). The expression does not
-check properties that only the driver can check: patterns, formats of strings, fields that class or claim may still add,
-and values that are nested too deeply. Pure.
+An expression is in CEL and reads `p.parameters`. Its value is the first problem, as a text that names the field; "" if
+there is none. Whatever an expression refuses, the driver would refuse, too (`driver.claims.decoded_config`). The
+expression does not check what only the driver can check: patterns, formats of strings, fields that class or claim may
+still add, and values that are nested too deeply. Pure.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from msgspec import inspect as types
 
 TAKES_NONE: Final = "this driver accepts no parameters"
 DEPTH: Final = 4
-"""Maximum depth of checked values. The API server limits the length and the cost of an expression."""
+"""Maximum depth of checked values, because the API server limits the length and the cost of an expression."""
 _USUAL: Final = ("apiVersion", "kind")
-"""Fields that parameters of any type may have."""
+"""Fields that the parameters of every type may have."""
 _TEXTS: Final = (
     *(types.StrType, types.BytesType, types.ByteArrayType, types.UUIDType),
     *(types.DateTimeType, types.DateType, types.TimeType, types.TimeDeltaType),
@@ -32,7 +32,7 @@ _INT64: Final = 2**63
 
 
 def expression(config_types: Iterable[Any]) -> str:
-    """Return the expression for a driver, by the `config_type` of each of its sources; "" if it refuses nothing."""
+    """Return the expression for a driver, by the `config_type` of each of its sources; "" if it accepts all."""
     wanted = [one for one in dict.fromkeys(config_types) if one is not None]
     if not wanted:
         return _text(TAKES_NONE)
@@ -40,9 +40,10 @@ def expression(config_types: Iterable[Any]) -> str:
 
 
 def _problem(info: Any, value: str, path: str, depth: int) -> str:
-    """Return an expression for the problem of a value that should have a type; "" if no problem is possible.
+    """Return an expression for the problem of a value that must have a type; "" if every value has it.
 
-    value: an expression. path: the name of the value in messages, "" for the parameters themselves.
+    info: msgspec's description of the type. value: an expression of the value. path: the value's name in messages, ""
+    for the parameters themselves.
     """
     name = path or "parameters"
     while isinstance(info, types.Metadata):
@@ -99,8 +100,8 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
     for field in info.fields:
         quoted = _text(field.encode_name)
         inner = _problem(field.type, f"{value}[{quoted}]", f"{prefix}{field.encode_name}", depth + 1) or '""'
-        # The parameters themselves are merged from class and claim, so a missing field is no problem. Nested fields are
-        # not merged.
+        # The parameters themselves are merged from class and claim, so a missing field is no problem there. Nested
+        # fields are not merged.
         absent = _text(f"{prefix}{field.encode_name}: is required" if field.required and depth else "")
         if (inner, absent) != ('""', '""'):
             problems.append(f"({quoted} in {value} ? {inner} : {absent})")
@@ -109,7 +110,7 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
 
 def _union(info: Any, value: str, path: str, depth: int) -> str:
     kinds = [kind for kind in info.types if not isinstance(kind, types.NoneType)]
-    # Among several types of objects, the driver chooses by a tag, or by the fields.
+    # Between several types of objects, the driver decides by a tag or by the fields, which is not checked here.
     if sum(isinstance(kind, _OBJECTS) for kind in kinds) > 1:
         return ""
     problem = _either([_problem(kind, value, path, depth) for kind in kinds])
@@ -117,7 +118,7 @@ def _union(info: Any, value: str, path: str, depth: int) -> str:
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Return an expression for the problem of a value that must fit one of several types.
+    """Return an expression for the problem of a value that must fit one of several types. problems: one for each type.
 
     The result is "" if one type accepts all values.
     """
@@ -170,10 +171,10 @@ def _sizes(info: Any, value: str, begin: str, what: str) -> list[str]:
 
 
 def _takes_more(kind: type[enum.Enum]) -> bool:
-    """Return whether an enum accepts values that no member has."""
+    """Return whether an enum accepts values that are no values of its members, by a `_missing_` of its own."""
     return getattr(kind._missing_, "__func__", None) is not getattr(enum.Enum._missing_, "__func__", None)
 
 
 def _text(value: str | int) -> str:
-    """Return a value in CEL's form, which is JSON. CEL has all escapes of JSON, if other characters are not escaped."""
+    """Return a value as a literal of CEL. That is JSON, if only JSON's own special characters are escaped."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Makes systemd units for an agent that runs outside of pods, and the objects that the cluster needs for it.
+"""Makes systemd units for an agent that runs outside of pods, and the objects that the cluster needs for this agent.
 
 `units` and `rights` are pure functions of the configuration, as `dra_bridge.manifests` is: they fill in the templates
 beside this module. `written` writes the units to files.
@@ -18,16 +18,16 @@ from deviceplugin.config import ADOPTED, Config, needed
 from dra_bridge.manifests import Deployment, Manifest, arguments, bridged, filled, manifests, privileges
 
 DURATION: Final = "720h"
-"""The requested life of a token. After a longer time off, a node needs a new token from an administrator."""
+"""The requested life of a token. A node that was off for longer needs a new token from an administrator."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
-"""The settings with which systemd creates a directory, and the parent directory of each."""
+"""Pairs: a setting by which systemd creates directories, and their parent directory."""
 ACCOUNT: Final = "/etc/dra-bridge"
 """The directory with the agent's `token` and `ca.crt`, as in a pod, and with `server`, the API server's address."""
 
 
 def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
-    """Return the texts of the units by their names."""
+    """Return the texts of the systemd units, by the name of their file."""
     how = how or Deployment()
     bridge = bool(bridged(config, how))
     program, root = ("dra-bridge" if bridge else "deviceplugin"), how.kubelet_root.rstrip("/")
@@ -52,7 +52,7 @@ def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
 
 
 def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
-    """Write the units into a directory, and return their paths. Raises ValueError if that is not possible."""
+    """Write the units into a directory, and return their paths. Raises ValueError if they cannot be written."""
     if how.own_command:
         raise ValueError("--systemd makes units for a config file's agent, not for an author's own")
     paths = []
@@ -67,7 +67,7 @@ def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
 
 
 def rights(config: Config, how: Deployment | None = None) -> list[Manifest]:
-    """Return the objects to apply for agents outside of pods, in their order; none if no resource names a driver."""
+    """Return the objects to apply for agents outside of pods, in their order; [] if no resource names a driver."""
     how = how or Deployment()
     if not bridged(config, how):
         return []
@@ -81,14 +81,14 @@ def _template(file: str) -> Template:
 
 
 def _quoted(argument: str) -> str:
-    """Quote an argument for ExecStart=, where % and $ have a meaning."""
+    """Quote an argument for ExecStart=, in which % and $ have a special meaning."""
     return shlex.quote(argument).replace("%", "%%").replace("$", "$$")
 
 
 def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) -> list[str]:
-    """Return the lines about the directories that the agent writes to.
+    """Return the unit's lines about the directories to which the agent writes.
 
-    systemd creates some of these directories before it starts the agent. The others must exist.
+    systemd creates those in StateDirectory= and RuntimeDirectory= before it starts the agent. The others must exist.
     """
     written = [how.device_plugin_directory]
     if bridge:
@@ -105,13 +105,13 @@ def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) ->
 
 
 def _devices(config: Config, how: Deployment) -> list[str]:
-    """Return the lines that depend on the agent's use of devices.
+    """Return the unit's lines that depend on how the agent uses devices.
 
-    The agent needs the host's /dev, because it lists its devices and gives them to containers. ProtectClock= sets a
-    device policy of its own.
+    The unit has no private /dev, because the agent lists the host's devices and gives them to containers. ProtectClock=
+    is set only together with DevicePolicy=, because it implies a device policy.
     """
     nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
     lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
-    if not (needed(config).commands or nvidia):  # The needs of foreign programs and libraries are not known.
+    if not (needed(config).commands or nvidia):  # What other programs and libraries need is not known.
         lines.append("MemoryDenyWriteExecute=yes")
     return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]
