@@ -106,9 +106,9 @@ def is_deleted(directory: str) -> bool:
 
 
 class CdiStore:
-    """The CDI files of one driver's claims. Thread-safe; blocks.
+    """The CDI files of one driver's claims. Thread-safe; the methods block.
 
-    Raises CdiError if the driver cannot be a CDI vendor.
+    Raises CdiError if the driver's name cannot be that of a CDI vendor.
     """
 
     SUFFIX: ClassVar = ".json"
@@ -183,7 +183,7 @@ class CdiStore:
 
 
 class ClaimFileStore(CdiStore):
-    """The agent's own claim files of one driver, in the agent's directory. directory: of the CDI specs."""
+    """The agent's own claim files of one driver. directory: of CDI specs; it has the directory of the claim files."""
 
     SUFFIX = claim_files.SUFFIX
 

@@ -17,12 +17,12 @@ from dra_bridge.driver.records import ClaimRecords, Prepared
 _LOG: Final = logging.getLogger(__name__)
 
 AGAIN: Final = 60.0
-"""Seconds without another write of `status.devices` after the API server refused one. The right may exist by then.
+"""Seconds without another write of `status.devices` after the API server refused one: the agent may lack the right.
 """
 
 
 class ClusterClaims:
-    """The claims at the API server. node: this node's name, for Events."""
+    """Reads claims at the API server, and writes their status and Events. node: this node's name, for Events."""
 
     def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
@@ -34,7 +34,7 @@ class ClusterClaims:
         """
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
-        """Return a ResourceClaim, None if it does not exist."""
+        """Return a ResourceClaim, None if the claim does not exist."""
         try:
             return await self._api.get(kube.RESOURCE_CLAIMS, name, namespace)
         except kube.NotFoundError:
@@ -128,7 +128,7 @@ class ClaimEvents:
         async def attempt() -> None:
             try:
                 await write(ref, *args)
-            except Exception as error:  # These writes are best effort.
+            except Exception as error:  # These writes are not essential, so a failure is only logged.
                 extra = {"driver": self.records.driver, "claim": ref.title}
                 _LOG.debug("cannot write the status or an Event of claim %s: %s", ref.title, error, extra=extra)
 

@@ -43,8 +43,8 @@ class ClaimDevices:
     If a claim needs an idle device of the device plugin, the register begins to move this device to DRA.
 
     register, host: see `Driver`. events: receives the refusals. statistics: receives the durations of hooks. ending:
-    UIDs of the claims that are being unprepared. If several claims share a device and end together, `unprepare` is
-    still called.
+    UIDs of the claims that are being unprepared. If several claims share a device and end together, the hook
+    `unprepare` is still called.
     """
 
     records: ClaimRecords
@@ -236,7 +236,7 @@ class ClaimDevices:
         return [device for device in devices if (source.resource, device.id) not in held]
 
     def released(self, claim: Claim) -> None:
-        """Call `released` for the devices of an ended claim that have no holder any more."""
+        """Call the hook `released` for the devices of an ended claim that have no holder any more."""
         for resource in sorted({resource for resource, _ in claim.held}):
             served = self.register.listed.served.get(resource)
             if served is not None and "released" in served.source.hooks:

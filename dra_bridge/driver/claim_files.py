@@ -34,8 +34,8 @@ REST: Final = 60.0
 CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
-A file watch would report each file that this process itself writes or removes, so its threads would be busy while
-the kubelet waits for the answer to the next Prepare.
+The files are not watched, because a watch would report each file that this process itself writes or removes, so that
+its threads would be busy while the kubelet waits for the answer to the next Prepare.
 """
 
 
@@ -115,8 +115,8 @@ class ClaimFiles:
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Call a function that reads or changes files. If this task is cancelled, first wait until the call has ended.
 
-        The wait has a time limit. It keeps the next call for the claim from working on the claim's file at the same
-        time. Raises CdiError, also if the file system does not answer.
+        The wait keeps the next call for the claim from working on the claim's file at the same time; it has a time
+        limit. Raises CdiError, also if the file system does not answer.
         """
         if self.looks.hanging:
             raise cdi.CdiError(self.looks.hanging)
@@ -132,7 +132,7 @@ class ClaimFiles:
 
         The caller has the claim's lock.
 
-        prepared: the claim's answer; None if it is not known.
+        prepared: the claim's answer; None if the answer is not known.
         """
         return await self._at(self._write, claim, prepared)
 

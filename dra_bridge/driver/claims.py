@@ -125,7 +125,7 @@ class Opaque(msgspec.Struct, frozen=True):
 
 
 class ClaimConfig(msgspec.Struct, frozen=True):
-    """One piece of configuration (resource.k8s.io, DeviceAllocationConfiguration)."""
+    """One configuration in a claim's allocation (resource.k8s.io, DeviceAllocationConfiguration)."""
 
     source: str = ""
     requests: list[str] | None = None

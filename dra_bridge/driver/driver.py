@@ -189,5 +189,5 @@ class Driver:
         return {name: device.id for name, (served, device) in named if served.source.resource == resource}
 
     async def close(self) -> None:
-        """End the tasks in the background."""
+        """End the driver's background tasks."""
         await self.tasks.close()

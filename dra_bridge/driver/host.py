@@ -46,7 +46,7 @@ class DriverHost:
         return RunningPods()
 
     def last_running_pods(self) -> RunningPods:
-        """Return the newest pods that were read, by `running_pods` or later.
+        """Return the result of the last reading of the running pods.
 
         While claims wait for devices, the agent reads the pods every few seconds.
         """

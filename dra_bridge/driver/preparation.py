@@ -226,7 +226,7 @@ class ClaimPreparation:
 
     @contextlib.asynccontextmanager
     async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[_Work]:
-        """Count and log the call for a claim that the context has. It raises every failure as a ClaimError."""
+        """Count and log a call for a claim, made inside this context. Raise every failure as a ClaimError."""
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         began, work = time.perf_counter(), _Work(ref, task)
@@ -249,7 +249,7 @@ class ClaimPreparation:
                 self.statistics.waits.add(work.waited)
 
     async def _read(self, ref: ClaimRef) -> ClaimAllocation:
-        """Read a claim and return its devices. Raises ClaimError if it has none here, or is not reserved."""
+        """Read a claim and return its devices. Raises ClaimError if it has none here, or is reserved for no pod."""
         began = time.perf_counter()
         self.statistics.claim_reads += 1
         try:

@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClaimReconciler:
-    """Reconciles the claims of one driver."""
+    """Compares one driver's claims in the ledger with the kubelet's claim state, the pods and the API server."""
 
     records: ClaimRecords
     api: ClusterClaims

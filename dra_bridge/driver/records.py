@@ -41,7 +41,7 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
-        """The request, pool, device and share of each device. Equal to the same property of the answered allocation."""
+        """The request, pool, device and share of each device, to compare with `ClaimAllocation.named`."""
         return frozenset((device.request, device.pool, device.device, device.share) for device in self.devices)
 
 

@@ -87,7 +87,7 @@ class RegistrarTiming:
 class RegistrarStatistics:
     """Statistics of a driver's registration; counters only grow.
 
-    registered: whether the kubelet has accepted the driver. error: why it has not; "" if it has.
+    registered: whether the kubelet has registered the driver. error: why the driver is not registered; "" if it is.
     """
 
     registered: bool = False
@@ -179,7 +179,7 @@ class HealthService(
                     await changed.wait()
 
     def end(self) -> None:
-        """End all streams."""
+        """End all streams of the devices' health."""
         self._ended = True
         self._subscriptions.close()
         self._wake()

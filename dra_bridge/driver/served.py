@@ -46,7 +46,7 @@ class RequestDevices:
 
     @property
     def parameters(self) -> str:
-        """The parameters that the source's `prepare` hook gets, as JSON; "" if it is not called or gets none."""
+        """The parameters that the source's `prepare` hook gets, as JSON; "" if the hook is not called or gets none."""
         if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
             return ""
         return msgspec.json.encode(self.config, order="sorted").decode()

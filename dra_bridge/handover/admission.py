@@ -7,9 +7,9 @@ Node's `status.allocatable`, or with the number of ids in its checkpoint if that
 (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that does not fit, although the pod runs.
 
 So a restart can end a pod that has devices of the device plugin, if older pods get their `limits` through DRA. After
-its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if all pods of one kind have
-ended before pods of the other kind start. Therefore devices return to the device plugin only when no pod has a device
-through DRA by `limits`.
+its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if all pods that get `limits`
+in one way have ended before pods that get them in the other way start. Therefore devices return to the device plugin
+only when no pod has a device through DRA by `limits`.
 """
 
 from __future__ import annotations

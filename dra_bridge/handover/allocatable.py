@@ -95,7 +95,7 @@ class AllocatableStatus:
         self._changes.note()
 
     async def lower(self, resource: str, number: int) -> bool:
-        """Lower a resource's number, and wait at most 3 s until no pod can come for devices beyond the number.
+        """Lower a resource's number, and wait at most 3 s until no new pod can get devices beyond this number.
 
         Returns True if the method had to wait, and then the scheduler counts at most this number and the kubelet has
         admitted the pods that were bound before. Returns False otherwise, also if the number cannot be written.
@@ -140,7 +140,7 @@ class AllocatableStatus:
             return True
 
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
-        """Return for how many seconds pods for more devices may still come; infinite while the Node has more.
+        """Return for how many seconds pods that need more devices may still come; infinite while the Node has more.
 
         began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
         number never stays for a full second. Then, after twice the grace period, half of it is enough.
@@ -174,7 +174,7 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Return how many devices the kubelet counts as healthy once these are among them; 0 after `TAKEN` seconds."""
+        """Return how many devices the kubelet counts as healthy once it counts these; 0 after `TAKEN` seconds."""
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):

@@ -24,9 +24,9 @@ _LOG: Final = logging.getLogger(__name__)
 def shown_unhealthy(
     devices: Iterable[str], sent: tuple[float, frozenset[str]] | None, device_id_of: Callable[[str], str]
 ) -> dict[str, float]:
-    """Return the devices without a Healthy id in ListAndWatch, each with the time since when (monotonic seconds).
+    """Return the devices without a Healthy id in the last ListAndWatch list, with the time since which this is shown.
 
-    sent: when the last list was sent, and its Healthy ids; None if the kubelet has no stream open.
+    sent: when the last list was sent (monotonic seconds), and its Healthy ids; None if the kubelet has no stream open.
     """
     if sent is None:
         return {}
@@ -100,8 +100,8 @@ class MovesToPlugin:
 
     queries: by device and the sequence of its record, so each move begins with a new query. waits: makes the delays
     between two reads of the claim that a device waits for. limited: whether pods have, or may get, devices of the
-    resource through DRA by their `limits`. It becomes True when the ledger names such a pod. It becomes False when the
-    ledger names none, and either a list of claims names none or no device waits.
+    resource through DRA by their `limits`: True once the ledger names such a pod, until the ledger names none, and
+    either a list of claims names none or no device waits.
     """
 
     moved: MovedResource

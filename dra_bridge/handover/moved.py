@@ -53,7 +53,10 @@ class MoveEvidence(Protocol):
 
 
 class DriverSlices(Protocol):
-    """The slices of one driver, between which and the device plugin devices move (`dra_bridge.node.slice_feed`)."""
+    """The slices of one driver.
+
+    Devices move between the slices and the device plugin (`dra_bridge.node.slice_feed`).
+    """
 
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when no slice at the API server offers a device (monotonic seconds); None if one may."""

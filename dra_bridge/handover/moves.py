@@ -121,7 +121,7 @@ class Handover:
             unsubscribe()
 
     def _pause(self, backoff: Backoff) -> float:
-        """Return the seconds until the next check of moves: few while a claim waits for one of their devices."""
+        """Return the seconds until the next check of moves: few while a claim waits for a device of the resource."""
         pause = backoff.next()
         for of, _ in self._moved.register.waits.devices:
             if of == self.resource:

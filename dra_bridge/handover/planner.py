@@ -158,8 +158,8 @@ def _choose(
             idle_names += len(idle)
             price = (
                 not idle,  # Prefer groups of which at least one device moves at once.
-                -begun if len(group) > 1 else 0,  # Prefer groups that are already broken up.
-                len(rest) > missing,  # Avoid breaking up a group.
+                -begun if len(group) > 1 else 0,  # Prefer groups of which some devices have already moved.
+                len(rest) > missing,  # Avoid moving only a part of a group.
                 -min(len(idle), missing),  # Prefer groups of which most devices move at once.
                 min(map(at.__getitem__, rest)),
             )
@@ -248,9 +248,9 @@ def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float])
 
 
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
-    """Return the groups of devices that the closest links connect, of the closest level that makes several groups.
+    """Return the groups of devices that links connect, by the highest score of links that gives several groups.
 
-    The result is () if no level makes several groups. links: a score for each pair of devices, as a source returns
+    The result is () if no score gives several groups. links: a score for each pair of devices, as a source returns
     them; a higher score is closer.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}

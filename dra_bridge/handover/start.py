@@ -63,7 +63,7 @@ class MoveStarter:
             together = self.moved.together(states)
             wanted = self._planned(states, together, limited=limited)
             if not (wanted.to_dra and await self._announced(wanted.to_dra, together)):
-                break  # After a wait, choose again: pods may have got other devices meanwhile.
+                break  # After a wait, the loop chooses again instead: pods may have got other devices meanwhile.
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
         self.draining = self._followed(wanted.draining, together)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
@@ -146,7 +146,7 @@ class MoveStarter:
         return True
 
     def _followed(self, leaders: Iterable[str], together: Together) -> frozenset[str]:
-        """Return those of this resource's plugged-in devices that are leaders here or must move together with one."""
+        """Return the plugged-in devices of this resource that must move with these leaders, the leaders included."""
         followed: set[str] = set()
         for leader in leaders:
             for of, name in together[leader]:

@@ -31,7 +31,7 @@ class AsyncLedger:
 
     If the file system does not answer, operations fail after `DEADLINE` seconds, and later operations at once, until
     the file system answers again. The operation that the thread was executing may still be recorded. Then a grant
-    without a pod remains, which is ended by evidence.
+    without a pod remains, until evidence shows that it has no holder.
     """
 
     def __init__(self, ledger: Ledger) -> None:

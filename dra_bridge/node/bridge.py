@@ -156,7 +156,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _opened(self) -> bool:
-        """Open the ledger and begin to serve. Return False if the agent is stopped before it has begun."""
+        """Open the ledger and begin to serve. Return False if the agent is stopped before it serves."""
         stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
         try:
             await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,8 +29,8 @@ from dra_bridge.node.resource import ResourceRuntime
 _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
-"""Seconds between two checks whether prepared claims have ended. A check reads only claims that have probably ended
-from the API server."""
+"""Seconds between two checks whether prepared claims have ended. A check asks the API server only about claims that
+have probably ended."""
 
 _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
 """The offset of this process's checks from multiples of `RECONCILE`. It is random, so that nodes do not check together.

@@ -30,7 +30,10 @@ class PodsAndClaims:
         self.read: Final = SharedCall(self._read)
 
     async def _read(self) -> tuple[frozenset[str], Sequence[PreparedClaim]]:
-        """Raises ClaimStateError if the claim state cannot be read, OSError if the cgroups can no longer be read."""
+        """Read the running pods, then the claim state.
+
+        Raises ClaimStateError if the claim state cannot be read, OSError if the cgroups can no longer be read.
+        """
         pods, root = self._tracker.pods, self._kubelet_root
         return await self._tracker.looks.at("claim state", lambda: (pods.running(), claim_state.read(root)), brief=True)
 

@@ -61,7 +61,7 @@ class EvidenceReader:
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """See `HolderScanner`."""
+        """See `HolderScanner.scan`."""
         return await self.agent.scanner.scan(wanted)
 
     def title(self, pod_uid: str) -> str:

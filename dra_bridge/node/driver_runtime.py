@@ -32,7 +32,7 @@ from dra_bridge.slices.foreign import ForeignKind
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
-"""Seconds from a change of claims to the notification of other objects. Pods that start together cause only one."""
+"""Seconds from a change of claims to the notification of other objects: pods that start together cause only one."""
 ALARMS: Final = 600.0
 """Seconds between two Events about the same kind of writes by other programs into the driver's pool."""
 

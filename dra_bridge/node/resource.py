@@ -31,7 +31,7 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
-"""Seconds after a plugin that bypasses the agent was last found, during which it may still get an Allocate."""
+"""Seconds for which a plugin may still get an Allocate after it was last found to bypass the agent."""
 
 
 def section(driver: str) -> str:

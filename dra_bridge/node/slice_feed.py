@@ -107,7 +107,7 @@ class SliceFeed:
             await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():
-                runtime.changed.set()  # A device may be listed just when its record is deleted.
+                runtime.changed.set()  # A device may be listed while its record is deleted: reconcile it.
             rest = first - time.monotonic()
             # A pod with a claim that starts before the driver is registered fails, and the kubelet tries again a minute
             # later. So the first slices wait. An earlier agent's slices stay until the evidence was reconciled.

@@ -16,7 +16,7 @@ MOST_NAMES: Final = 16384
 
 
 class SliceScope(Enum):
-    """The two groups of a driver's slices. A list or watch can select one group, only by `spec.nodeName`."""
+    """The two groups of a driver's slices that a list or watch can select, by the field `spec.nodeName`."""
 
     NODE = "node"
     """Slices that name this node."""

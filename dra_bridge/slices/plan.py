@@ -12,7 +12,8 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
 UNGROWABLE: Final = 2**62
-"""The agent replaces or deletes a foreign slice from this generation on. The API server takes none above 2**63 - 1."""
+"""From this generation on, the agent replaces or deletes an edited or foreign slice. The API server takes none above
+2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:
