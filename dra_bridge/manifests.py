@@ -286,7 +286,7 @@ def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
 
 
 def _parameter_problem(expressions: Mapping[str, str]) -> str:
-    """Return the policy's expression for the first problem in the parameters of a claim or class. It is "" if none."""
+    """Return the policy's expression for the first problem in the parameters of a claim or class, "" for none."""
     if not expressions:
         return ""
     chosen = "".join(

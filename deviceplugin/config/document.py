@@ -145,7 +145,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
 
 
 def _bound(text: str, file: str) -> None:
-    """Raise ConfigError if a file's nodes would take too much time or memory: values, levels or characters."""
+    """Raise ConfigError if a file has too many values, levels or characters for the available time and memory."""
     depth = values = 0
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0

@@ -101,7 +101,7 @@ def token_life(authorization: str) -> TokenLife | None:
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None) -> Access:
-    """Return the access by a kubeconfig file, else a service account, else KUBECONFIG, else ~/.kube/config.
+    """Return the access to the API server by a kubeconfig, else a service account, else KUBECONFIG or ~/.kube/config.
 
     kubeconfig: the path of a file, None for none. account: the directory of a service account; None for that of the
     pod, if this process runs in a pod.
@@ -141,8 +141,8 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 class _TokenFile:
     """Returns the header with a bearer token from a file that another program renews; "" without a file.
 
-    If the file cannot be read in time, the token that was read before is used. OSError is raised if there is none, or
-    if the server refused it.
+    If the file cannot be read in time, the token that was read before is used. OSError is raised if there is no such
+    token, or if the server refused it.
     """
 
     def __init__(self, path: Path | None, header: str = "", read_at: float = float("-inf")) -> None:

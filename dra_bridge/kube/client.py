@@ -214,7 +214,7 @@ class Cluster:
     async def pages(
         self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Page[T], None]:
-        """Yield the pages of one list, each about `forms.PAGE` bytes. All show the state at one moment.
+        """Yield the pages of one list, each about `forms.PAGE` bytes. All pages show the state at one moment.
 
         The first request is a consistent read: without resourceVersion it is answered by etcd, or by a cache that has
         reached etcd's revision. Each further request names this revision. Once etcd has compacted the revision (after 5

@@ -64,7 +64,7 @@ class RequestStatistics:
     token: auth.TokenLife | None = None
 
     def unreachable_since(self) -> float | None:
-        """Return since when the server cannot be reached (Unix seconds); None until half a minute is over."""
+        """Return since when the server cannot be reached (Unix seconds); None for the first half minute."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
         return time.time() - lost if lost >= liveness.LOST else None
 

@@ -142,7 +142,7 @@ class ListedClaim(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
     def body(self) -> Object:
-        """Return these fields in the form of the claim's JSON."""
+        """Return the claim's fields in the form of its JSON."""
         results = [
             {"driver": one.driver, "pool": one.pool, "device": one.device, "adminAccess": one.admin}
             for one in self.results
