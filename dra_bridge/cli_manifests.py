@@ -32,7 +32,7 @@ error. Nothing else of the text changes. The exit status is 1 if something was r
 
 
 def add_manifests(line: CommandLine) -> None:
-    """Add the command `manifests` to the command line."""
+    """Add the command `manifests`."""
     about = "Print what to apply to a cluster to have the agent on its nodes."
     examples = (
         "manifests --config devices.yaml --image registry.example/deviceplugin:1 | kubectl apply -f -",
@@ -48,7 +48,7 @@ def add_manifests(line: CommandLine) -> None:
 
 
 def add_convert(line: CommandLine) -> None:
-    """Add the command `convert` to the command line."""
+    """Add the command `convert`."""
     command = line.add("convert", _convert, "Print manifests with claims in place of limits, or the other way round.")
     command.description = _CONVERT
     add_files(command, "manifests (default: -)")

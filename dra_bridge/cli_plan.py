@@ -27,7 +27,7 @@ is changed. Exit status: 0 without findings but notes, 3 with warnings, 4 with b
 
 
 def add_plan(line: CommandLine) -> None:
-    """Add the command `plan` to the command line."""
+    """Add the command `plan`."""
     command = line.add("plan", _plan, "Say what a migration to claims runs into; change nothing.")
     command.description = _PLAN
     what = command.add_mutually_exclusive_group()

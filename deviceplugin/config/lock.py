@@ -78,7 +78,7 @@ class Lock:
         return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))), plugins)
 
     def allows(self, path: str) -> bool:
-        """Return whether a path or glob of the host, as written, is equal to or below an allowed prefix."""
+        """Return whether a path or glob, as written, is equal to or below an allowed prefix."""
         steps = _steps(path)
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 

@@ -174,8 +174,7 @@ class ConfigRules:
             self._report(f"{path}.driver", text)
 
     def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
-        """Report resources with common devices but different drivers and sides: neither driver would offer such a
-        device.
+        """Report resources with common devices but different drivers and sides: no driver would offer the devices.
 
         Also report NoExecute for a driver with an adopted plugin's devices, because a restart of the plugin would end
         pods.

@@ -206,7 +206,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def usb_ids(self) -> tuple[UsbConfig, ...]:
-        """The filters of USB devices, of which a device matches at least one; () if there are none."""
+        """The filters of USB devices, of which a device matches at least one."""
         return (self.usb,) if isinstance(self.usb, UsbConfig) else self.usb or ()
 
     @property

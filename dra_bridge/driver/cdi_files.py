@@ -183,7 +183,7 @@ class CdiStore:
 
 
 class ClaimFileStore(CdiStore):
-    """The agent's own claim files of one driver. directory: of CDI specs; it has the directory of the claim files."""
+    """The agent's own claim files of one driver, in a directory below that of CDI specs."""
 
     SUFFIX = claim_files.SUFFIX
 

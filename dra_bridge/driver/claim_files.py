@@ -190,7 +190,7 @@ class ClaimFiles:
             yield Published(uid, tuple((name, None) for name in names))
 
     async def keep(self) -> None:
-        """Write the files of claims that were removed again within seconds, until cancelled.
+        """Restore removed files of claims within seconds, until cancelled.
 
         Without the CDI file, the claim's containers cannot be restarted, because the kubelet prepares a claim only
         once.

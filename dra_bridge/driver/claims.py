@@ -184,7 +184,7 @@ class ClaimAllocation:
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:
-    """Return the devices of this driver and pool that a claim is allocated. claim: as read from the API server.
+    """Return the devices of this driver and pool that a claim is allocated.
 
     Raises ClaimError if the claim does not exist, has another UID, is not allocated, or is allocated on another node.
     """

@@ -25,7 +25,7 @@ class Published(NamedTuple):
     def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
         """Return the claim's devices of one resource as evidence that the claim holds them.
 
-        ids: the device ids of the resource's devices, by published name.
+        ids: the resource's device ids, by published name.
         """
         granted = tuple(
             ClaimDevice(resource, ids[name], share or "", False, Identity(boot), WHOLE if share == "" else UNKNOWN)

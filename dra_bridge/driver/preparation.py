@@ -423,7 +423,7 @@ def _answered(record: Claim, prepared: Prepared) -> Claim:
 
 
 def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> ClaimError:
-    """Convert any error of a call to a ClaimError with a text for the user, at most `_MAX_MESSAGE` characters long."""
+    """Convert an error of a call to a ClaimError with a text for the user, cut at `_MAX_MESSAGE`."""
     what = f"claim {work.ref.title}"
     match error:
         case ClaimError():

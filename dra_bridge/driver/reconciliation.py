@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClaimReconciler:
-    """Compares one driver's claims in the ledger with the kubelet's claim state, the pods and the API server."""
+    """Compares one driver's claims in the ledger with the evidence about them."""
 
     records: ClaimRecords
     api: ClusterClaims
@@ -37,8 +37,8 @@ class ClaimReconciler:
         """Unprepare the claims that no pod uses, and write missing files of prepared claims again.
 
         A claim is unprepared only if three conditions hold: the kubelet's claim state does not name it, no process of
-        its pods can run, and the API server shows that the claim is deleted or allocated elsewhere. If one of these
-        three conditions cannot be read, the claim stays prepared.
+        its pods can run, and the API server shows that the claim is deleted or allocated elsewhere. If a condition
+        cannot be read, the claim stays prepared.
 
         named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
         `RunningPods`. sweep: whether to remove files of claims that are not in the ledger. A ledger may have lost

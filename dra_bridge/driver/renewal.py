@@ -159,7 +159,7 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
 
 
 def _token(node: Mapping[str, Any]) -> str:
-    """Return the token of a device node in a CDI spec; "" for a pipe, which has no device number."""
+    """Return the token of a device node in a CDI spec; "" for a pipe."""
     kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
     kind = kinds.get(node.get("type", ""))
     return node_token(kind, node["major"], node["minor"]) if kind is not None else ""

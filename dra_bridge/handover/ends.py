@@ -203,9 +203,9 @@ class MovesToPlugin:
         return {name: self.queries[key] for name, key in keys.items()}
 
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
-        """Read the claims of the queries that are due. Return whether all claims must be listed now.
+        """Read the claims of the queries that are due. Return whether to list all claims now.
 
-        All claims must be listed if, for one of the queries that are due, no known claim names the device any more.
+        They must be listed if, for a query that is due, no known claim names the device any more.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

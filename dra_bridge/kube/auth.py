@@ -266,7 +266,7 @@ async def read_apart(paths: str) -> Credentials:
 def _file(content: bytes | None) -> Iterator[str]:
     """Yield the path of a file in memory with this content; "" if there is no content.
 
-    The file is needed because the ssl module reads certificates only from files.
+    The ssl module reads certificates only from files.
     """
     if not content:
         yield ""

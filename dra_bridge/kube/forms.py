@@ -30,11 +30,11 @@ MAX_PAGE: Final = 4 * 2**20
 """Maximum bytes of a page with several objects. The rest of a larger page is not read, and the next request asks for
 fewer objects."""
 PAGE: Final = 2 * 2**20
-"""Desired bytes of a page. By it, `next_limit` chooses the number of objects."""
+"""Bytes that `next_limit` aims at for a page."""
 MAX_LIMIT: Final = 500
 """Maximum number of objects for which a page is requested, the same as in client-go."""
 FIRST_LIMIT: Final = 100
-"""Number of objects for which the first page of a list is requested, before the objects' size is known."""
+"""Number of objects for which the first page of a list is requested."""
 
 
 class Form(NamedTuple, Generic[T_co]):

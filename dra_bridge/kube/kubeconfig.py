@@ -46,7 +46,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The reason why no credentials were found, as the process prints it."""
+    """The reason why no credentials were found."""
 
     reason: str
 

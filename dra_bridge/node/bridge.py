@@ -179,7 +179,7 @@ class Bridge(ClaimSide):
     async def _adopt_claims(self) -> None:
         """Record the claims that claim files name and the ledger lacks. Then serve the drivers of all claims.
 
-        Drivers that no resource names any more are served, too. A file counts if this agent wrote it, or if a resource
+        A file counts if this agent wrote it, or if a resource
         names the file's driver, because the kubelet then asks this agent to unprepare the claim. Other files belong to
         another agent on the node. Raises AgentError if the claims cannot be recorded.
         """

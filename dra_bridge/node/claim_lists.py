@@ -28,7 +28,7 @@ Visit = Callable[[ListedClaim], None]
 
 DEADLINE: Final = 240.0
 """Seconds that one list may take. etcd keeps the revision of the list's first page for at least 300 s (kube-apiserver
-compacts), so later pages can still be read."""
+compacts)."""
 REST: Final = 1.0
 """Seconds of rest after a list, for each second that the list took, because a list transfers all claims."""
 LONGEST_REST: Final = 60.0

@@ -1,6 +1,6 @@
 """Runs an agent with device plugin and DRA as a process, for an author's own source or for a config file.
 
-`deviceplugin.node.process` handles the start, the signals and the reloads of the config.
+`deviceplugin.node.process` handles the start, the signals and the reloads.
 """
 
 from __future__ import annotations

@@ -156,10 +156,7 @@ class SliceFeed:
             self._begun = True
 
     def _pass_on(self) -> float | None:
-        """Pass the report to the Lease and the slices to the publisher. Return the seconds until this must be repeated.
-
-        The result is None if only a change requires a repetition.
-        """
+        """Pass on the report and the slices. Return after how many seconds to repeat this; None: after a change."""
         report, rest = self._report()
         self._context.node.lease.report(self._context.name, report)
         offers, without, qualifiers = [], [], self._context.qualifiers()

@@ -27,14 +27,14 @@ RENEW: Final = (
     "no claim is prepared, no slice is written. Replace the token or kubeconfig, whose files are read again; delete "
     "the agent's pod if its token is bound to a pod or Node that is gone"
 )
-"""Advice for the case that the API server refuses the agent's credentials."""
+"""Advice if the API server refuses the agent's credentials."""
 OVERDUE: Final = (
     "it should have been renewed: if the agent is a unit, see the timer dra-bridge-token and the log of its service; "
     "the kubelet renews that of a pod"
 )
-"""Advice for the case that the agent's token expires soon."""
+"""Advice if the agent's token expires soon."""
 APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"
-"""Advice for the case that the agent lacks a right at the API server."""
+"""Advice if the agent lacks a right at the API server."""
 UNSEEN: Final = "changes by other programs are seen late, or not at all"
 """The effect of a watch that fails."""
 NAMED: Final = 3

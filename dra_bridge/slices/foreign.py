@@ -157,7 +157,7 @@ def problems(
 ) -> Iterator[str]:
     """Yield a sentence for each foreign slice, and one more if other programs write again and again.
 
-    present: the foreign slices that exist. writes: the remembered foreign writes. now: monotonic seconds.
+    now: monotonic seconds.
     """
     for one in present:
         what = f"driver {driver}: {sentence(one.kind, one.name, one.manager)}"

@@ -12,7 +12,7 @@ from dra_bridge.slices.foreign import is_own, offered_in
 from dra_bridge.slices.plan import UNGROWABLE, annotations_of, fingerprint, generation_of
 
 MOST_NAMES: Final = 16384
-"""Maximum number of withdrawn devices whose time of withdrawal is remembered, so that memory use is limited."""
+"""Maximum number of withdrawn devices whose time of withdrawal is remembered."""
 
 
 class SliceScope(Enum):

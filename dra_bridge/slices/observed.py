@@ -87,8 +87,8 @@ class ObservedPool:
     def unready(self, now: float) -> str:
         """Return why the agent is not ready for this pool; "" if it is ready. now: monotonic seconds.
 
-        The agent is ready while the API server has the wanted slices, and while the API server does not answer. The
-        agent stays ready for some time after the slices begin to differ, because most failures pass without help.
+        The agent is ready while the API server has the wanted slices or does not answer. The agent stays ready for some
+        time after the slices begin to differ, because most failures pass without help.
         """
         if self.published:
             return ""

@@ -484,7 +484,7 @@ class Publisher:
     async def _is_taken(self, driver: PublishedDriver, name: str) -> bool:
         """Return whether a slice outside the pool has this name.
 
-        The agent has to ask for the name, because its lists and watches do not contain such a slice.
+        The agent's lists and watches do not contain such a slice.
         """
         try:
             found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
