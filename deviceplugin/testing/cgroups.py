@@ -57,7 +57,7 @@ class CgroupTree:
         return [path / name for path in self.pod(uid)]
 
     def add_pod(self, uid: str) -> None:
-        """Create a pod's cgroup without processes, if it does not exist (podContainerManagerImpl.EnsureExists)."""
+        """Create a pod's cgroup without processes, unless the cgroup exists (podContainerManagerImpl.EnsureExists)."""
         if uid not in self._containers:
             for path in self.pod(uid):
                 self._add(path)
@@ -85,7 +85,7 @@ class CgroupTree:
             self.remove_container(uid, container)
 
     def remove_pod(self, uid: str) -> None:
-        """Remove a pod's cgroup with all below it, if it exists (podContainerManagerImpl.Destroy)."""
+        """Remove a pod's cgroup, if there is one, and all cgroups below it (podContainerManagerImpl.Destroy)."""
         if uid in self._containers:
             self.remove_containers(uid)
             for path in self.pod(uid):

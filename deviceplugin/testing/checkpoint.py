@@ -25,7 +25,7 @@ _ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\
 
 
 def go_json(document: Any) -> str:
-    """Return a document as JSON with the spaces and escapes of Go's encoding/json."""
+    """Return a document as JSON, as Go's encoding/json writes it."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
     for char, escape in _ESCAPES.items():
         text = text.replace(char, escape)

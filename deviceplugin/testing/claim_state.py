@@ -34,7 +34,7 @@ class AnsweredDevice:
 
 @dataclass(slots=True)
 class DevicesOfClaim:
-    """The kubelet's record of a claim (ClaimInfo). prepared: whether this run prepared it; not in the file."""
+    """The kubelet's record of a claim (ClaimInfo). prepared: whether this run prepared the claim; not in the file."""
 
     namespace: str
     name: str
@@ -84,7 +84,7 @@ def read_or_create(root: Path) -> list[DevicesOfClaim]:
 
 
 def write(root: Path, claims: Iterable[DevicesOfClaim]) -> None:
-    """Replace the claim state file in a kubelet's root directory atomically (claimInfoCache.syncToCheckpoint)."""
+    """Replace the claim state file of a kubelet atomically (claimInfoCache.syncToCheckpoint)."""
     replace_file(root / FILE_NAME, to_json(claims))
 
 

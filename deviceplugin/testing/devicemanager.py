@@ -42,7 +42,7 @@ Method = Literal["Allocate", "GetPreferredAllocation", "PreStartContainer"]
 
 
 class AdmissionError(Exception):
-    """Raised when a pod is not admitted; `reason` becomes the reason in its status."""
+    """Raised when the kubelet rejects a pod. reason: the reason in the pod's status."""
 
     def __init__(self, message: str, reason: str = "UnexpectedAdmissionError") -> None:
         super().__init__(message)
@@ -247,7 +247,7 @@ class DeviceManager:
         """Mark all devices of a resource as unhealthy, and its present endpoint as stopped.
 
         If plugins are distinguished by sockets, only the endpoint of `socket` stops. If the resource has another
-        endpoint, that one replaces the stopped endpoint, and the devices keep their health.
+        endpoint, this other endpoint replaces the stopped one, and the devices keep their health.
         """
         with self._lock:
             if self._by_socket:
@@ -278,10 +278,7 @@ class DeviceManager:
     # State that others can read.
 
     def capacity(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the numbers of all and of healthy devices, each by resource.
-
-        Resources whose plugin disconnected more than `stop_grace` seconds ago are forgotten first.
-        """
+        """Return the numbers of all and of healthy devices by resource. Resources after `stop_grace` are forgotten."""
         with self._lock:
             gone = set()
             capacity: dict[str, int] = {}
@@ -383,7 +380,7 @@ class DeviceManager:
                 raise AdmissionError(f"Allocate failed: {error}") from error
 
     def allocate(self, pod: PodSpec, container: ContainerSpec) -> None:
-        """Allocate devices for one container; see `admit`."""
+        """Allocate devices for one container of a pod; `admit` calls this for each container."""
         with self._lock:
             reusable = self._reuse.setdefault(pod.uid, {})
             for uid in self._reuse.keys() - {pod.uid}:

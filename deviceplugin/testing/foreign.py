@@ -48,8 +48,8 @@ PANIC: Final = 2
 class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to Allocate. `{id}` stands for each device's id, `{ids}` for all ids, `{random}` for a random number.
 
-    nodes: device nodes for each id, as [host path, container path, permissions]. control: device nodes that are once in
-    each answer. mounts: [host path, container path] for each id. files: texts by path, which the plugin writes before
+    nodes: device nodes for each id, as [host path, container path, permissions]. control: device nodes once in each
+    answer. mounts: [host path, container path] for each id. files: texts by path, which the plugin writes before
     the answer (Intel's CDI specs). extra: bytes, in hexadecimal, of fields that this version of the API lacks.
     """
 
@@ -300,7 +300,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
 
 
 class _Names(events.FileSystemEventHandler):
-    """Reports names that appear or disappear in a directory, as fsnotify does. A rename creates its new name."""
+    """Reports names that appear or disappear in a directory, as fsnotify does. A rename creates the new name."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[str, str]]) -> None:
         self._loop = loop
@@ -318,7 +318,7 @@ class _Names(events.FileSystemEventHandler):
 
 
 class ForeignPlugin:
-    """The vendor's process. It serves the file's resources in a directory until it gets a signal."""
+    """The vendor's process. It serves the configured resources on sockets in a directory until it gets a signal."""
 
     def __init__(self, path: Path, directory: Path, registry: Path, notes: Path | None = None) -> None:
         self.file = _read(path)
@@ -338,7 +338,7 @@ class ForeignPlugin:
     def options(self) -> pb.DevicePluginOptions:
         """The answer to GetDevicePluginOptions.
 
-        Register contains no options, because the kubelet does not read them there.
+        A Register request contains no options, because the kubelet does not read options there.
         """
         quirks = self.quirks
         return pb.DevicePluginOptions(
@@ -346,7 +346,7 @@ class ForeignPlugin:
         )
 
     def note(self, call: str, resource: Resource, **more: object) -> None:
-        """Print an event as a line of JSON, and append the line to the file of notes if there is one."""
+        """Print an event as JSON, and append it to the file of notes, if any."""
         line = json.dumps({"call": call, "resource": resource.name, **more})
         _say(line)
         if self._notes is not None:
@@ -363,7 +363,7 @@ class ForeignPlugin:
         self._names.put_nowait(("refused", ""))
 
     async def run(self) -> None:
-        """Serve and register all resources, and again at each trigger, until the task is cancelled."""
+        """Serve and register all resources, again at each trigger, until cancelled."""
         observer = Observer()
         handler = _Names(asyncio.get_running_loop(), self._names)
         for directory in {str(self._directory), str(self._path.parent)}:

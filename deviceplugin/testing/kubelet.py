@@ -182,10 +182,7 @@ class FakeKubelet(NodeState):
     # Faults.
 
     def drop_streams(self, resource: str | None = None) -> None:
-        """Make the kubelet end ListAndWatch streams while it and the plugin run (kubernetes#125501).
-
-        resource: the resource whose streams end; None ends the streams of all resources.
-        """
+        """Make the kubelet end a resource's, or all, ListAndWatch streams while the plugin runs (kubernetes#125501)."""
         self._up().drop_streams(resource)
 
     def freeze(self) -> None:
@@ -202,10 +199,7 @@ class FakeKubelet(NodeState):
             self._rejecting += [message] * count
 
     def reject_next_pod(self, reason: str = "OutOfcpu") -> None:
-        """Reject the next pod after its devices were allocated, as the node predicates may.
-
-        reason: the reason in the pod's status.
-        """
+        """Reject the next pod, for this reason, after its devices were allocated, as the node predicates may."""
         with self.changed:
             self._rejecting_pods.append(reason)
 
@@ -274,10 +268,7 @@ class FakeKubelet(NodeState):
     # Pods.
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return a text for error messages: which devices of these resources are withheld, and why; "" for none.
-
-        The text also has what the ResourceSlices of the node leave out.
-        """
+        """Return why devices of these resources are withheld, and what ResourceSlices lack, as text; "" for none."""
         reasons = [
             f"{device}: {why.reason}"
             for resource in itertools.chain.from_iterable(status() for status in self.statuses)
@@ -297,7 +288,7 @@ class FakeKubelet(NodeState):
         init_containers: Containers | None = None,
         namespace: str = "default",
     ) -> FakePod:
-        """Create a pod. It stays Pending until the allocatable devices that are not requested yet suffice for it.
+        """Create a pod. The pod stays Pending until enough allocatable devices are not requested by other pods.
 
         limits: the limits of the only container, which is named `main`; alternatively, give `containers`.
         """
@@ -439,10 +430,7 @@ class FakeKubelet(NodeState):
         want: int | Callable[[Mapping[str, DeviceState]], bool],
         timeout: float = 10.0,
     ) -> dict[str, DeviceState]:
-        """Wait until `want` devices of a resource are healthy; return all its devices by id.
-
-        want: their number, or a predicate to which the devices are passed.
-        """
+        """Wait until `want` devices are healthy, or `want(devices)` is true; return the resource's devices by id."""
 
         def enough() -> bool:
             devices = self.devices(resource)

@@ -202,7 +202,7 @@ class FakePod:
         return {r: max(lasting.get(r, 0), peak.get(r, 0)) for r in lasting.keys() | peak.keys()}
 
     def container(self, name: str | None = None) -> FakeContainer:
-        """Return a container by its name, or the first one."""
+        """Return the pod's container with this name; without a name, the first container."""
         return self.all_containers[name] if name else next(iter(self.containers.values()))
 
     @property
@@ -308,7 +308,7 @@ class FakePod:
         self._wait(lambda: self.terminal or not self._node.hears_of_pods, timeout, "to end")
 
     def restart_container(self, name: str | None = None, timeout: float = 10.0) -> None:
-        """End a container and wait until it runs again. This calls PreStartContainer, but not Allocate."""
+        """End a container and wait until it runs again. The kubelet calls PreStartContainer, but not Allocate."""
         container = self.container(name)
         with self._changed:
             before = len(container.starts)
@@ -339,7 +339,7 @@ class FakePod:
 
 
 def container_specs(containers: Containers | None) -> list[ContainerSpec]:
-    """Return the complete specs of containers; limits by container name become specs."""
+    """Return the complete specs of containers."""
     if isinstance(containers, Mapping):
         return [ContainerSpec(name, limits) for name, limits in containers.items()]
     return list(containers or ())

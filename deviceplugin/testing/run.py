@@ -48,12 +48,12 @@ RECEIVE_LIMIT: Final = 4 * 1024 * 1024
 """Maximum bytes of one ListAndWatch message in the kubelet (grpc-go's default)."""
 
 _GRACE: Final = 0.5
-"""Seconds that a stopped server gives to calls in progress. Without them, clients print an error about GOAWAY."""
+"""Seconds that a stopped server gives to calls in progress. Without this time, clients print an error about GOAWAY."""
 _CHANNEL_OPTIONS: Final = (
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", RECEIVE_LIMIT),
     ("grpc.max_send_message_length", -1),
-    # Without this, gRPC shares one connection between the registrations of a socket; the kubelet opens one for each.
+    # Each registration has its own connection, as in the kubelet; otherwise gRPC shares connections to a socket.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
@@ -105,10 +105,7 @@ class Run:
         )
 
     def start(self, *, wipe: bool) -> None:
-        """Start the run: read the checkpoint, serve, and admit the existing pods again.
-
-        wipe: whether to delete the sockets in the device plugin directory before serving.
-        """
+        """Start the run: read the checkpoint, delete plugins' sockets (wipe), serve, and admit existing pods again."""
         with contextlib.suppress(ValueError, OSError):  # A damaged checkpoint is ignored, as in the kubelet.
             self.manager.read_checkpoint()
         pods = self._assigned_pods()
@@ -474,7 +471,7 @@ class _Client:
         return options
 
     def call(self, method: Method | str, request: Any, timeout: float | None = None) -> Any:
-        """Call a method of the plugin and record the call in the fake kubelet's `rpc_log`."""
+        """Call a method of the plugin and record the call in `rpc_log`."""
         self._run.thawed.wait()
         try:
             with self._run.kubelet.recorded(method, self.resource, request) as rpc:

@@ -123,7 +123,7 @@ class NodeState:
         self.pods: dict[str, FakePod] = {}
         """All pods that are not deleted, by namespace/name."""
         self.orphans: dict[str, FakePod] = {}
-        """Removed pods by uid, as long as the node has processes or files of them."""
+        """Removed pods by uid, as long as the node has processes or files of these pods."""
         self.sources_held = False
         self.network_ready = True
         self.registrations: list[Registration] = []
@@ -186,9 +186,9 @@ class NodeState:
         return self.device_plugin_dir / CHECKPOINT
 
     def prepare_pod(self, pod: FakePod) -> None:
-        """Do what a pod needs before its first container starts; in this class nothing.
+        """Prepare a pod before its first container starts; in this class nothing.
 
-        An override raises PluginCallError if the pod cannot start yet; the kubelet then calls the method again.
+        After a PluginCallError, the kubelet calls the method again.
         """
 
     def unprepare_pod(self, pod: FakePod) -> None:
@@ -211,7 +211,7 @@ class NodeState:
         raise NotImplementedError
 
     def notify(self) -> None:
-        """Wake all threads that wait for `changed`, so that they check their conditions again."""
+        """Wake all threads that wait for `changed`."""
         with self.changed:
             self.changed.notify_all()
 
@@ -324,7 +324,7 @@ class NodeState:
 
     @contextlib.contextmanager
     def recorded(self, method: str, resource: str, request: object) -> Iterator[Rpc]:
-        """Record a call in `rpc_log`, its end and its error. Yields the entry; the caller sets the response in it."""
+        """Record a call, its end and its error in `rpc_log`. Yields the record, in which the caller puts the answer."""
         rpc = Rpc(time.monotonic(), method, resource, request)
         with self.changed:
             self.rpc_log.append(rpc)

@@ -1,4 +1,4 @@
-"""Converts the manifests in YAML streams, and collects remarks and the ResourceClaimTemplates. Pure functions."""
+"""Converts the manifests in YAML streams, and collects remarks and the ResourceClaimTemplates. Pure."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
 
 
 class _Says:
-    """Adds remarks about one object of a document to the remarks of the conversion."""
+    """Adds remarks about one object of a document."""
 
     def __init__(self, source: _Source, path: Path, body: Mapping[str, Any], remarks: list[Remark]) -> None:
         self._source = source
@@ -230,7 +230,7 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
 
 
 def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
-    """Replace limits by claims in a parsed pod spec. claims: names of ResourceClaimTemplates, by claim name."""
+    """Replace limits by claims in a parsed pod spec. claims: names of templates, by claim name."""
     new = [{"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()]
     spec["resourceClaims"] = [*new, *(spec.get("resourceClaims") or [])]
     for container in change.containers:
@@ -300,7 +300,7 @@ def _scalar(text: str) -> str:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Join the texts of YAML streams to one stream; add `---` between them where it is missing."""
+    """Join the texts of YAML streams to one stream, with `---` between streams."""
     whole = ""
     for text in texts:
         if whole.strip() and not text.startswith("---"):

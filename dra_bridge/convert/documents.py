@@ -1,4 +1,4 @@
-"""Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure functions.
+"""Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure.
 
 The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
 text as this module does. As kubectl and Helm do, this module splits the stream at lines that begin with `---` before it
@@ -39,7 +39,7 @@ class Document:
 
     @property
     def eol(self) -> str:
-        """The line ending of the document: a newline, or a carriage return and a newline."""
+        """The line ending of the document, such as a newline."""
         first = self.text.partition("\n")[0]
         return "\r\n" if first.endswith("\r") else "\n"
 
@@ -105,8 +105,8 @@ class Tree:
     def entry(self, mapping: yaml.Node, key: str) -> tuple[yaml.Node, yaml.Node]:
         """Return the nodes of a key and its value.
 
-        Raises UnwritableError if the key does not occur exactly once, or if an anchor, an alias or a merge key makes
-        its text count elsewhere as well.
+        Raises UnwritableError if the key does not occur exactly once, or if an anchor, an alias or a merge key uses the
+        text of the key or the value elsewhere as well.
         """
         found = [] if not isinstance(mapping, yaml.MappingNode) else [e for e in mapping.value if e[0].value == key]
         if len(found) != 1:

@@ -1,4 +1,4 @@
-"""Writes conversions as Kustomize patches, for manifests that must stay unchanged. Pure functions."""
+"""Writes conversions as Kustomize patches, for manifests that must stay unchanged. Pure."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ def _target(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _operations(pod: ChangedPod, how: Conversion) -> list[dict[str, Any]]:
-    """Return the operations of a JSON patch (RFC 6902) for a pod.
-
-    A test of each container's name comes first, so that the patch fails if another container is at this index.
-    """
+    """Return the operations of a JSON patch (RFC 6902) for a pod. They first test the containers' names."""
     spec: Any = pod.body
     for step in pod.path:
         spec = spec[step]

@@ -1,4 +1,4 @@
-"""Decides which claims replace the limits of a pod, and finds the pod specs in objects. Pure functions."""
+"""Decides which claims replace the limits of a pod, and finds the pod specs in objects. Pure."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _limited(container: Mapping[str, Any], resource: str, classes: Mapping[str, 
     request = _quantities(container, "requests").get(resource, limit)
     name = str(container.get("name"))
     try:
-        count, asked = parse_quantity(limit), parse_quantity(request)  # type: ignore[arg-type]  # parse_quantity refuses None
+        count, asked = parse_quantity(limit), parse_quantity(request)  # type: ignore[arg-type]  # None is refused
     except NamingError:
         raise UnconvertibleError(RemarkKind.NOT_A_COUNT, name, f"{resource}: {limit}") from None
     if count.denominator != 1 or count < 0:

@@ -1,4 +1,4 @@
-"""Finds facts about converted objects in the other objects of the manifests. Pure functions."""
+"""Finds facts about converted objects in the other objects of the manifests. Pure."""
 
 from __future__ import annotations
 

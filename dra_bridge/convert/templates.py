@@ -1,4 +1,4 @@
-"""Makes ResourceClaimTemplates for a number of devices of a DeviceClass. Pure functions."""
+"""Makes ResourceClaimTemplates for a number of devices of a DeviceClass. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ClaimedDevices:
 
     @property
     def template(self) -> str:
-        """The name of the ResourceClaimTemplate for these devices. Only the class and the count determine it."""
+        """The name of the ResourceClaimTemplate for these devices. Only class and count determine the name."""
         return _fitting(f"{self.class_name}-{self.count}", _MAX_NAME)
 
     def body(self, version: ClaimApi) -> dict[str, Any]:

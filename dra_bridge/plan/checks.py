@@ -1,4 +1,4 @@
-"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure functions."""
+"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class MigrationPlan:
 
 
 def migration_plan(view: ClusterView, ignored: frozenset[str] = frozenset()) -> MigrationPlan:
-    """Run all checks on a view of the cluster; return the plan. ignored: codes of findings to leave out."""
+    """Run all checks and return the plan. ignored: codes of findings to leave out."""
     found = [finding for kind, check in CHECKS.items() if kind.code not in ignored for finding in check(view)]
     order = list(Severity)
     found.sort(key=lambda one: (order.index(one.kind.severity), one.kind.code, one.object))

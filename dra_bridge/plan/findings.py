@@ -1,4 +1,7 @@
-"""The kinds of findings: a stable code, a severity, an explanation, a remedy. docs/plan-findings.md is made of them."""
+"""The kinds of findings, each with a stable code, a severity, an explanation and a remedy.
+
+docs/plan-findings.md is generated from this module.
+"""
 
 from __future__ import annotations
 

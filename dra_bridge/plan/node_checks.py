@@ -18,7 +18,7 @@ def _by_version(
 ) -> Iterator[PlanFinding]:
     """Yield a finding for each kubelet version, of nodes with devices, that lacks a feature.
 
-    lacks: decides by the minor version and the kubelet's feature gates whether the feature is missing.
+    lacks: decides by the minor version and the kubelet's feature gates.
     """
     found = defaultdict(list)
     for node in view.device_nodes:

@@ -62,7 +62,7 @@ def name_of(body: Body) -> str:
 
 
 def title_of(body: Body) -> str:
-    """Return an object's namespace/name; the name alone if the object has no namespace."""
+    """Return an object's namespace/name, or its name alone."""
     namespace = part(body, "metadata", "namespace")
     return f"{namespace}/{name_of(body)}" if namespace else name_of(body)
 

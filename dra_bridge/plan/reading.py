@@ -49,7 +49,7 @@ LISTED: Final = (
 )
 """The kinds of which `plan` lists all objects in the cluster."""
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
-"""ConfigMaps, by namespace and name, that show a provider's cluster autoscaler and Kueue's configuration."""
+"""Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""
 TIMEOUT: Final = 5.0
 """Seconds within which a kubelet must answer; otherwise its configuration counts as unread."""
 AT_ONCE: Final = 32

@@ -1,7 +1,7 @@
 """Checks a vendor's DaemonSet before an agent adopts its plugin or gives it back, and makes the patch for that.
 
-This module only reads. The patch fails if the fields that it replaces have changed meanwhile. It keeps the former
-values of these fields in an annotation of the DaemonSet; the patch that gives the plugin back restores these values.
+This module only reads. The patch fails if the fields that it replaces have changed meanwhile. The patch keeps the
+former values of these fields in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    # This includes agents that run without --adopt now.
+    # Agents that run without --adopt now are asked as well.
     with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

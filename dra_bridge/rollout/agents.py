@@ -28,7 +28,7 @@ from dra_bridge.kube import (
 )
 
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
-"""The label of all objects of `manifests`, including the agents' pods. Every user who may create pods can set it."""
+"""The label of all objects of `manifests`, including agents' pods. Every user who may create pods can set the label."""
 BINDING: Final = "dra-bridge"
 """The default name of the ClusterRoleBinding that `manifests` makes for the agents' ServiceAccount."""
 PORT: Final = "metrics"
@@ -239,7 +239,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | str:
-    """Return an agent's answer, or the reason why it gave none."""
+    """Ask the agent in a pod. Return its status, or the reason why there is no status."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     pages = [(port, container) for container in pod["spec"]["containers"] for port in container.get("ports") or ()]
     page = next(((port, container) for port, container in pages if port.get("name") == PORT), None)
@@ -277,7 +277,7 @@ _SCHEMES: Final = ("", "https:")
 
 
 class _UnitAnswer(NamedTuple):
-    """The answer of a node's agent. told: the status, or the end of the sentence that no agent's pod runs there.
+    """The answer of a node's agent. told: its status, or a text that continues the sentence "no pod ... runs there".
 
     scheme: the prefix in _SCHEMES that got an answer, or None. refused: whether the user lacks the right to ask nodes.
     """

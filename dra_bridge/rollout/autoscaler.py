@@ -1,6 +1,6 @@
 """Decides the marks that a rollout writes on Nodes, so that a cluster autoscaler drains no node in use. Pure.
 
-The autoscaler (commit 33c3f97b) has two rules. First, it judges a node with any ResourceSlice by the slices alone: CPU
+The autoscaler (commit 33c3f97b) has two rules. First, the slices alone decide whether a node with slices is idle: CPU
 and memory do not count, and an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with fewer
 complete pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go). So
 either all nodes of a group have a pool, or none has. The rollout marks the nodes whose ResourceSlices do not show that
@@ -48,7 +48,7 @@ UNMARKED: Final = Marks()
 
 
 def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
-    """Return the marks of a Node, from its annotations, for a rollout of this driver."""
+    """Return the marks in a Node's annotations, for a rollout of this driver."""
     own = mark_annotation(driver)
     others = any(key.endswith(_RECORD) and key != own for key in annotations)
     disabled = annotations.get(SCALE_DOWN_DISABLED) == "true"
@@ -211,7 +211,7 @@ def sentences(marks: Marks, where: Placement) -> list[str]:
 
 
 def in_words(kept: Collection[str]) -> str:
-    """Return the text that a rollout prints at its end if it leaves marks on nodes; "" if no node stays marked."""
+    """Return the text for the end of a rollout that leaves marks on nodes; "" if no node stays marked."""
     if not kept:
         return ""
     many = f"{len(kept)} nodes stay" if len(kept) > 1 else f"{next(iter(kept))} stays"

@@ -392,7 +392,7 @@ class Goal:
 def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
     """Describe the other share that another owner has requested of a node; return "" if there is no conflict.
 
-    begun: whether this run has already set the node's share. A run sets it only once.
+    begun: whether this run has already set the node's share. A run sets a share only once.
     """
     owner = before.owner if before is not None else ""
     if requested == goal.wanted(before) or (goal.undo and (before is None or not begun)):
@@ -550,8 +550,8 @@ def share_patch(driver: str, share: str | None) -> dict[str, Any]:
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
     """Return the merge patch with which the rollout begins a node. It sets the share and records the former share.
 
-    None if the rollout has already begun the node, or the node belongs to another owner by now. node: the Node as it is
-    now; the patch fails if it changes. failing: UIDs as in `failing_pods`. A later rollout keeps the share recorded by
+    None if the rollout has already begun the node, or the node belongs to another owner by now. node: the present Node;
+    the patch fails if the Node changes. failing: UIDs as in `failing_pods`. A later rollout keeps the share recorded by
     the first rollout, and an undo restores that share.
     """
     annotations = _annotations(node)
@@ -567,7 +567,7 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
 def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
     """Return the merge patch that removes a rollout's record from a node.
 
-    None if there is no record, or if the requested share is not the one from before the rollout.
+    None if there is no record, or if the requested share is not the share from before the rollout.
     """
     annotations = _annotations(node)
     before = _before(annotations.get(before_annotation(driver)))

@@ -21,7 +21,7 @@ BYTES_A_SECOND: Final = 50e6
 UNKNOWN: Final = 100e6
 """Bytes that a rollout assumes for a list of all claims if it cannot read such a list."""
 BURST: Final = 10.0
-"""Seconds: as many nodes may begin at once as the average pace permits in this time."""
+"""As many nodes may begin at once as the average pace permits in this number of seconds."""
 
 
 def returns(goal: Goal, view: NodeView) -> bool:

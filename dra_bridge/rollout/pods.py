@@ -12,7 +12,7 @@ from dra_bridge.kube import NODES, PODS, Cluster, Object
 FEW: Final = 12
 """Up to this number of nodes, each node, and each node's pods, are read by a separate request."""
 UID_LENGTH: Final = 8
-"""Number of characters of a pod's UID that distinguish it from other pods of its node."""
+"""How many characters of a pod's UID are kept, which distinguish the pods of one node."""
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:

@@ -91,7 +91,7 @@ def progress(
 ) -> Progress:
     """Return the report, of at most `most` bytes. shares: by resource, the share in force.
 
-    gone: devices that no source lists now. A report that is too long lacks the devices of the largest resources.
+    gone: devices that no source lists now.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for allocation in now.allocations.values():

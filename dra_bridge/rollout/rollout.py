@@ -67,7 +67,7 @@ async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Objec
 
 
 async def _read_leases(cluster: Cluster, namespace: str) -> tuple[list[Object], list[str]]:
-    """Return the Leases, and the namespaces that have them. namespace: see `lease_namespaces`."""
+    """Return the agents' Leases, and the namespaces of these Leases. namespace: see `lease_namespaces`."""
     namespaces = await lease_namespaces(cluster, namespace)
     return await read_leases(cluster, namespaces), namespaces
 
@@ -214,9 +214,9 @@ class WatchedFleet:
                 self.changed.set()
 
     def put(self, node: Object) -> None:
-        """Store a Node that the API server has returned, unless the watch has reported a newer version or its deletion.
+        """Store a Node that the API server returned, unless the watch has reported a newer version or its deletion.
 
-        The watch may report a write of this process before or after the API server answers the write.
+        The watch also reports writes of this process, before or after their answers.
         """
         self._put(self._nodes, node)
 
@@ -386,7 +386,7 @@ class _Rollout:
         self._failing: dict[str, tuple[float, dict[str, str]]] = {}
         """For each node, the time of the last list of its pods, and the pods that were failing then."""
         self._baseline: dict[str, frozenset[str]] = {}
-        """For each node without a record of its former share, the pods that failed when this run first saw it move."""
+        """For each node without a record of its former share, pods that failed when this run saw it move first."""
         self._held: Sequence[str] = ()
         self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
@@ -474,7 +474,7 @@ class _Rollout:
         return self._end()
 
     async def _write_marks(self, step: MarkStep) -> None:
-        """Write and remove the Nodes' marks for the cluster autoscaler, and the requests for pools."""
+        """Write and remove marks for the cluster autoscaler, and requests for pools."""
         driver = self._fleet.driver
         for name in step.mark:
             await self._write_mark(name, partial(autoscaler.mark_patch, driver))

@@ -82,7 +82,7 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault with which the server treats a request.
+    """A fault in the handling of a request.
 
     code: the HTTP status that the server sends instead of carrying out the request; 0 closes the connection without an
     answer, or only delays the answer if there is a delay. done: whether the request is carried out, but its answer is
@@ -132,7 +132,7 @@ class StoredObjects(NamedTuple):
 
 
 class FakeApiServer:
-    """A fake API server. As a context manager, it starts and stops. Any thread may call its methods.
+    """A fake API server, and the context manager that starts and stops it. Any thread may call its methods.
 
     versions: the versions of resource.k8s.io that the server serves. features: the enabled features, out of taints,
     counters and sharing; fields of disabled features are dropped without an error.
@@ -177,11 +177,11 @@ class FakeApiServer:
 
     @property
     def url(self) -> str:
-        """The server's address. It stays the same after a restart."""
+        """The server's address, which stays the same after a restart."""
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start the server. After a `stop`, it listens on the same address again."""
+        """Start the server; after a `stop`, on the same address."""
         self._stopping = False
         self._http = _Http(("127.0.0.1", self._port), self)
         self._port = self._http.server_address[1]
@@ -231,10 +231,7 @@ class FakeApiServer:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Discard the history of changes, so that watches and list pages of older versions get a 410.
-
-        Open watches continue.
-        """
+        """Forget the history. Watches and list pages of older versions get a 410; open watches continue."""
         with self._changed:
             self._oldest = self._version
             self._moments.clear()

@@ -118,11 +118,11 @@ class FakeDraKubelet:
         health_services: the versions of the health service that the kubelet supports, in its order. The kubelet opens a
             health stream only to drivers that list one of these, as since 1.37 (pickHealthService). None: v1alpha1 for
             every driver, as until 1.36.
-        period: seconds between two scans of `plugins_registry/` for sockets (in a real kubelet: 1).
-        backoff: seconds until a failed registration is tried again (in a real kubelet: 0.5), doubled at each failure.
+        period: seconds between two scans of `plugins_registry/` for sockets (a real kubelet: 1).
+        backoff: seconds until a failed registration is tried again (a real kubelet: 0.5), doubled at each failure.
         wipe: a function that deletes the ResourceSlices of a driver, "" for all drivers.
-        wiping_delay: seconds between the end of a driver's last endpoint and the deletion of its ResourceSlices (in a
-            real kubelet: 30).
+        wiping_delay: seconds between the end of a driver's last endpoint and the deletion of its slices (a real
+            kubelet: 30).
     """
 
     def __init__(

@@ -85,9 +85,7 @@ class _Wants:
 
 
 class FakeNode(FakeKubelet):
-    """A fake node for device plugins and DRA drivers. Entering the context starts its kubelet.
-
-    The start creates the Node object if there is none.
+    """A fake node for device plugins and DRA drivers. Its start creates the Node object if there is none.
 
     Args:
         server: the API server.
@@ -254,7 +252,7 @@ class FakeNode(FakeKubelet):
         return ContainerEdits.merge([listed, *(_edits(by_id[name]) for name in named)])
 
     def holdings(self) -> list[Holding]:
-        """Return all past and present holdings of the node's pods, sorted by their beginnings."""
+        """Return all past and present holdings, sorted by their beginnings."""
         with self.changed:
             pods = [pod for pod in (*self.pods.values(), *self.orphans.values()) if pod.uid not in self._recorded]
             now = [holding for pod in pods for holding in self._held(pod, None)]
@@ -506,10 +504,7 @@ class FakeNode(FakeKubelet):
         return self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()) if orphaned is None else orphaned
 
     def _give_back(self, pod: FakePod) -> None:
-        """Release a pod's claims as the claim controller does.
-
-        Delete the claims that were made for the pod; deallocate other claims once no pod uses them.
-        """
+        """Release a pod's claims as the claim controller does: delete those made for the pod, deallocate others."""
         wants = self._wants_of(pod)
         for name in wants.made:
             if self._get_claim(pod.namespace, name) is not None:

@@ -41,7 +41,7 @@ LIMITS: Final = (
     'boolean, alone if it is a boolean, or with .isGreaterThan(semver("1.2.3")), .isLessThan and .compareTo(...) >= 0; '
     'device.capacity["domain"].name.compareTo(quantity("1Gi")) >= 0'
 )
-"""The requests of a claim that the fake scheduler supports, as a text for errors."""
+"""The supported requests of a claim, as a text for errors."""
 
 Candidate = tuple[str, str, Object]
 """A device that may be allocated: its driver, its pool, and its entry in a ResourceSlice."""
@@ -67,10 +67,7 @@ class UnknownSelectorError(Exception):
 
 
 def through(resource: str, allocatable: int, classes: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the DeviceClass that serves an extended resource on a node; None if the device plugin serves it.
-
-    allocatable: the number of the resource in the Node's allocatable.
-    """
+    """Return the DeviceClass that serves an extended resource on a node; None if the device plugin serves it."""
     return None if allocatable > 0 else class_of(resource, classes)
 
 
@@ -181,7 +178,7 @@ def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
 def _ordered(kind: str, text: str) -> Any:
     """Return a sort key for quantities, or for semantic versions.
 
-    A version without a prerelease is higher than one with a prerelease (semver.org, 11).
+    A version without a prerelease is higher than the same version with a prerelease (semver.org, 11).
     """
     if kind == "quantity":
         return parse_quantity(text)
@@ -247,10 +244,7 @@ def allocate(
 
 
 def _values(attribute: str, candidate: Candidate) -> tuple[Any, ...]:
-    """Return a device's values of an attribute: none if the device lacks it, several if the attribute is a list.
-
-    For `matchAttribute`, the devices must have one of these values in common.
-    """
+    """Return a device's values of an attribute: none, one, or several of a list, of which one has to be common."""
     domain, _, name = attribute.partition("/")
     value = _attribute(candidate[2], "attributes", domain, name, candidate[0])
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)

@@ -65,7 +65,7 @@ class ServedBoth(Served):
         return registered and published and view.reported is not None and fleet.finished(view)
 
     def _left_out(self) -> list[str]:
-        """Return what the ResourceSlices of the sources' drivers leave out, and why, as sentences."""
+        """Return what the sources' ResourceSlices leave out, and why, as sentences."""
         if self._bridge is None or not self.alive:
             return []
         return [problem for driver in self.drivers for problem in self._bridge.publisher.state(driver).problems]
