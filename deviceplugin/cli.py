@@ -80,7 +80,7 @@ class CommandLine:
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
-            sys.stdout.flush()  # Flush here, so that errors are handled below.
+            sys.stdout.flush()  # Flush here, so that errors are handled here and not at the interpreter's end.
             return status
         except CommandError as error:
             print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)

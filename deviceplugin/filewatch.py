@@ -203,7 +203,7 @@ class Watcher:
             before = place.begun
             place.take(begun)
             if begun.found != before.found:
-                place.wake()  # Changes before the watch began cause no event.
+                place.wake()  # The hint covers changes before the watch began, which caused no event.
             if begun.failure != before.failure or self._said:
                 self._report()
         else:
@@ -276,7 +276,7 @@ def _find(directory: str) -> _Found:
             break
         except (FileNotFoundError, NotADirectoryError):
             at = os.path.dirname(at)
-    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 hides this error of inotify_add_watch.
+    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 treats this error of inotify_add_watch as success.
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
     return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
 
@@ -295,7 +295,7 @@ class _Instance:
 
     def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        if not files_left(3):  # Without a pipe, watchdog 7 would leave its inotify file open.
+        if not files_left(3):  # If watchdog 7 got no pipe, it would leave its inotify file open.
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._observer = Observer()
         self._observer.start()
@@ -398,7 +398,7 @@ class _Instance:
         observed.ended, observed.begun, observed.begun_at = False, (observed.identity, hints), time.monotonic()
         observed.watch = self._observer.schedule(observed, observed.path, event_filter=list(hints))
         for place in observed.wants:
-            self._call(place.wake)  # Changes before the watch began cause no event.
+            self._call(place.wake)  # The hint covers changes before the watch began, which caused no event.
 
 
 class _Observed(events.FileSystemEventHandler):
@@ -564,7 +564,7 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # First, because the reader may miss later changes.
+        self._gathering = False  # This comes first, because the present reading may miss later changes.
         self._hinted.set()
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ def _abandon(what: str, future: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)
         _stuck.pop(done, None)
         if not done.cancelled():
-            done.exception()  # Otherwise asyncio logs the exception as unretrieved.
+            done.exception()  # Otherwise asyncio logs that the exception was never retrieved.
 
     future.add_done_callback(forget)
     if isinstance(future, asyncio.Task):
@@ -182,11 +182,11 @@ def _run(
         outcome, error = hook(*args), None
     except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # The caller must get a result.
+    except BaseException as raised:  # SystemExit and similar exceptions must not end this thread without a result.
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_complete, future, outcome, error)
-    except RuntimeError:  # The loop is closed, so no caller waits.
+    except RuntimeError:  # The loop is closed. No caller waits for the result, but the thread has ended.
         _stuck.pop(future, None)
 
 

@@ -64,9 +64,9 @@ class Look(Generic[_T]):
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # The reader of `result` gets it.
+        except Exception as error:  # The reader of `result` gets the exception.
             self._error = error
-        except BaseException as error:  # The caller must get a result.
+        except BaseException as error:  # SystemExit and similar exceptions must not end this thread without a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
         looked_at.begin(None)
         self._arguments = ()
@@ -98,7 +98,7 @@ class Look(Generic[_T]):
             if error is not None:
                 raise error
         finally:
-            del error  # The traceback refers to this frame, a cycle.
+            del error  # The exception's traceback refers to this frame. Only a garbage collection could end that cycle.
         return self._outcome  # type: ignore[return-value]  # it has ended
 
 

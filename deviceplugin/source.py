@@ -278,6 +278,6 @@ _OTHER_NAMES: Final = {
 """By a name in the kubelet's API, the method or setting that an author means by this name."""
 
 
-@functools.cache  # Each Allocate needs the result, and it stays the same.
+@functools.cache  # Each Allocate needs the result, and a class does not change.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

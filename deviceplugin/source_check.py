@@ -160,7 +160,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
 
 def _instead(value: object) -> str:
     if inspect.iscoroutine(value):
-        value.close()  # Otherwise Python warns of the coroutine elsewhere.
+        value.close()  # Otherwise Python warns of the coroutine again, at another place.
         return f"a coroutine: {hooks.NOT_AWAITED}"
     if isinstance(value, Device):
         return f"a Device: write yield [Device({value.id!r})]"

@@ -24,7 +24,7 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
-    async def wait(self, timeout: float | None = None) -> None:  # As in asyncio.wait.
+    async def wait(self, timeout: float | None = None) -> None:  # The signature is that of asyncio.wait.
         """Wait until all tasks that run now have ended, at most `timeout` seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
@@ -92,6 +92,6 @@ async def ended(future: asyncio.Future[_T]) -> _T:
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # Retrieved, but the cancellation is raised.
+            future.exception()  # The exception is retrieved, and the cancellation is raised instead.
         raise cancelled
     return future.result()

@@ -28,7 +28,7 @@ Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
 """The closeness of pairs of devices, by frozenset({a, b}). A higher number is closer; a missing pair has 0."""
 
-_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # By bits of a number, the type code of an array.
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # Bits of a number, and the type code of an array of such numbers.
 # Maximum number of sets of devices (of interchangeable ones, only the number counts) for which all are compared.
 _EXACT: Final = 1 << 16
 # (size, number) of the requests that are assumed to follow a request for a single device.
@@ -319,7 +319,7 @@ class _Sets:
         self.weights: list[int] = []
         sizes = bytes(1)
         most = sum(map(sum, matrix)) + sum(bonus)
-        width = next(width for width in _WIDTHS if most >> width == 0)  # No sum may overflow into its neighbour.
+        width = next(width for width in _WIDTHS if most >> width == 0)  # No sum may overflow into the next number.
         totals, ones = 0, [1]
         for place, members in enumerate(classes):
             weight, count, row = len(sizes), len(members), matrix[members[0]]
@@ -396,7 +396,7 @@ class _Sets:
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # Later requests get at most what the first gets.
+                return alike  # Later requests cannot get more than the first of them.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size

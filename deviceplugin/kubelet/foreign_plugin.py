@@ -166,7 +166,7 @@ class ForeignPluginWatch:
             due = since + (LISTED if listed else LATE)
             if sure and now < due:
                 again = min(again, due - now)
-                break  # This socket's finding causes a Register, after which all sockets are known.
+                break  # A finding by another socket causes a Register, after which all sockets are known.
             if not listed:
                 continue  # The plugin of this socket has not sent a list yet.
             if record.others != others and not sure:

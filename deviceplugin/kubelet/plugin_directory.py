@@ -28,7 +28,7 @@ GATHER: Final = 0.02
 class DirectoryContents:
     """The content of the device plugin directory at one moment.
 
-    kubelet: the kubelet's socket. sockets: all sockets by name, those of plugins included.
+    kubelet: the identity of kubelet.sock. sockets: all sockets by name, those of plugins included.
     """
 
     kubelet: FileIdentity | None

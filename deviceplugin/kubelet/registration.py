@@ -327,7 +327,7 @@ class PluginRegistration:
         self._server = SocketServer(endpoint, directory.path, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
-        self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last Register.
+        self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last successful Register.
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
         """Makes the loop decide the next step now, for example after the source's hooks have changed."""
@@ -457,7 +457,7 @@ class PluginRegistration:
                 delay = min(delay, LOOK_FOR_CLAIMS)
             await self._pause(watch, delay, seen.kubelet)
         elif again:
-            self.backoff.tries = 1  # One more Register follows without a pause. Later ones wait longer.
+            self.backoff.tries = 1  # One more Register comes without a pause. Later ones wait longer.
 
     def _tell(self, finding: Finding) -> None:
         """Report that another plugin has registered the resource, or may have done so."""
@@ -506,7 +506,7 @@ class PluginRegistration:
         kubelet = await self._kubelet_now()
         accepted, self._accepted = self._accepted, None
         if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
-            await self.endpoint.calls_ended(timing.calls)  # The stream's end breaks running calls.
+            await self.endpoint.calls_ended(timing.calls)  # The kubelet ends running calls together with the stream.
         self.statistics.registered = False
         if not await self.endpoint.streams.end(timing.stream):
             _LOG.warning("an old ListAndWatch did not end in time; starting a new server", extra={"resource": resource})
@@ -538,7 +538,7 @@ class PluginRegistration:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
             self.statistics.failures += not gone
-            self.statistics.awaits_kubelet = gone  # A socket from before a reboot has no listener.
+            self.statistics.awaits_kubelet = gone  # The socket is from before a reboot, and no kubelet listens on it.
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self.statistics.error = f"the kubelet {text}"
@@ -587,7 +587,7 @@ class PluginRegistration:
         await self._server.remove_socket()
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
-        self.endpoint.streams.stop()  # Otherwise a stream that just begins would delay the end.
+        self.endpoint.streams.stop()  # Otherwise the agent would wait for a stream that the kubelet is just beginning.
         await self.endpoint.streams.end(self._timing.stream)
         await self._server.end()
 

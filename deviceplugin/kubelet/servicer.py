@@ -43,7 +43,7 @@ _EDITS: Final = operator.attrgetter("container_edits")
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
 SHOWN_IDS: Final = 8  # Maximum number of ids that an error names.
-KEPT_FAILURES: Final = 256  # Maximum number of containers whose failure is remembered.
+KEPT_FAILURES: Final = 256  # Maximum number of containers whose failed start is remembered as logged.
 
 
 @dataclass(slots=True)
@@ -454,7 +454,7 @@ class Endpoint(DevicePluginServicer):
         asked: this method adds the identities and amounts of the ids.
         """
         by_name, by_id, its = self.checked(names), dict[str, Device](), dict[str, Wanted]()
-        for name, device in by_name.items():  # The ids may change while the hook `edits` runs.
+        for name, device in by_name.items():  # A new list or a reload may change the ids while `edits` runs.
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = list(by_id.values())
@@ -497,7 +497,7 @@ class Endpoint(DevicePluginServicer):
                 if chosen is not None:
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
-        except Exception:  # Otherwise pods would fail.
+        except Exception:  # An exception here must not fail pods.
             _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 

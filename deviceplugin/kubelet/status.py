@@ -104,7 +104,7 @@ def unready(status: AgentStatus) -> Iterable[str]:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # The agent must run before that plugin can register.
+            continue  # The agent has to run before that plugin can register, and it serves the other resources.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"

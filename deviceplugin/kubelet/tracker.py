@@ -398,7 +398,7 @@ class HolderTracker:
         """Return the ids that several pods certainly hold at once (kubernetes#137534), with the pods' names."""
         pods: dict[tuple[str, str], dict[str, None]] = {}
         for allocation, holding in self.snapshot.held.items():
-            if holding.certain and allocation.container:  # Otherwise only a possible holder.
+            if holding.certain and allocation.container:  # Without a container, the pod is only a possible holder.
                 pods.setdefault((allocation.resource, allocation.device_id), {})[self.title(allocation.pod_uid)] = None
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 
@@ -466,7 +466,7 @@ class HolderTracker:
         """Store which pods of this node are not visible, and log a warning if all were visible before."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
-        if problem and not self.problems:  # The pods in the text may change.
+        if problem and not self.problems:  # The pods in the text change.
             _LOG.warning("%s", problem)
         self.problems = tuple(filter(None, [problem]))
 

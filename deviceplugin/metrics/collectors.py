@@ -326,7 +326,7 @@ class Pages:
         return web.Answer(encode(self._registry), content_type)
 
     def _status(self, _: object) -> web.Answer:
-        from deviceplugin.metrics import page  # The module is loaded at the first request.
+        from deviceplugin.metrics import page  # The module is loaded only when the page or /status is requested.
 
         return web.Answer(page.status(self._view()), "application/json")
 

@@ -127,8 +127,8 @@ class Gauge:
         self.seconds = 0.0
         self.error = ""
         self._period = period
-        self._reading: tuple[Reading, float] | None = None  # The last reading and its monotonic time.
-        self._hanging: asyncio.Future[Any] | None = None  # Done when a call that was too late has ended.
+        self._reading: tuple[Reading, float] | None = None  # The last reading, and its time (monotonic seconds).
+        self._hanging: asyncio.Future[Any] | None = None  # Done when the call that did not answer in time has ended.
 
     @property
     def reading(self) -> Reading | None:

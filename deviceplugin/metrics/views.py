@@ -252,7 +252,7 @@ class _ProviderCalls:
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
-        except BaseException as error:  # A thread must not end without a result.
+        except BaseException as error:  # SystemExit and similar exceptions must not end a thread without a log line.
             call.set_exception(error)
 
 

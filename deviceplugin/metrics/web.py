@@ -39,7 +39,7 @@ MAX_WAITING: Final = 8
 """Maximum number of clients that wait for a page's rendering. Others are refused, so that connections stay free."""
 SMALL: Final = 1024  # Up to this number of bytes, an answer is not compressed.
 MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
-BACKLOG: Final = 1024  # Connections that the kernel keeps until they are accepted.
+BACKLOG: Final = 1024  # Number of connections that the kernel keeps until the server accepts them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class ClientLimits:
 
     request: float = 10.0  # From the connection to the end of the request's head.
     answer: float = 30.0  # For reading the answer.
-    grace: float = 0.1  # For the request or for reading the answer, if others wait.
+    grace: float = 0.1  # For the request, or for reading the answer, if other clients wait.
     connections: int = 128
 
 
@@ -202,7 +202,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """End all connections, and stop listening."""
         self._over = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # This wakes the accepting thread.
+            self.socket.shutdown(socket.SHUT_RDWR)  # This wakes the thread that accepts clients.
         self._thread.join(5.0)
         self.server_close()
         with self._changed:
@@ -321,7 +321,7 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        with contextlib.suppress(OSError):  # Unread data would reset the connection and lose the answer.
+        with contextlib.suppress(OSError):  # Unread data would reset the connection, and the answer might be lost.
             self.connection.setblocking(False)
             self.connection.recv(65536)
 

@@ -128,7 +128,7 @@ class Agent:
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
-                await cancel_all([adopting])  # Running calls are forwarded to the plugins until now.
+                await cancel_all([adopting])  # The plugins end last, because running calls are forwarded to them.
         if self._error is not None:
             raise self._error
 

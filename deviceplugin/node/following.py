@@ -151,9 +151,9 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # The reader of the lists gets this exception.
+        except Exception as error:  # The reader of the lists gets the exception of the author's code.
             end = error
-        except BaseException as error:  # Otherwise the reader would wait for ever.
+        except BaseException as error:  # SystemExit and similar exceptions must not end the thread without a result.
             end = RuntimeError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # The loop is closed already.
             loop.call_soon_threadsafe(queue.put_nowait, end)

@@ -65,7 +65,7 @@ def _unraisable(args: sys.UnraisableHookArgs) -> None:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # The arguments may not fit, or raise any exception.
+    except Exception:  # The arguments may not fit the message, or a library's argument may raise anything.
         return str(record.msg)
 
 

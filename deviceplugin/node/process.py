@@ -76,7 +76,7 @@ class ConfigFile:
         """
         from deviceplugin import config
 
-        content = _content(path)  # It is read first, so that later changes are noticed.
+        content = _content(path)  # The content is read first, so that later changes are noticed.
         try:
             return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
         except config.ConfigError as error:
@@ -248,7 +248,7 @@ async def _serve(
             # Another thread renders the metrics page. With Python's default of 5 ms, each step of the other threads
             # could wait 5 ms for that thread.
             sys.setswitchinterval(0.0005)
-        gc.freeze()  # A later garbage collection takes 5 ms instead of 35.
+        gc.freeze()  # The loaded objects stay. Without them, a garbage collection takes 5 ms instead of 35.
         following = [follow_config(program, config, reload), _keep(program, config)] if config else []
         if manager.there:
             following.append(manager.follow(program.agent.status))
@@ -315,7 +315,7 @@ def _tell(agent: Agent, file: ConfigFile) -> None:
 async def _keep(program: Program, file: ConfigFile) -> None:
     """Save the config file once its resources are served."""
     await program.agent.begun.wait()
-    await file.keep()  # A later change is saved after this: one thread saves.
+    await file.keep()  # The save of a later change comes after this one, because `kept_looks` has one thread.
 
 
 def _on_one_line(error: Exception) -> str:

@@ -213,7 +213,7 @@ class Service(EndpointHost):
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            if self.endpoint.ready:  # Otherwise the devices may be another plugin's.
+            if self.endpoint.ready:  # Otherwise all listed devices may belong to another plugin.
                 ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
@@ -420,7 +420,7 @@ class Supervisor:
                     if fatal and not service.registration.statistics.registrations:
                         self.fail(str(error))
                         return
-                    _LOG.error("%s; trying again", error)  # The user must correct it: no traceback.
+                    _LOG.error("%s; trying again", error)  # An error that the user must correct has no traceback.
                 except Exception:
                     _LOG.exception("serving failed; trying again", extra={"resource": name})
                 await asyncio.sleep(backoff.next())

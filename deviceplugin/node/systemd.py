@@ -44,7 +44,7 @@ class ServiceManager:
         mine = pid in ("", str(os.getpid())) and microseconds.isdecimal() and int(microseconds) > 0
         self.watchdog = int(microseconds) / 1e6 if mine and self.there else None
         if self.watchdog is not None:
-            faulthandler.enable()  # systemd ends a hanging process by SIGABRT. Then all stacks are logged.
+            faulthandler.enable()  # systemd ends a hanging process by SIGABRT. Then the log has each thread's stack.
 
     @property
     def there(self) -> bool:

@@ -195,7 +195,7 @@ class ConfiguredSource(DeviceSource):
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the edits of the entries' hooks for one container. The resource's own edits take precedence."""
         edits = await self._ask("edits", devices)
-        names = sorted((device.id for device in devices), key=natural)  # The order of `devices` is arbitrary.
+        names = sorted((device.id for device in devices), key=natural)  # The kubelet passes the devices in any order.
         listed = [self._served[name].listed for name in names if name in self._served]
         env = {name: ",".join(_filled(value, device) for device in listed) for name, value in self._templates.items()}
         if not (edits or env):

@@ -73,7 +73,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         try:
             ports = sorted(os.listdir(self.root))
         except FileNotFoundError:
-            ports = []  # A node without USB may get a controller later.
+            ports = []  # There is no USB until a controller is plugged in.
         except OSError as error:
             return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
@@ -137,7 +137,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
             name = _plain_id(usb)
             if plain[name] > 1 or name in taken:
                 name = _port_id(usb)
-            if name in taken:  # Another device has the same serial number and port.
+            if name in taken:  # Another device has the same serial number.
                 name += f"-{usb.node[-3:]}"
             ids[usb.plugged] = name
             taken.add(name)
