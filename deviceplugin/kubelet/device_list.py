@@ -134,10 +134,7 @@ class DeviceIds:
         return names
 
     def _times_of(self, device: Device, times: int) -> int:
-        """Return how often a device is offered; the configured `times` counts only while the device has no holder.
-
-        While the device has a holder, the former number stays.
-        """
+        """Return how often a device is offered: the former number while it has a holder, otherwise `times`."""
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:

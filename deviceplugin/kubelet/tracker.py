@@ -53,8 +53,8 @@ The kubelet allocates for all containers of a pod one after another, and only wr
 1.36, devicemanager/manager.go: Allocate).
 """
 GRANT_REWRITE: Final = 4.0
-"""Seconds in which the kubelet should write its checkpoint while an Allocate waits. The time is long, because otherwise
-a slow kubelet would lead to a refusal, which fails a pod."""
+"""Seconds in which the kubelet should write its checkpoint while an Allocate waits. The time is long, because a refusal
+fails a pod."""
 
 
 class HolderTracker:

@@ -72,7 +72,7 @@ class MeasureError(Exception):
 def checked(measured: object, devices: Sequence[Device]) -> Reading:
     """Return the values that a source measured of these devices, without None and infinite values.
 
-    Raises MeasureError if `measured` is anything but numbers by device id and quantity.
+    Raises MeasureError for anything but numbers by device id and quantity.
     """
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")

@@ -191,10 +191,7 @@ class ScanLog:
         self._problem_before = False
 
     def withheld(self, resources: Iterable[str]) -> None:
-        """Log once why an id is withheld: its device is held, but the kubelet may allocate the id.
-
-        resources: the resources that are served.
-        """
+        """Log once why an id is withheld: its device is held, but the kubelet may allocate the id."""
         now = {
             (name, device_id): why
             for name in resources
