@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import deque
 from types import FrameType
 from typing import Final
 
@@ -21,24 +22,31 @@ LIMIT: Final = 2.0
 """Seconds without an iteration after which the event loop counts as blocked."""
 PERIOD: Final = 5.0
 """Seconds between two checks of the event loop; each check wakes the loop once."""
-SAMPLE: Final = 0.5
+SAMPLE: Final = 0.2
 """Seconds between two samples of the line that the thread of a blocked loop executes."""
+TIMES: Final = 3
+"""Number of shorter blocks by one line of a source, among the last KEPT checks, after which the line is reported."""
+KEPT: Final = 20
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"
 
 
 class BlockedLoopError(RuntimeError):
-    """Raised in a test that waits for an agent with a blocked loop. The message has the resource, file and line."""
+    """Raised in a test if a coroutine of a source blocks the agent. The message has the resource, file and line."""
 
 
 class LoopWatch:
     """Watches the present thread's event loop from another thread, until `end`.
 
-    blocked: the resource and the line that block the loop now, as text; "" while the loop runs.
+    blocked: the resource and the line that block the loop now, as text; "" while the loop runs. found: the line of a
+    source that was reported last, as text; "" if there is none.
     """
 
     def __init__(self, period: float = PERIOD, limit: float = LIMIT) -> None:
         self.blocked = ""
+        self.found = ""
+        self._short: deque[tuple[str, str] | None] = deque(maxlen=KEPT)
+        """By check, the line of a source that blocked the loop for a shorter time."""
         self._loop = asyncio.get_running_loop()
         self._looped = threading.get_ident()
         self._period, self._limit = period, limit
@@ -57,20 +65,27 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # The loop has ended.
                 return
-            if turned.wait(self._limit):
-                continue
             # A busy machine delays the loop as well. A line counts as blocking only if two samples find the same line.
-            line = self._line()
+            line, same = None, None
             while not turned.wait(SAMPLE) and not self._over.is_set():
                 before, line = line, self._line()
-                if line == before and line is not None and not self.blocked:
-                    self._report(*line, time.monotonic() - began)
+                same = line if line == before else None
+                if same is not None and not self.blocked and time.monotonic() - began > self._limit:
+                    self.blocked = self._report(*same, f"{time.monotonic() - began:.0f} s")
+            self._short.append(same if same is not None and same[0] and not self.blocked else None)
+            if same is not None and self._short.count(same) >= TIMES:
+                self._report(*same, f"{time.monotonic() - began:.1f} s, again and again")
+                self._short.clear()
             self.blocked = ""
 
-    def _report(self, resource: str, place: str, seconds: float) -> None:
-        self.blocked = f"{resource or 'the agent'}: {place}"
+    def _report(self, resource: str, place: str, how_long: str) -> str:
+        """Log a line that blocks the loop; return it with its resource, as text."""
+        text = f"{resource or 'the agent'}: {place}"
+        if resource:
+            self.found = text
         extra = {"resource": resource} if resource else {}
-        _LOG.error("%s has blocked the whole agent for %.0f s: %s", place, seconds, REMEDY, extra=extra)
+        _LOG.error("%s has blocked the whole agent for %s: %s", place, how_long, REMEDY, extra=extra)
+        return text
 
     def _line(self) -> tuple[str, str] | None:
         """Return the resource of the source whose code the loop's thread executes ("": none), and the executed line.

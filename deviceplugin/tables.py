@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from deviceplugin.device import printable
 
+NARROW: Final = 12
+"""Characters below which no column of a table is folded."""
+
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print rows as aligned columns. red: which of the rows are red on a terminal."""
+    """Print rows as aligned columns. On a terminal, cells are folded so that the table fits.
+
+    red: which of the rows are red on a terminal.
+    """
     rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
-    wrong = [False, *(row in red for row in rows)]
-    print_lines(zip(aligned((header, *rows)), wrong, strict=True))
+    lines: list[tuple[str, ...]] = []
+    wrong: list[bool] = []
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for row, folded in zip((tuple(header), *rows), fitted((header, *rows), width), strict=True):
+        lines += folded
+        wrong += [row in red] * len(folded)
+    print_lines(zip(aligned(lines), wrong, strict=True))
 
 
 def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
@@ -30,6 +43,32 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def fitted(rows: Sequence[Sequence[str]], width: int | None) -> list[list[tuple[str, ...]]]:
+    """Return each row as one or more lines of cells. The widest columns are folded until all fit into the width.
+
+    width: in characters; None for any. No column gets narrower than NARROW.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > NARROW:
+        widths[widths.index(max(widths))] -= 1
+    lines: list[list[tuple[str, ...]]] = []
+    for row in rows:
+        folded = [_folded(cell, limit) for cell, limit in zip(row, widths, strict=True)]
+        lines.append(list(itertools.zip_longest(*folded, fillvalue="")))
+    return lines
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Return a text as lines, broken after a separator where that is possible."""
+    lines = []
+    while len(text) > width:
+        at = max((text.rfind(mark, 0, width) + 1 for mark in " ,/.-_:"), default=0)
+        at = at if at > width // 3 else width
+        lines.append(text[:at].rstrip())
+        text = text[at:]
+    return [*lines, text]
 
 
 def import_rich() -> Any:

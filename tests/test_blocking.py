@@ -13,8 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from deviceplugin import Device, DeviceSource
-from deviceplugin.blocking import BlockedLoopError
-from deviceplugin.testing import FakeKubelet, Served
+from deviceplugin.testing import BlockedLoopError, FakeKubelet, Served
 from tests.programs import running
 
 SCRIPT = """
@@ -49,6 +48,22 @@ def test_served_names_the_line_that_blocks(served: Callable[..., Served], caplog
     ):
         served(Sleeping(), timeout=25.0)
     assert "has blocked the whole agent for" in caplog.text
+
+
+class Polling(DeviceSource):
+    resource = "example.com/polling"
+
+    async def watch(self):  # type: ignore[no-untyped-def]
+        while True:
+            yield [Device("a")]
+            time.sleep(1.0)  # noqa: ASYNC251
+
+
+def test_served_names_a_line_that_blocks_for_a_second_again_and_again(served: Callable[..., Served]) -> None:
+    """Each block is short, and the agent still registers: it is named while the test waits, or at its end."""
+    where = r"example.com/polling: .*test_blocking\.py:\d+, in watch blocks the whole agent"
+    with pytest.raises(BlockedLoopError, match=where):
+        served(Polling(), timeout=60.0)
 
 
 def test_a_blocked_agent_says_so_and_ends_at_the_second_signal(fake_kubelet: FakeKubelet) -> None:

@@ -200,6 +200,34 @@ def test_terminal_gets_a_table(good: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert all("sim-1" in text and "RESOURCE" in text for text in (with_rich, plain))
 
 
+def test_a_table_fits_into_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cells with long names are folded at a separator; into a file each device has one line."""
+    places = [tmp_path / f"a-device-directory-with-a-long-name/serial-number-{number}-of-a-port" for number in (1, 2)]
+    places[0].parent.mkdir()
+    for place in places:
+        place.touch()
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"resources: [{{name: example.com/serial-ports-of-the-laboratory, devices: [{{path: '{places[0].parent}/*'}}]}}]"
+    )
+    assert cli.main(["devices", str(file)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 120
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert cli.main(["devices", str(file)]) == 0
+        table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+        assert max(map(len, table)) <= columns
+        first = table[0].index("DEVICE")
+        assert table[0].startswith("RESOURCE")
+        assert (
+            "".join(line[: first - 2].strip() for line in table[1:]).count("example.com/serial-ports-of-the-laboratory")
+            == 2
+        )
+
+
 @pytest.mark.parametrize("command", ["devices", "validate"])
 def test_output_that_is_full_is_said(good: Path, command: str) -> None:
     """Where the output cannot be written, a line says so, and the status is 1."""

@@ -358,11 +358,14 @@ def test_the_kits_page_has_the_signatures() -> None:
 
 
 def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
-    """Its test passes in a copy of its directory, as its author runs it; its image is made of what is there."""
+    """Its test passes in a copy of its directory, and inside a clone; its image is made of what is there."""
     example = EXAMPLES / "own-plugin"
     shutil.copytree(example, tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:randomly"]
     done = subprocess.run(command, cwd=tmp_path / "own", capture_output=True, text=True)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    command += ["-p", "no:timeout", "-p", "no:xdist"]  # The extra `test` has no plugins of pytest.
+    done = subprocess.run(command, cwd=example, capture_output=True, text=True)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     text = (example / "Dockerfile").read_text()
     assert re.findall(r"^FROM (.+)$", text, re.MULTILINE) == [Deployment().image]

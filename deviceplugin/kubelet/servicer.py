@@ -16,7 +16,7 @@ from typing import ClassVar, Final, TypeVar
 import grpc.aio
 
 from deviceplugin import hooks
-from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
+from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, natural, printable
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
@@ -320,7 +320,7 @@ class Endpoint(DevicePluginServicer):
         listed = self.inventory.snapshot.devices
         of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
         ids = {name: device for name, device in of.items() if device in listed}
-        devices = [listed[device] for device in dict.fromkeys(ids.values())]
+        devices = [listed[device] for device in sorted(set(ids.values()), key=natural)]
         try:
             if devices:
                 with self._calls.busy(0.0):
@@ -457,7 +457,7 @@ class Endpoint(DevicePluginServicer):
         for name, device in by_name.items():  # A new list or a reload may change the ids while `edits` runs.
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
-        devices = list(by_id.values())
+        devices = sorted(by_id.values(), key=lambda device: natural(device.id))
         asked |= its
         extra: object = NO_EDITS
         try:
@@ -513,7 +513,8 @@ class Endpoint(DevicePluginServicer):
         listed = self.inventory.snapshot.devices
 
         def devices(names: Iterable[str]) -> list[Device]:
-            return [listed[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in listed]
+            named = set(map(self.ids.offered_as, names)) & listed.keys()
+            return [listed[name] for name in sorted(named, key=natural)]
 
         try:
             asked = devices(available), devices(must_include), size

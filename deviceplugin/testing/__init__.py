@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deviceplugin.blocking import BlockedLoopError
     from deviceplugin.testing.checkpoint import Checkpoint
     from deviceplugin.testing.devicemanager import ContainerSpec, DeviceState, KubeletCrashError, PluginCallError
     from deviceplugin.testing.kubelet import FakeKubelet, Registration, Rpc, Update
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deviceplugin.testing.serving import Served, serve
 
 __all__ = [
+    "BlockedLoopError",
     "Checkpoint",
     "ContainerSpec",
     "DeviceState",
@@ -62,4 +64,8 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
 
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "BlockedLoopError":
+        from deviceplugin.blocking import BlockedLoopError
+
+        return BlockedLoopError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,15 +71,12 @@ class Served:
             return not waiting
 
         self._kubelet.wait_until(
-            lambda: not self.alive or self._failure() is not None or bool(self._blocked) or ready(),
+            lambda: not self.alive or self._failure() is not None or bool(self._blocking) or ready(),
             timeout,
             lambda: f"{waiting} to be registered, with a first list of `watch`",
         )
         self._raise_end()
-        if blocked := self._blocked:
-            from deviceplugin.blocking import REMEDY, BlockedLoopError
-
-            raise BlockedLoopError(f"{blocked} blocks the whole agent: {REMEDY}")
+        self._raise_blocked()
         if (failure := self._failure()) is not None:
             name, cause = failure
             why = f"{type(cause).__name__}: {cause}"  # The repr of an OSError leaves out the file's path.
@@ -91,6 +88,7 @@ class Served:
         Raises:
             TimeoutError: the agent does not end in time.
             BaseException: the exception that ended the agent.
+            BlockedLoopError: a coroutine of a source has blocked the agent, for some seconds or repeatedly.
         """
         if self._agent is not None:
             self._agent.stop()
@@ -99,6 +97,18 @@ class Served:
             raise TimeoutError(f"the agent has not ended within {timeout} s")
         if self.error is not None:
             raise self.error
+        self._raise_blocked()
+
+    def _raise_blocked(self) -> None:
+        if blocking := self._blocking:
+            from deviceplugin.blocking import REMEDY, BlockedLoopError
+
+            raise BlockedLoopError(f"{blocking} blocks the whole agent: {REMEDY}")
+
+    @property
+    def _blocking(self) -> str:
+        """The line that has blocked the agent."""
+        return self._blocked or (self._watch.found if self._watch is not None else "")
 
     @property
     def _blocked(self) -> str:
@@ -132,7 +142,7 @@ class Served:
 
         program = self._program()
         self._agent = program.agent
-        self._watch = LoopWatch(period=1.0)
+        self._watch = LoopWatch(period=0.5)
         self._made.set()
         try:
             await program.run()

@@ -11,7 +11,7 @@ import msgspec
 
 from deviceplugin import naming
 from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.device import Device, Health
+from deviceplugin.device import Device, Health, natural
 from deviceplugin.inventory import GONE, Inventory, InventorySnapshot
 from deviceplugin.register.records import Claim, Outlook
 from deviceplugin.source import DeviceSource
@@ -38,11 +38,11 @@ class RequestDevices:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices of the request, each once, even if the claim has several shares of one device."""
+        """The devices of the request in natural order, each once, even if the claim has several shares of one."""
         devices: dict[str, Device] = {}
         for device, _ in self.members:
             devices[device.id] = device
-        return tuple(devices.values())
+        return tuple(devices[name] for name in sorted(devices, key=natural))
 
     @property
     def parameters(self) -> str:
@@ -96,7 +96,7 @@ class ServedDevices:
                     name = granted.device
                     held[name] = listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE)
             if held:
-                yield served, list(held.values())
+                yield served, [held[name] for name in sorted(held, key=natural)]
 
     def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
         """Return the devices of each request by source, with the request's decoded parameters.

@@ -487,7 +487,7 @@ class FakeNode(FakeKubelet):
             if not status.get("allocation"):
                 allocation = scheduler.allocate(body, classes, slices, everything, self.name)
                 if allocation is None:
-                    return _unallocated(body, classes)
+                    return scheduler.waits_for(body, classes, slices, everything, self.name)
                 status["allocation"] = allocation
                 everything.append(body)
             status.setdefault("reservedFor", []).append({"resource": "pods", "name": pod.name, "uid": pod.uid})
@@ -552,17 +552,6 @@ def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"devices": {"requests": requests}},
     }
-
-
-def _unallocated(claim: Object, classes: Sequence[Object]) -> str:
-    """Return why a claim could not be allocated."""
-    names = sorted(device_class["metadata"]["name"] for device_class in classes)
-    asked = [request["exactly"] for request in claim["spec"]["devices"]["requests"]]
-    for request in asked:
-        if request["deviceClassName"] not in names:
-            return f"no DeviceClass {request['deviceClassName']}; there are {', '.join(names) or 'none'}"
-    wanted = ", ".join(f"{request.get('count', 1)} of DeviceClass {request['deviceClassName']}" for request in asked)
-    return f"{wanted}: too few devices are free on the claims' side"
 
 
 def _serve_through(pod: FakePod, through: Mapping[str, str]) -> None:

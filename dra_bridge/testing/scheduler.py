@@ -33,6 +33,7 @@ __all__ = [
     "offered",
     "selected",
     "through",
+    "waits_for",
 ]
 
 LIMITS: Final = (
@@ -243,6 +244,54 @@ def allocate(
     return None
 
 
+def waits_for(
+    claim: Mapping[str, Any],
+    classes: Iterable[Mapping[str, Any]],
+    slices: Iterable[Mapping[str, Any]],
+    claims: Iterable[Mapping[str, Any]],
+    node: str,
+) -> str:
+    """Return why `allocate` gives a claim no devices on a node, for messages. The arguments are those of `allocate`."""
+    by_name, listed, taken_by = {one["metadata"]["name"]: one for one in classes}, list(slices), list(claims)
+    devices, asked = offered(listed, node), claim["spec"].get("devices") or {}
+    taken, free = _taken(taken_by), _Free(devices, listed, taken_by)
+    for request in asked.get("requests") or ():
+        exactly = request["exactly"]
+        name = exactly["deviceClassName"]
+        if name not in by_name:
+            return f"no DeviceClass {name}; there are {', '.join(sorted(by_name)) or 'none'}"
+        count, what = int(exactly.get("count") or 1), f"{exactly.get('count') or 1} of DeviceClass {name}"
+        if not devices:
+            of_node = [body for body in listed if body["spec"].get("nodeName") == node or body["spec"].get("allNodes")]
+            if not of_node:
+                return f"{what}: no ResourceSlice is of node {node}"
+            return f"{what}: the ResourceSlices of node {node} are empty or incomplete"
+        fitting = [one for one in devices if _fits(exactly, by_name[name], one)]
+        if len(fitting) < count:
+            return f"{what}: {len(fitting)} of the {len(devices)} devices in the slices match its selectors"
+        if exactly.get("adminAccess"):
+            continue
+        tolerated = [one for one in fitting if not _repelled(one[2], exactly.get("tolerations") or ())]
+        match = f"{what}: {len(fitting)} match, {{}} of them"
+        if len(tolerated) < count:
+            taints = ", ".join(sorted({taint["key"] for one in fitting for taint in one[2].get("taints") or ()}))
+            return f"{match.format(len(tolerated))} without a taint that it does not tolerate ({taints})"
+        unused = [one for one in tolerated if taken.get((one[0], one[1], one[2]["name"]), 0) < _times(one[2])]
+        if len(unused) < count:
+            return f"{match.format(len(unused))} not allocated to other claims"
+        if sum(map(free.take, unused)) < count:
+            less = "match and are not allocated, but too little of the shared counters is left"
+            return f"{what}: {len(unused)} {less}"
+    attributes = " and of ".join(str(one["matchAttribute"]) for one in asked.get("constraints") or ())
+    return "free devices for all of its requests" + (f" with one value of {attributes}" if attributes else "")
+
+
+def _fits(exactly: Mapping[str, Any], device_class: Mapping[str, Any], candidate: Candidate) -> bool:
+    """Return whether a device matches the selectors of a request and its class."""
+    selectors = [*(device_class["spec"].get("selectors") or ()), *(exactly.get("selectors") or ())]
+    return all(selected(selector["cel"]["expression"], candidate[0], candidate[2]) for selector in selectors)
+
+
 def _values(attribute: str, candidate: Candidate) -> tuple[Any, ...]:
     """Return a device's values of an attribute: none, one, or several of a list, of which one has to be common."""
     domain, _, name = attribute.partition("/")
@@ -259,13 +308,7 @@ def _request(
 ) -> list[Object] | None:
     """Return the allocation results of one request; None if too few devices are free."""
     exactly = request["exactly"]
-    selectors = [*(device_class["spec"].get("selectors") or ()), *(exactly.get("selectors") or ())]
-    fitting = [
-        candidate
-        for candidate in devices
-        if matches(request["name"], candidate)
-        and all(selected(selector["cel"]["expression"], candidate[0], candidate[2]) for selector in selectors)
-    ]
+    fitting = [one for one in devices if matches(request["name"], one) and _fits(exactly, device_class, one)]
     count = len(fitting) if exactly.get("allocationMode") == "All" else int(exactly.get("count") or 1)
     results: list[Object] = []
     for of, pool, device in fitting:

@@ -16,7 +16,16 @@ from deviceplugin.testing import claim_state
 from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
-from dra_bridge.testing.scheduler import UnknownSelectorError, allocate, check, class_of, offered, selected, through
+from dra_bridge.testing.scheduler import (
+    UnknownSelectorError,
+    allocate,
+    check,
+    class_of,
+    offered,
+    selected,
+    through,
+    waits_for,
+)
 from tests.testing.bare import BarePlugin
 
 CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
@@ -207,6 +216,36 @@ def test_parts_of_a_device() -> None:
     assert given(claim(), slices) == ["whole"]
     assert given(claim(), slices, taken=(allocated("half-a"),)) == ["half-b"]
     assert given(claim(), slices, taken=(allocated("whole"),)) is None
+
+
+def test_what_a_claim_waits_for() -> None:
+    """The message names the first cause: class, slices, selectors, taints, other claims, counters, or constraints."""
+
+    def why(wanted: Object, *slices: Object, taken: tuple[Object, ...] = ()) -> str:
+        assert given(wanted, *slices, taken=taken) is None
+        return waits_for(wanted, [device_class()], slices, taken, "n")
+
+    plain, taint = device("a"), {"key": "sick", "effect": "NoSchedule"}
+    assert why(claim(deviceClassName="d"), pool(plain)) == "no DeviceClass d; there are c"
+    assert why(claim()) == "1 of DeviceClass c: no ResourceSlice is of node n"
+    incomplete = "1 of DeviceClass c: the ResourceSlices of node n are empty or incomplete"
+    assert why(claim(), pool(plain, count=2)) == incomplete
+    selector = {"cel": {"expression": f'device.attributes["{D}"].model == "x"'}}
+    unlike = "1 of DeviceClass c: 0 of the 1 devices in the slices match its selectors"
+    assert why(claim(selectors=[selector]), pool(plain)) == unlike
+    tainted = "1 of DeviceClass c: 1 match, 0 of them without a taint that it does not tolerate (sick)"
+    assert why(claim(), pool(device("a", taints=[taint]))) == tainted
+    used = "1 of DeviceClass c: 1 match, 0 of them not allocated to other claims"
+    assert why(claim(), pool(plain), taken=(allocated("a"),)) == used
+    consumes = [{"counterSet": "card", "counters": {"memory": {"value": "8Gi"}}}]
+    slices = pool(device("a", consumesCounters=consumes), device("b", consumesCounters=consumes))
+    slices["spec"]["sharedCounters"] = [{"name": "card", "counters": {"memory": {"value": "8Gi"}}}]
+    short = "1 of DeviceClass c: 1 match and are not allocated, but too little of the shared counters is left"
+    assert why(claim(), slices, taken=(allocated("a"),)) == short
+    numa = [device(name, attributes={NUMA_NODE: {"int": node}}) for name, node in (("a", 0), ("b", 1))]
+    wanted = claim(count=2)
+    wanted["spec"]["devices"]["constraints"] = [{"matchAttribute": NUMA_NODE}]
+    assert why(wanted, pool(*numa)) == f"free devices for all of its requests with one value of {NUMA_NODE}"
 
 
 def test_config_of_class_and_claim() -> None:

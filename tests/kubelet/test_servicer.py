@@ -502,6 +502,31 @@ async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
     assert dict(answer.envs) == {"IDS": "a,b"}
 
 
+async def test_hooks_get_devices_in_natural_order(serve: Serve) -> None:
+    """The kubelet names them in any order; `edits`, `reset` and `prefer` see 9 before 10."""
+    calls: list[list[str]] = []
+
+    class Noting(Source):
+        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            calls.append([device.id for device in devices])
+            return ContainerEdits()
+
+        def reset(self, devices: Sequence[Device]) -> None:
+            calls.append([device.id for device in devices])
+
+        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Sequence[Device]:
+            calls.append([device.id for device in available])
+            return available[:size]
+
+    served = await serve(Noting(), "d10", "d9", "d1")
+    ids = ["d10", "d1", "d9"]
+    asked = pb.ContainerPreferredAllocationRequest(available_deviceIDs=ids, allocation_size=1)
+    await served.stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[asked]))
+    await served.allocate(" ".join(ids))
+    await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=ids))
+    assert calls == [["d1", "d9", "d10"]] * 3
+
+
 async def test_mounts_of_device_metadata_are_in_the_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a resource that wants them; where the files cannot be written nothing is granted."""
 
@@ -1196,7 +1221,7 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
         await served.allocate(name)
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
     assert source.resets == ["b", "a::1", "a"]
-    assert await served.prefer("a::0 b a::1::0", "", 2) == ["b", "a::1::0"]
+    assert await served.prefer("a::0 b a::1::0", "", 2) == ["a::1::0", "b"]
     assert [served.endpoint.ids.device_id_of(name) for name in ("b", "a::1::0", "a::1")] == ["b", "a::1", "a"]
 
 
