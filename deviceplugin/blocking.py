@@ -66,7 +66,8 @@ class LoopWatch:
             except RuntimeError:  # The loop has ended.
                 return
             # A busy machine delays the loop as well. A line counts as blocking only if two samples find the same line.
-            line, same = None, None
+            line: tuple[str, str] | None = None
+            same: tuple[str, str] | None = None
             while not turned.wait(SAMPLE) and not self._over.is_set():
                 before, line = line, self._line()
                 same = line if line == before else None
