@@ -203,7 +203,7 @@ class ClaimPreparation:
                     if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
                         raise error
                     text = (
-                        "%s; telling the kubelet that the claim is unprepared, because it may end them only after that"
+                        "%s; telling the kubelet that the claim is unprepared, because it may end processes only then"
                     )
                     _LOG.warning(text, error, extra={"driver": driver, "claim": ref.title})
                     await self.records.ledger.do(operations.reopen(driver, ref.uid))

@@ -324,7 +324,7 @@ class Registrar:
             await self._stopping.wait(self._timing.drain + 1.0)
 
     def _cannot_serve(self, error: OSError) -> str:
-        needs = "into a pod both are mounted by what `dra-bridge manifests` prints for this configuration"
+        needs = "in a pod, both are mounted by the manifests that `dra-bridge manifests` prints for this configuration"
         return f"cannot serve in {self._registry} and {self._directory}: {error}; {needs}"
 
     async def _keep(self, watch: DirectoryReader) -> None:

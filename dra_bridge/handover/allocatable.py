@@ -117,7 +117,7 @@ class AllocatableStatus:
                 lowered = True
         self._lowering[resource] = asyncio.create_task(self._keep_low(resource), name=f"allocatable of {resource}")
         if not lowered:
-            text = "the Node shows more than %d allocatable; devices are withdrawn all the same"
+            text = "the Node shows more than %d allocatable devices; the agent withdraws devices nevertheless"
             _LOG.info(text, number, extra={"resource": resource})
         return waited and lowered
 

@@ -329,7 +329,7 @@ class Discovery:
                     f"the API server serves none of {GROUP}/{', '.join(VERSIONS)}: Dynamic Resource Allocation is off"
                 )
             if version != self.chosen:
-                logger.info("the API server is used in version %s/%s", GROUP, version)
+                logger.info("the client uses the API %s/%s", GROUP, version)
             self.chosen, self._chosen_at = version, time.monotonic()
             return version
 

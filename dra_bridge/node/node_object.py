@@ -129,7 +129,7 @@ class NodeStatusWriter:
         except ClusterError as error:
             _LOG.info("the status of node %s cannot be written now: %s", self.node, error)
             return False
-        _LOG.debug("the node's status says %d allocatable", number, extra={"resource": resource})
+        _LOG.debug("the Node's status.allocatable is now %d", number, extra={"resource": resource})
         self.refused = None
         return True
 

@@ -29,8 +29,8 @@ RENEW: Final = (
 )
 """Advice if the API server refuses the agent's credentials."""
 OVERDUE: Final = (
-    "it should have been renewed: if the agent is a unit, see the timer dra-bridge-token and the log of its service; "
-    "the kubelet renews that of a pod"
+    "it should have been renewed: for a systemd unit, see the timer dra-bridge-token and the log of its service; "
+    "a pod's token is renewed by the kubelet"
 )
 """Advice if the agent's token expires soon."""
 APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"

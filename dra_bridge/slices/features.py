@@ -94,7 +94,7 @@ class ServerFeatures:
         try:
             kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
         except InvalidError as error:  # Before 1.35, the counter set had to be in the same slice.
-            logger.debug("dry run: %s", error)
+            logger.debug("the API server refused the dry run of a slice: %s", error)
             kept = set(unknown) - _REFUSED  # The answers to real writes show which other features the server has.
         self._known.update({feature: feature in kept for feature in unknown})
 

@@ -176,5 +176,5 @@ def problems(
         last = sentence(recent[-1].kind, recent[-1].name, recent[-1].manager)
         yield (
             f"driver {driver}: others write into the pool, or delete slices, again and again: {count} in the last "
-            f"{WINDOW / 60:.0f} minutes; the agent undoes it, but not at any rate; the last: {last}"
+            f"{WINDOW / 60:.0f} minutes; the agent undoes this at a limited rate; the last write: {last}"
         )
