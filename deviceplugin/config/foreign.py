@@ -64,7 +64,7 @@ def as_file(made: Imported) -> str:
 def _settings(document: Any) -> Iterator[Any]:
     """Yield the settings of a plugin that a YAML document has.
 
-    These are the document itself, the values of a ConfigMap, or the flags of a workload's containers.
+    The settings are the document itself, the values of a ConfigMap, or the flags of a workload's containers.
     """
     kind = document.get("kind") if isinstance(document, dict) else None
     if kind == "List":

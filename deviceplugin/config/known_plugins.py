@@ -30,7 +30,7 @@ _UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
 
 PLUGINS: Final = (
-    # HAMi's plugin uses the same resource name. It looks for the pending pod, and its ids begin with UUID-0.
+    # HAMi's plugin uses the same resource name, looks for the pending pod, and has ids that begin with UUID-0.
     KnownPlugin(
         "NVIDIA/k8s-device-plugin",
         ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),

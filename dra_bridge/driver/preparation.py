@@ -65,7 +65,7 @@ PATIENCE: Final = 10.0
 
 Most processes end within this time. Some end only after Unprepare: if a kubelet ended while containerd started a
 container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The kubelet kills it, with
-all processes in the pod's cgroup, when it deletes the pod. It deletes the pod only after the pod's claims are
+all processes in the pod's cgroup, when it deletes the pod. The kubelet deletes the pod only after the pod's claims are
 unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
 """
 

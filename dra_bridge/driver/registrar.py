@@ -1,9 +1,9 @@
 """Serves one DRA driver to the kubelet at two sockets, and keeps the driver registered.
 
 The kubelet finds a driver by its registration socket in `plugins_registry/`. There the kubelet asks for the driver's
-name and endpoint (GetInfo, 1 s) and reports whether it accepts the driver (NotifyRegistrationStatus, 5 s). Then it
-calls the driver's service at the endpoint, a second socket. A driver cannot call the kubelet. It can only provide the
-registration socket, and replace it after a failure.
+name and endpoint (GetInfo, 1 s) and reports whether it accepts the driver (NotifyRegistrationStatus, 5 s). Then the
+kubelet calls the driver's service at the endpoint, a second socket. A driver cannot call the kubelet; it can only
+provide the registration socket, and replace it after a failure.
 
 The service's sockets of all drivers of an agent are in one directory, so that no mount depends on drivers' names. The
 kubelet connects to the path that GetInfo returns (1.36.3, operation_generator.go and
@@ -370,7 +370,7 @@ class Registrar:
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: DirectoryReader) -> None:
-        """Make the service's socket, then the registration's. Both have new names."""
+        """Make the service's socket, then the registration's, both with new names."""
         name, instance = self.driver.name, os.urandom(4).hex()
         await self._looks.at("socket", self._sweep)
         self._health = HealthService(self.driver, self._timing.keep_alive)

@@ -2,8 +2,8 @@
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
 the pod under admission, the kubelet ignores `limits` that DRA serves. For the pods admitted before, it counts such
-`limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). It compares the sum with the
-Node's `status.allocatable`, or with the number of ids in its checkpoint if that number is larger
+`limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). The kubelet compares the sum with
+the Node's `status.allocatable`, or with the number of ids in its checkpoint if that number is larger
 (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that does not fit, although the pod runs.
 
 So a restart can end a pod that has devices of the device plugin, if older pods get their `limits` through DRA. After

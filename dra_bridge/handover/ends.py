@@ -205,7 +205,7 @@ class MovesToPlugin:
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims of the queries that are due. Return whether to list all claims now.
 
-        They must be listed if, for a query that is due, no known claim names the device any more.
+        The claims must be listed if, for a query that is due, no known claim names the device any more.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

@@ -180,8 +180,8 @@ def leading(
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return the devices that `plan` chooses from: their states, those that are held, and those that are expected.
 
-    These are the leaders of groups, and the devices without a group. Other devices follow their leader (`followers`). A
-    leader counts as held, or expected, if any device of its group is held, or expected.
+    `plan` chooses from the leaders of groups and the devices without a group. Other devices follow their leader
+    (`followers`). A leader counts as held, or expected, if any device of its group is held, or expected.
     """
     held, expected = held_and_expected(now)
     leaders: dict[str, State] = {}

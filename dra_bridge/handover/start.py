@@ -122,7 +122,7 @@ class MoveStarter:
         if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):
             return wanted
         chosen: list[str] = []
-        # A device that a pod holds is not withdrawn now. It leaves the device plugin when it is idle.
+        # A device that a pod holds is not withdrawn now, but leaves the device plugin when it is idle.
         for name in plan(leaders, held, self.share, "wait", linked, expected).to_dra:
             if self._may_leave(now, [*chosen, name], together):
                 chosen.append(name)

@@ -333,10 +333,10 @@ class Cluster:
         """Yield a list of all objects, then each change, for ever. state: kept up to date by the generator.
 
         A watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
-        early end, a refusal, silence) the generator yields a new `Listed`, which replaces all earlier objects. It does
-        not resume at the old position, because the server's storage may have been restored from an older snapshot:
-        kube-apiserver opens a watch at a future position without an error, and sends nothing until its revision has
-        reached that position (Cacher.Watch, cacher.go, 1.36).
+        early end, a refusal, silence) the generator yields a new `Listed`, which replaces all earlier objects. The
+        generator does not resume at the old position, because the server's storage may have been restored from an older
+        snapshot: kube-apiserver opens a watch at a future position without an error, and sends nothing until its
+        revision has reached that position (Cacher.Watch, cacher.go, 1.36).
 
         A watch that broke off begins again at a random moment, at most the backoff's longest wait later. All watches of
         this client begin again at the same moment. A server that ends breaks the watches of all agents off, and each

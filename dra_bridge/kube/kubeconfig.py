@@ -1,7 +1,7 @@
 """Reads kubeconfig files with kubernetes_asyncio, in a separate process that `auth` starts.
 
 The library takes 45 MB, which an agent would otherwise keep. The process also runs the credential plugin, which shares
-the process's terminal. It prints the result for `auth`.
+the process's terminal. The process prints the result for `auth`.
 """
 
 from __future__ import annotations

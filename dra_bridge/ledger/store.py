@@ -4,7 +4,7 @@ SQLite runs in WAL mode. Its exclusive locking mode needs no shared memory file.
 agent at a time has the ledger; a second agent (in a rolling update) waits.
 
 Every answered grant survives the death of the process. Some records must also survive a crash of the machine:
-the side of a device, settings, changes that a `prepare` hook is about to make, and claims that share a device. These
+the side of a device, settings, changes that a `prepare` hook is about to make, and claims that share a device. Such
 records are synced before the answer, with one fdatasync (`outlives_boot`). Other grants are not synced, because no
 holder survives a crash of the machine. Records that remain after such a crash name the earlier boot, so their holders
 count as gone. After the boot, the kubelet's checkpoint and claim state name the devices that the kubelet gives out

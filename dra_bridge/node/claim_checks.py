@@ -55,7 +55,7 @@ class ClaimChecks:
         backoff = Backoff(first=1.0, most=60.0)
         ending = Backoff(first=1.0, most=RECONCILE)
         while True:
-            # CDI files are evidence. They must not be removed before the ledger has recorded what they state.
+            # CDI files are evidence, so they must not be removed before the ledger has recorded what they state.
             waits = [runtime.reconciled for runtime in resources.values() if not runtime.reconciled.is_set()]
             try:
                 await self.reconcile(sweep=not waits)

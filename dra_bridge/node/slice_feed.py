@@ -186,7 +186,7 @@ class SliceFeed:
         # An agent that has lost its ledger reads the names from this annotation. By the annotation, the admission
         # policies recognise a slice of this agent, and let a former driver delete the slice.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
-        # A cluster autoscaler treats a node with an empty pool as idle. It treats a node without a pool as unready if
+        # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if
         # other nodes of its group have one. So an empty pool is published only if a rollout requests it, because a
         # rollout does this for all of its nodes.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})

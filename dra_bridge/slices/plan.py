@@ -137,7 +137,7 @@ def plan(
     function continues it.
 
     A generation above `generation` and from `UNGROWABLE` on is undone: a wanted slice is replaced by one of the former
-    generation, any other slice is deleted. This is possible because the scheduler remembers no generation.
+    generation, any other slice is deleted. The lower generation is valid, because the scheduler remembers none.
 
     existing: the pool's slices, foreign slices included. Foreign slices are deleted; none of them has a wanted name.
     owner: ownerReference of each slice. generation: the highest generation that was ever written. mutations:

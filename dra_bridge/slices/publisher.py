@@ -51,7 +51,7 @@ class Publisher:
     starts. A failed write is repeated until it succeeds.
 
     A driver's pool belongs to the agent. The agent undoes what other programs write into the pool, see
-    `dra_bridge.slices.foreign`. It does not touch slices of other drivers, nodes and pools.
+    `dra_bridge.slices.foreign`. The agent does not touch slices of other drivers, nodes and pools.
     """
 
     def __init__(
