@@ -23,7 +23,7 @@ __all__ = ["FILE_NAME", "AnsweredDevice", "DevicesOfClaim", "from_json", "read_o
 
 @dataclass(frozen=True, slots=True)
 class AnsweredDevice:
-    """A device in a driver's answer to NodePrepareResources. share: the share id; None if the answer has none."""
+    """A device in a driver's answer to NodePrepareResources. share: the share id, or None."""
 
     requests: tuple[str, ...]
     pool: str

@@ -223,7 +223,7 @@ class DeviceManager:
         self.hold_writes = 0
         """How many of the next checkpoints are computed, but not written yet."""
         self.land_writes = False
-        """Whether each further write puts the oldest of the held checkpoints into the file, instead of the newest."""
+        """Whether each further write puts the oldest held checkpoint into the file."""
         self._held_writes: list[Checkpoint] = []
 
     # Registration and lists of plugins.
@@ -272,13 +272,13 @@ class DeviceManager:
             self._healthy[resource] = {i for i, device in by_id.items() if device.health == HEALTHY}
             self._unhealthy[resource] = by_id.keys() - self._healthy[resource]
             self._lock.notify_all()
-        with contextlib.suppress(OSError):  # The kubelet logs this error.
+        with contextlib.suppress(OSError):  # The kubelet only logs this error.
             self.write_checkpoint()
 
     # State that others can read.
 
     def capacity(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the numbers of all and of healthy devices by resource. Resources after `stop_grace` are forgotten."""
+        """Return the numbers of all and of healthy devices by resource. Forget resources whose grace period is over."""
         with self._lock:
             gone = set()
             capacity: dict[str, int] = {}

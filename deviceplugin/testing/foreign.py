@@ -90,7 +90,7 @@ class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One resource. devices: health by device id, in the order of ListAndWatch's list. numa: NUMA nodes by that id."""
+    """One resource. devices: health by device id, in the order of the list. numa: NUMA nodes by device id."""
 
     name: str
     devices: dict[str, str]
@@ -120,9 +120,9 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds after which the same list is sent again (AMD). shuffled: each list has another order. unknown_ids: Allocate
     accepts unknown ids (AMD, SR-IOV). needs_list: until the first list was sent, all ids are unknown (AMD).
     minds_deprecation: the plugin does not register if the file DEPRECATION exists (the Kubernetes sample). pause:
-    seconds from the trigger to the new start (ten in the sample). empty_last: the plugin sends an empty list before it
-    stops (KubeVirt). hold: a path; the call that `held` names waits while this file exists. pre_start, preferred:
-    whether the plugin has PreStartContainer and GetPreferredAllocation.
+    seconds from the trigger to the new start (10 in the Kubernetes sample). empty_last: the plugin sends an empty list
+    before it stops (KubeVirt). hold: a path; the call that `held` names waits while this file exists. pre_start,
+    preferred: whether the plugin has PreStartContainer and GetPreferredAllocation.
     """
 
     trigger: Literal["create", "own-socket", "poll"] = "create"
@@ -164,7 +164,7 @@ def write(path: Path, resources: Sequence[Mapping[str, Any]], **quirks: Any) -> 
 
 
 def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
-    """Return the recorded calls of all names or of one, each as `{"call": ..., "resource": ..., ...}`."""
+    """Return the recorded calls, each as `{"call": ..., "resource": ..., ...}`. call: only calls of this name."""
     if not notes.exists():
         return []
     calls_noted = [json.loads(line) for line in notes.read_text().splitlines()]
@@ -376,7 +376,7 @@ class ForeignPlugin:
                 registers = not self._watched and (kubelet_was_there or not self.quirks.once)
                 if not registers or await self._register_all():
                     await self._wait_for_trigger()
-                    await asyncio.sleep(self.quirks.pause)  # Some vendors also sleep here.
+                    await asyncio.sleep(self.quirks.pause)  # Some vendors' plugins sleep here, too.
                 else:
                     await asyncio.sleep(self.quirks.retry)  # The vendor's own pause.
                 await self._stop()
@@ -426,8 +426,8 @@ class ForeignPlugin:
         request = pb.RegisterRequest(version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name)
         target = f"unix:{self._directory / 'kubelet.sock'}"
         try:
-            # Vendors connect for each attempt. For a second after a failed connection, calls on the same channel would
-            # fail at once.
+            # Vendors' plugins connect for each attempt. For a second after a failed connection, calls on the same
+            # channel would fail at once.
             async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
                 await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
         except grpc.aio.AioRpcError as error:

@@ -208,7 +208,7 @@ class FakeKubelet(NodeState):
 
         Until `release_sources`, PodResources List is empty (v1PodResourcesServer.List does not wait for sources),
         UpdateAllocatedDevices does nothing, and no pod is cleaned up (sourcesReady.AllReady, kubelet 1.36.3). The
-        device manager's checkpoint still names the pods that hold devices.
+        device manager's checkpoint still names the pods.
         """
         with self.changed:
             self.sources_held = True
@@ -235,7 +235,7 @@ class FakeKubelet(NodeState):
             self.changed.notify_all()
 
     def hold_checkpoint_writes(self, count: int = 1) -> None:
-        """Delay the next `count` writes of the device manager's checkpoint, after their content was computed.
+        """Hold back the next `count` writes of the device manager's checkpoint until `land_checkpoint_writes`.
 
         The kubelet computes the content under its mutex and writes it outside of the mutex
         (ManagerImpl.writeCheckpoint, kubelet 1.36.3), so an older state can replace a newer one.

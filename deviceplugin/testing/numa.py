@@ -71,7 +71,7 @@ def merge(
 ) -> tuple[frozenset[int] | None, bool]:
     """Merge the hints of all resources of a container.
 
-    Returns the NUMA nodes whose devices the container should get (None: any), and whether the container may run.
+    Returns the NUMA nodes whose devices to use (None: any), and whether the container may run.
     """
     if policy == "none":
         return None, True

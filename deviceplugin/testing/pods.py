@@ -129,7 +129,7 @@ class FakePod:
     waits_for: the requests of an unbound pod for which too few devices are free. A pod stays in the kubelet's `pods`
     until it is deleted. sandbox: the id of the pod's running sandbox, otherwise "". static: whether the pod comes from
     a manifest on the node. lingering: why the pod's containers still run although the pod is deleted. gone: whether the
-    node has no processes and files of the pod any more.
+    node has no processes and files of the pod left.
     """
 
     def __init__(

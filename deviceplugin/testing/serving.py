@@ -61,7 +61,7 @@ class Served:
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
             BlockedLoopError: a coroutine of a source blocks the agent.
-            TimeoutError: a registration or a list is still missing after `timeout` seconds.
+            TimeoutError: a registration or a list is missing after `timeout` seconds.
         """
         waiting = [source.resource for source in self._sources if source.resource]
 

@@ -47,7 +47,7 @@ class Registration:
 
 
 class Update(NamedTuple):
-    """One ListAndWatch message. at: monotonic time. total, healthy: numbers of devices. size: bytes of the message."""
+    """One ListAndWatch message. at: monotonic time. total, healthy: numbers of all, of healthy devices. size: bytes."""
 
     at: float
     total: int
@@ -352,7 +352,7 @@ class NodeState:
     def private_socket(self) -> Path:
         """Return a new path to which a gRPC server binds its socket.
 
-        The caller links the socket's public name to this path, so that gRPC never unlinks the public name.
+        The caller links the public name to this path, so that gRPC never unlinks the public name.
         """
         directory = self.root / ".fake"
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Converts the manifests in YAML streams, and collects remarks and the ResourceClaimTemplates. Pure."""
+"""Converts the manifests in YAML streams, and collects remarks and the ResourceClaimTemplates. Pure functions."""
 
 from __future__ import annotations
 

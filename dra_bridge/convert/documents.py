@@ -1,4 +1,4 @@
-"""Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure.
+"""Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure functions.
 
 The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
 text as this module does. As kubectl and Helm do, this module splits the stream at lines that begin with `---` before it

@@ -1,4 +1,4 @@
-"""Edits a YAML text so that all other bytes stay, and the result alone is enough to undo the edit. Pure.
+"""Edits a YAML text so that all other bytes stay, and the result alone is enough to undo the edit. Pure functions.
 
 Comments mark each changed line. A removed line becomes a comment, `# dra-bridge: was LINE`. An added line ends with the
 comment `# dra-bridge: added`, and an added document begins with it.

@@ -1,4 +1,4 @@
-"""Writes conversions as Kustomize patches, for manifests that must stay unchanged. Pure."""
+"""Writes conversions as Kustomize patches, for manifests that must stay unchanged. Pure functions."""
 
 from __future__ import annotations
 

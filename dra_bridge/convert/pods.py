@@ -1,4 +1,4 @@
-"""Decides which claims replace the limits of a pod, and finds the pod specs in objects. Pure."""
+"""Decides which claims replace the limits of a pod, and finds the pod specs in objects. Pure functions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LimitedDevices:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """The change of a container. path: from the pod spec. resources: of the removed limits. claims: names to add."""
+    """The change of a container. path: from the pod spec. resources: whose limits to remove. claims: names to add."""
 
     path: Path
     name: str

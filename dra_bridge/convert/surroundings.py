@@ -1,4 +1,4 @@
-"""Finds facts about converted objects in the other objects of the manifests. Pure."""
+"""Finds facts about converted objects in the other objects of the manifests. Pure functions."""
 
 from __future__ import annotations
 

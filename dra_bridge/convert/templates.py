@@ -1,4 +1,4 @@
-"""Makes ResourceClaimTemplates for a number of devices of a DeviceClass. Pure."""
+"""Makes ResourceClaimTemplates for a number of devices of a DeviceClass. Pure functions."""
 
 from __future__ import annotations
 

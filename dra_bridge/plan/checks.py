@@ -1,4 +1,4 @@
-"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure."""
+"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure functions."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class ResourceUse:
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """How many seconds the pods on a number of nodes still run, estimated from the ages of the pods.
+    """Seconds until the pods have ended on half, and on all (most), of a number of nodes, by the pods' ages.
 
-    half: on half of the nodes. most: on all nodes. In a steady state, the remaining times of pods are distributed as
-    their ages are. Pods that never end by themselves (services) end when they are replaced.
+    In a steady state, the remaining times of pods are distributed as their ages are. Pods that never end by themselves
+    (services) end when they are replaced.
     """
 
     nodes: int

@@ -19,7 +19,7 @@ AGENT_RULES: Final = (
     ("resource.k8s.io", "resourceclaims", ("get", "list")),
     ("", "events", ("create",)),
 )
-"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`. A test compares both."""
+"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`, compared by a test."""
 OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
 """The rights (verb, resource) that a user of `migrate` and `rollout` needs."""
 GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
@@ -93,7 +93,7 @@ def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
 
 
 def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find quotas that limit a target resource but not its DeviceClass, in clusters with nodes before 1.36."""
+    """Find quotas that limit a target resource but not its DeviceClass, if the cluster has kubelets before 1.36."""
     minors = [minor for node in view.nodes if (minor := minor_of(node))]
     if not minors or min(minors) >= UNCHANGED:
         return

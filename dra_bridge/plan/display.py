@@ -1,4 +1,4 @@
-"""Formats the plan: a table for terminals, Markdown, JSON. Pure."""
+"""Formats the plan: a table for terminals, Markdown, JSON. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of nodes, their kubelets, and the agents on them. Pure; one function for each kind of finding."""
+"""Checks of nodes, of their kubelets and of their agents. Pure; one function for each kind of finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects that `plan` uses, reduced to the used fields so that a large cluster fits into memory. Pure."""
+"""The objects that `plan` uses, reduced to the used fields so that a large cluster fits into memory. Pure functions."""
 
 from __future__ import annotations
 

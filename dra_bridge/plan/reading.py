@@ -51,7 +51,7 @@ LISTED: Final = (
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
 """Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""
 TIMEOUT: Final = 5.0
-"""Seconds within which a kubelet must answer; otherwise its configuration counts as unread."""
+"""Seconds within which a kubelet must answer, or else counts as unread."""
 AT_ONCE: Final = 32
 """Maximum number of kubelets that are asked at the same time."""
 _NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}

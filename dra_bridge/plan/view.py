@@ -1,4 +1,4 @@
-"""Derives the pods, nodes, DeviceClasses and node groups of some resources from a cluster's objects. Pure."""
+"""Derives the pods, nodes, DeviceClasses and node groups of some resources from a cluster's objects. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks a vendor's DaemonSet before an agent adopts its plugin or gives it back, and makes the patch for that.
 
-This module only reads. The patch fails if the fields that it replaces have changed meanwhile. The patch keeps the
+This module writes nothing. The patch fails if the fields that it replaces have changed meanwhile. The patch keeps the
 former values of these fields in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
 """
 

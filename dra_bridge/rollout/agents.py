@@ -144,8 +144,8 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
 
     Only a user who may bind roles in the whole cluster can add such a binding. If the user may not list bindings, or no
-    binding has the label, the binding with the default name is read: operators may read that binding, and Helm replaces
-    the label of `manifests` by its own.
+    binding has the label, the binding with the default name is read: operators may read it, and Helm replaces the label
+    of `manifests` by its own.
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):

@@ -1,4 +1,4 @@
-"""Decides the marks that a rollout writes on Nodes, so that a cluster autoscaler drains no node in use. Pure.
+"""Decides the marks that a rollout writes on Nodes, so that a cluster autoscaler drains no node in use. Pure functions.
 
 The autoscaler (commit 33c3f97b) has two rules. First, the slices alone decide whether a node with slices is idle: CPU
 and memory do not count, and an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with fewer
@@ -126,7 +126,7 @@ class MarkStep:
 
 
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
-    """Return the next writes of marks. nodes: all of the rollout. ignore: the cluster has no autoscaler.
+    """Return the next writes of marks. nodes: all nodes of the rollout. ignore: the cluster has no autoscaler.
 
     All nodes are marked before the first pool is requested. A node with all devices on the DRA side needs no mark,
     because its ResourceSlices show which devices are in use. A node with no device on the DRA side needs no mark once

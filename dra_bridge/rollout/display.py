@@ -52,7 +52,7 @@ def needs_attention(device: ReportedDevice) -> bool:
 
 
 def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
-    """Return the totals of more than MANY nodes, which are shown before the agents are asked; [] for fewer nodes."""
+    """Return the totals of more than MANY nodes, which are shown before the agents are asked; or else []."""
     many = len({view.node for view in nodes}) > MANY
     return wrapped(_totals(nodes), width) if many else []
 

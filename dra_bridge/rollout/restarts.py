@@ -1,4 +1,4 @@
-"""Finds the pods that a restart of their node's kubelet would end. Pure.
+"""Finds the pods that a restart of their node's kubelet would end. Pure functions.
 
 The result depends on the pods' ages, which agents do not know.
 """

@@ -57,7 +57,7 @@ class RolloutError(Exception):
 async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Object]:
     """Return the Leases with the agents' reports.
 
-    Raises RolloutError if the user lacks the right to read Leases, ClusterError.
+    Raises ClusterError, and RolloutError if the user lacks the right to read Leases.
     """
     try:
         lists = [await cluster.list(LEASES, namespace, label_selector=LABEL) for namespace in namespaces]
@@ -214,7 +214,7 @@ class WatchedFleet:
                 self.changed.set()
 
     def put(self, node: Object) -> None:
-        """Store a Node that the API server returned, unless the watch has reported a newer version or its deletion.
+        """Store a Node from the API server, unless the watch has reported a newer version or its deletion.
 
         The watch also reports writes of this process, before or after their answers.
         """

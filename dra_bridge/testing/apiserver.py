@@ -243,7 +243,7 @@ class FakeApiServer:
             return StoredObjects(self._version, copy.deepcopy(objects))
 
     def restore(self, snapshot: StoredObjects, *, end_streams: bool = True) -> None:
-        """Restore a snapshot, resource versions included, as a restored etcd without a revision bump does.
+        """Restore a snapshot, resource versions included, as etcd is restored without a revision bump.
 
         end_streams: whether watch streams end, as if the API server were restarted as well. A stream that stays open
         sends nothing until the server's resource version has passed the stream's position.

@@ -113,7 +113,7 @@ class FakeDraKubelet:
 
     Args:
         root: the kubelet's root directory; `plugins_registry/` and `plugins/` are created there.
-        get_claim: stands for the API server: returns the ResourceClaim of a namespace and a name as JSON, or None.
+        get_claim: stands for the API server: returns the claim of a namespace and a name as JSON, or None.
         services: the versions of the driver API that the kubelet supports.
         health_services: the versions of the health service that the kubelet supports, in its order. The kubelet opens a
             health stream only to drivers that list one of these, as since 1.37 (pickHealthService). None: v1alpha1 for
@@ -314,7 +314,7 @@ class FakeDraKubelet:
         return ids
 
     def unprepare_pod(self, pod: FakeDraPod) -> None:
-        """Unprepare the claims of a pod that no other pod uses.
+        """Unprepare a pod's claims, except claims that another pod uses.
 
         Raises:
             PodError: a driver failed; the kubelet would try again.

@@ -44,7 +44,7 @@ class ServedBoth(Served):
 
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
-            TimeoutError: a registration or a device is still missing after `timeout` seconds.
+            TimeoutError: a registration or a device is missing after `timeout` seconds.
         """
         super().wait_registered(timeout)
         self._node.wait_until(
