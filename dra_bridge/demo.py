@@ -255,7 +255,7 @@ class Churn:
     def replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
         """Delete pods that have run long enough or have failed, and start as many new ones.
 
-        lives: in seconds, by pod.
+        lives: by pod, the seconds for which it is to run.
         """
         now = time.monotonic()
         for pod, life in list(lives.items()):

@@ -34,21 +34,21 @@ _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"
 class Deployment:
     """The settings of the agent's deployment. The defaults suit a cluster made by kubeadm.
 
-    version: of resource.k8s.io for the DeviceClasses. extended_resource: whether the DeviceClasses name the extended
-    resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for
-    no metrics and no probes. runtime_class: "" for none; the agent gets NVIDIA's library from the runtime.
-    device_plugin_directory, pod_resources_socket (if "", pod-resources/kubelet.sock in kubelet_root), cgroup_root,
-    pod_log_directory: paths on the nodes, as in the options of `run`. own_command: the command of an author's own
-    agent, which reads no config file; () for `dra-bridge run`. privileged: whether the agent's container is privileged;
-    auto: if the configuration needs it (`privileges`). writable_sys: directories of sysfs that hooks of an author's own
-    agent write to, because a container's /sys is read-only. quota, tenants: the number of devices of each resource that
-    each of these namespaces may have; 0 and () for no ResourceQuota. kubernetes: the API server's minor version; before
-    36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the
-    DeviceClasses. parameters: by driver, the expression that finds a problem in parameters (`parameters.expression`),
-    for a policy that refuses claims and classes; empty for no policy. A driver without an expression accepts any
-    parameters. flow_schema: whether the agents' requests have a priority level of their own at the API server.
-    plugin_only: whether to run `deviceplugin run`, which does not use the API server, instead of `dra-bridge run`; also
-    if no resource names a driver.
+    version: the version of resource.k8s.io for the DeviceClasses. extended_resource: whether the DeviceClasses name the
+    extended resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse the field).
+    metrics_port: 0 for no metrics and no probes. runtime_class: "" for none; the agent gets NVIDIA's library from the
+    runtime. device_plugin_directory, pod_resources_socket (if "", pod-resources/kubelet.sock in kubelet_root),
+    cgroup_root, pod_log_directory: paths on the nodes, as in the options of `run`. own_command: the command of an
+    author's own agent, which reads no config file; () for `dra-bridge run`. privileged: whether the agent's container
+    is privileged; auto: if the configuration needs it (`privileges`). writable_sys: directories of sysfs that hooks of
+    an author's own agent write to, because a container's /sys is read-only. quota, tenants: the number of devices of
+    each resource that each of these namespaces may have; 0 and () for no ResourceQuota. kubernetes: the API server's
+    minor version; before 36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's
+    configuration for the DeviceClasses. parameters: by driver, the expression that finds a problem in parameters
+    (`parameters.expression`), for a policy that refuses claims and classes; empty for no policy. A driver without an
+    expression accepts any parameters. flow_schema: whether the agents' requests have a priority level of their own at
+    the API server. plugin_only: whether to run `deviceplugin run`, which does not use the API server, instead of
+    `dra-bridge run`; also if no resource names a driver.
     """
 
     image: str = f"deviceplugin:{VERSION}"

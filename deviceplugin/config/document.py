@@ -38,7 +38,7 @@ MAX_PROBLEMS: Final = 100
 
 
 class Problem(NamedTuple):
-    """One problem of a file. line: from 1; 0 for the file itself. path: of the key. message: with the correction."""
+    """One problem of a file. line: from 1; 0 for the file itself. path: the key's path. message: has the correction."""
 
     line: int
     path: str

@@ -21,7 +21,7 @@ OTHER_IDS: Final = (
 
 
 class Imported(NamedTuple):
-    """The result of an import. resources: as in a config file.
+    """The result of an import. resources: entries of a config file.
 
     notes: for the user, the settings that cannot be expressed in a config file.
     """

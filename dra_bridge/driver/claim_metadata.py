@@ -54,7 +54,7 @@ class ClaimMetadata:
     def write(self, uid: str, texts: Mapping[str, str]) -> bool:
         """Write a claim's metadata files; return whether one was missing. Blocks. Raises CdiError.
 
-        texts: by request.
+        texts: the files' contents by request.
         """
         written = False
         for request, text in texts.items():

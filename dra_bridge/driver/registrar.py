@@ -225,7 +225,10 @@ class _Socket:
     own: FileIdentity | None
 
     def is_in(self, sockets: Mapping[str, FileIdentity]) -> bool:
-        """Return whether the socket file still exists and is the one that this server made. sockets: by path."""
+        """Return whether the socket file still exists and is the one that this server made.
+
+        sockets: identities by path.
+        """
         return self.own is not None and self.own == sockets.get(str(self.path))
 
     def remove(self) -> None:

@@ -11,7 +11,7 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """Statistics of one kind of call, counted by claim. failures: by reason. durations: of failed calls as well."""
+    """Statistics of one kind of call, counted by claim. failures: numbers by reason. durations: of all calls."""
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)

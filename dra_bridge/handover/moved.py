@@ -59,7 +59,7 @@ class DriverSlices(Protocol):
     """
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when no slice at the API server offers a device (monotonic seconds); None if one may."""
+        """Return the time since which no slice offers a device (monotonic seconds); None if a slice may offer it."""
 
     def offering(self, resource: str, device: str) -> str:
         """Return the name of a slice of another driver's or agent's that offers a device; "" if there is none."""

@@ -69,7 +69,7 @@ class VersionChangedError(ClusterError):
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One reason of a refusal. field: the wrong field of the object. message: for the user."""
+    """One reason of a refusal. field: the wrong field of the object. message: the text for the user."""
 
     field: str = ""
     message: str = ""

@@ -1,7 +1,7 @@
 """Finds the access to the API server: the server's address, its CA, and the client's credentials.
 
-In a pod, the client uses the pod's service account. Elsewhere it uses a kubeconfig, which a separate process reads
-(`kubeconfig`).
+In a pod, the client uses the pod's service account. Elsewhere the client uses a kubeconfig, which a separate process
+reads (`kubeconfig`).
 """
 
 from __future__ import annotations

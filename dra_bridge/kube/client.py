@@ -46,7 +46,7 @@ its objects again about every 4 minutes.
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All objects of a list at one moment. resource_version: of the list.
+    """All objects of a list at one moment. resource_version: the list's position for a watch.
 
     A watch yields such a list first, and again after each end of the watch that the client did not request.
     """

@@ -70,7 +70,7 @@ class RequestStatistics:
 
 
 class ApiRequest(NamedTuple):
-    """A request. body: of a PATCH, this is a merge patch.
+    """A request. body: for PATCH, a merge patch.
 
     kind, name: the requested object, if the request is for one object.
     """
@@ -269,7 +269,7 @@ class Connection:
     async def connect(self) -> None:
         """Read the configuration.
 
-        If this fails, the previous configuration is kept. AccessError is raised if there is none.
+        If this fails, the previous configuration is kept. AccessError is raised if no configuration was read before.
         """
         try:
             access = await self._configuration()

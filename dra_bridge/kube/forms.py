@@ -48,9 +48,9 @@ class Form(NamedTuple, Generic[T_co]):
 
 
 class Page(NamedTuple, Generic[T_co]):
-    """A page of a list. resource_version: of the whole list. more: the token for the next page; "" on the last page.
+    """A page of a list. resource_version: that of the whole list.
 
-    size: of the page, in bytes.
+    more: the token for the next page; "" on the last page. size: the bytes of the page.
     """
 
     items: Sequence[T_co]

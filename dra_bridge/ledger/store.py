@@ -185,9 +185,9 @@ class Ledger:
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
         """Wait until no other agent has the ledger, then open or create it. An unusable file is renamed.
 
-        path: of the database; `path + ".lock"` is the lock file. copy: path of the copy of the allocations, "" for
-        none. connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not permit
-        access; a later try may succeed.
+        path: the path of the database; `path + ".lock"` is the lock file. copy: path of the copy of the allocations, ""
+        for none. connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not
+        permit access; a later try may succeed.
         """
         self.path: Final = path
         self.copy: Final = copy

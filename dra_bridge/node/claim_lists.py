@@ -36,7 +36,7 @@ LONGEST_REST: Final = 60.0
 
 @dataclass(slots=True)
 class ClaimListStatistics:
-    """Statistics of the lists of claims, failed lists included. Counters only grow. bytes: of all pages."""
+    """Statistics of the lists of claims, failed lists included. Counters only grow. bytes: the size of all pages."""
 
     durations: Durations = field(default_factory=Durations)
     bytes: int = 0

@@ -77,7 +77,7 @@ class SliceFeed:
         self._changed.set()
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when no slice at the API server offers a device (monotonic seconds); None if one may.
+        """Return the time since which no slice offers a device (monotonic seconds); None if a slice may offer it.
 
         Slices of other programs count as well, and the agent's own slice if another program has added the device to it.
         """
@@ -156,7 +156,7 @@ class SliceFeed:
             self._begun = True
 
     def _pass_on(self) -> float | None:
-        """Pass on the report and the slices. Return after how many seconds to repeat this; None: after a change."""
+        """Pass on the report and the slices. Return the seconds until the next pass; None: until a change."""
         report, rest = self._report()
         self._context.node.lease.report(self._context.name, report)
         offers, without, qualifiers = [], [], self._context.qualifiers()

@@ -61,7 +61,7 @@ class ServerFeatures:
         self._known.update(dict.fromkeys(features, False))
 
     def refused(self) -> None:
-        """Forget the features for which the server may have refused a slice: it may be another server without them."""
+        """Forget the features for which a slice may have been refused, perhaps by another server without them."""
         for feature in _REFUSED:
             if self._known.get(feature):
                 del self._known[feature]
