@@ -1,4 +1,4 @@
-"""Runs an agent in a separate thread, for tests and demonstrations. It does not need pytest."""
+"""Runs an agent in a separate thread, for tests and demonstrations. The module does not need pytest."""
 
 from __future__ import annotations
 

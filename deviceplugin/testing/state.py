@@ -262,7 +262,7 @@ class NodeState:
     def start_sandbox(self, pod: FakePod) -> None:
         """Start a pod's sandbox, a process that lasts as long as the pod, and create its log directory.
 
-        Source: kubeGenericRuntimeManager.createPodSandbox, kubelet 1.36.3. The pod's claims are prepared before.
+        Source: kubeGenericRuntimeManager.createPodSandbox, kubelet 1.36.3, which prepares the pod's claims first.
         """
         with self.changed:
             self._log_directory(pod).mkdir(parents=True, exist_ok=True)

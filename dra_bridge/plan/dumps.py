@@ -25,7 +25,7 @@ TEMPLATE: Final = "PodTemplateSpec"
 
 
 class DumpError(Exception):
-    """Raised when a dump cannot be read. The message contains the place."""
+    """Raised when a dump cannot be read. The message has the place in the dump."""
 
 
 def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:

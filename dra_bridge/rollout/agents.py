@@ -301,7 +301,7 @@ async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: 
 
 
 class _Turns(NamedTuple):
-    """Limits the requests to agents. one: held by each request. until: when all requests end, by the loop's clock."""
+    """Limits the requests to agents. one: the semaphore that each request holds. until: when all end (loop time)."""
 
     one: asyncio.Semaphore
     until: float

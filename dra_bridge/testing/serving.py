@@ -1,4 +1,4 @@
-"""Runs an agent that serves pods and claims, in its own thread, for tests. It does not need pytest."""
+"""Runs an agent that serves pods and claims, in its own thread, for tests. The module does not need pytest."""
 
 from __future__ import annotations
 
