@@ -382,7 +382,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
 
 
 def serve_on(scene: Scene) -> None:
-    """Keep the node and the bridge's agent running until a signal comes, for commands in another shell."""
+    """Keep the node and the bridge's agent running until a signal comes."""
     kubeconfig = scene.directory / "kubeconfig"
     named = {
         "clusters": [{"name": "demo", "cluster": {"server": scene.server.url}}],

@@ -42,7 +42,7 @@ def expression(config_types: Iterable[Any]) -> str:
 def _problem(info: Any, value: str, path: str, depth: int) -> str:
     """Return an expression for the problem of a value that must have a type; "" if every value has it.
 
-    info: msgspec's description of the type. value: an expression of the value. path: the value's name in messages, ""
+    value: an expression of the value. path: the value's name in messages, ""
     for the parameters themselves.
     """
     name = path or "parameters"

@@ -211,7 +211,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The parts of each device of a `path` or `group`; a path's devices have one part."""
+        """The parts of each device of a `path` or `group`."""
         parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
         return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
 

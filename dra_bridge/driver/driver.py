@@ -104,7 +104,7 @@ class Driver:
     ) -> dict[str, Prepared | ClaimError]:
         """Prepare claims independently of each other; return an answer for each UID.
 
-        remaining: seconds until the caller's deadline; None: the caller has none. Until shortly before this deadline,
+        remaining: seconds until the caller's deadline. Until shortly before this deadline,
         claims wait for devices whose holders are about to end. Without a deadline, claims do not wait. If the caller
         cancels the call, waiting claims are refused.
         """

@@ -279,7 +279,7 @@ class Registrar:
         self._directory, self._registry = directories.own, directories.registry
         self._kubelet = kubelet
         self._registered_by: FileIdentity | None = None
-        """The socket of the kubelet that registered the driver. Another socket belongs to a later kubelet."""
+        """The socket of the kubelet that registered the driver."""
         self._looks = directories.looks
         self._timing = timing or RegistrarTiming()
         self._changed = changed

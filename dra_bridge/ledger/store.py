@@ -198,7 +198,7 @@ class Ledger:
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
         self.copy_is_old = False
-        """Whether the copy lacks allocations of the last commits, so that `write_copy` is due."""
+        """Whether the copy lacks allocations of the last commits."""
         self._logged = 0
         """Number of commits since SQLite's log was last copied into the database."""
         try:

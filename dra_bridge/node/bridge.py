@@ -267,7 +267,7 @@ class Bridge(ClaimSide):
     async def _end_with_cdi_directory(self) -> None:
         """End the agent once the directory of CDI specs was deleted on the host.
 
-        The agent's mount still shows the deleted directory, so no file can be written in it.
+        The agent's mount still shows the deleted directory.
         """
         looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
         deleted = False

@@ -33,8 +33,8 @@ RECONCILE: Final = 20.0
 have probably ended."""
 
 _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
-"""The offset of this process's checks from multiples of `RECONCILE`. It is random, so that nodes do not check together.
-All drivers of the process have the same offset, so that they share the evidence.
+"""The random offset of this process's checks from multiples of `RECONCILE`. All drivers of the process have the same
+offset, so that they share the evidence.
 """
 
 NOTICE: Final = 1.0

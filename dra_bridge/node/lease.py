@@ -31,7 +31,7 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 FIRST: Final = 5.0
-"""Seconds that the first write waits until the watch has listed the Lease, so that an existing one is patched."""
+"""Seconds that the first write of the Lease waits at most until the watch has listed it."""
 LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
-"""Advice for an update that never ends, because old and new agent wait for each other."""
+"""Advice for an update whose old and new agent wait for each other."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
 """The effect on pods while the API server cannot be reached."""
 RENEW: Final = (

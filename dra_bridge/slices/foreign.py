@@ -20,7 +20,7 @@ from dra_bridge.slices.desired import own_name
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 
 WINDOW: Final = 600.0
-"""Seconds for which a foreign write is remembered, to recognise programs that write again and again."""
+"""Seconds for which a foreign write is remembered."""
 OFTEN: Final = 6
 """Number of foreign writes within `WINDOW` from which the agent reports that a program writes again and again."""
 REMEMBERED: Final = 64

@@ -107,7 +107,7 @@ class Mirror:
     def observe(self, body: Object, *, deleted: bool) -> bool:
         """Apply one event of the watch to the copy.
 
-        Return False if the event changes nothing, because it is known or is older than the agent's last write.
+        Return False if the event was known, or is older than the agent's last write.
         """
         metadata = body["metadata"]
         name, uid = metadata["name"], metadata.get("uid", "")
@@ -164,7 +164,7 @@ class Mirror:
     def deleted(self, body: Object) -> None:
         """Forget a slice that the agent has deleted.
 
-        A new slice of the same name, already reported by the watch, stays.
+        A new slice of the same name stays.
         """
         name, uid = body["metadata"]["name"], body["metadata"].get("uid", "")
         if name in self.bodies and self.bodies[name]["metadata"].get("uid", "") == uid:
