@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -101,6 +101,8 @@ class Releases:
         self._tasks: set[asyncio.Task[str]] = set()
         self._noted: tuple[object, object] = (None, None)
         self._unreleased: Mapping[DeviceKey, str] = NONE
+        self._listed: Mapping[DeviceKey, Device] = NONE
+        """The devices of sources with the hook."""
 
     def unreleased(self) -> Mapping[DeviceKey, str]:
         """Return the devices to release before their next grant, also under other names of the hardware, with reasons.
@@ -108,41 +110,46 @@ class Releases:
         Devices with a holder are among them. The object stays the same until the devices change.
         """
         hardware, index = self._register.hardware(), self._register.snapshot.index
+        if self._noted[0] is not hardware:
+            self._note_list()
         if self._noted[0] is not hardware or self._noted[1] is not index:
             self._note_holders(hardware)
             self._noted = hardware, index
             self._changed(hardware)
         return self._unreleased
 
-    def _note_holders(self, hardware: HardwareIndex) -> None:
-        listed = dict(self._devices())
+    def _note_list(self) -> None:
+        listed: dict[DeviceKey, Device] = {}
+        for source, now in self._register.sources():
+            if "released" in source.hooks:
+                listed |= {(source.resource, device.id): device for device in now.devices.values()}
+        self._listed = listed
         self._used &= listed.keys()
         for known in (self._released, self.failed):
             for key in known.keys() - listed.keys():
                 del known[key]
-        for key in listed:
-            now = _moment(self._register.snapshot, key, hardware.tokens(key))
-            released = self._released.get(key)
-            if now.holders - (released.holders if released is not None else frozenset()):
-                self._used.add(key)
-            elif released is None or same_hardware(released.tokens, now.tokens):
-                continue
-            self._released.pop(key, None)
+
+    def _note_holders(self, hardware: HardwareIndex) -> None:
+        state, held = self._register.snapshot, self._register.snapshot.index.keys()
+        for key in self._listed:
+            tokens, released = hardware.tokens(key), self._released.get(key)
+            if key in held or not held.isdisjoint(tokens):
+                holders = _moment(state, key, tokens).holders
+                if holders - (released.holders if released is not None else frozenset()):
+                    self._used.add(key)
+                    self._released.pop(key, None)
+                    continue
+            if released is not None and released.tokens != tokens and not same_hardware(released.tokens, tokens):
+                del self._released[key]
 
     def _changed(self, hardware: HardwareIndex) -> None:
         now: dict[DeviceKey, str] = {}
-        for key, _ in self._devices():
+        for key in self._listed:
             if key not in self._released:
                 why = f"`released` of {titled(key)} has not succeeded since its last holder"
                 now.update(dict.fromkeys((key, *hardware.aliases(key)), why))
         if now != self._unreleased:
             self._unreleased = now
-
-    def _devices(self) -> Iterator[tuple[DeviceKey, Device]]:
-        for source, now in self._register.sources():
-            if "released" in source.hooks:
-                for device in now.devices.values():
-                    yield (source.resource, device.id), device
 
     def pending(self, resource: str) -> set[str]:
         """Return the devices of a resource that have no holder, and for which `released` has to be called."""
@@ -158,7 +165,7 @@ class Releases:
         if not (unreleased := self.unreleased()):
             return
         fresh: list[Device] = []
-        for key, device in self._devices():
+        for key, device in self._listed.items():
             if key[0] != resource or key not in unreleased or not (all_known or key in self._used):
                 continue
             if key not in self.failed:
@@ -178,9 +185,8 @@ class Releases:
         hardware = self._register.hardware()
         named = {name for key in keys if key in unreleased for name in (key, *hardware.aliases(key))}
         devices: dict[str, list[Device]] = {}
-        for key, device in self._devices() if named else ():
-            if key in named and key in unreleased:
-                devices.setdefault(key[0], []).append(device)
+        for key in named & self._listed.keys() & unreleased.keys():
+            devices.setdefault(key[0], []).append(self._listed[key])
         for resource, of in devices.items():
             self._start(resource, of, units)
 
