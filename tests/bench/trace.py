@@ -62,7 +62,7 @@ class Size(NamedTuple):
 
 LIMITS: Final = {
     "Allocate": Size(108, 23),
-    "NodePrepareResources": Size(190, 42),
+    "NodePrepareResources": Size(196, 42),
     "NodeUnprepareResources": Size(103, 27),
     "move": Size(404, 55),
 }
