@@ -193,9 +193,9 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 
 
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
-    """Return scores from NUMA nodes alone: 20 for devices with a common node, 10 for devices without.
+    """Return a score for each pair of devices: 20 if the two have a NUMA node in common, 10 if not.
 
-    A device without nodes has no scores. There are n^2/2 pairs: for many devices use `numa_compact`.
+    A device without a NUMA node is in no pair. There are n^2/2 pairs: for many devices use `numa_compact`.
     """
     placed = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {

@@ -210,8 +210,9 @@ class AdoptedEndpoint(Endpoint):
         """Ids of devices that claims hold or may get. A plugin that leaves the agent would allocate them to pods.
 
         The endpoint that registered last gets the kubelet's Allocates; this endpoint refuses Allocates for these ids.
-        In the last list of a former agent these devices were not healthy, because that is a condition of their move to
-        DRA. If only the file of a claim is known, the register has no records of its devices, so they are added here.
+        The kubelet got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the
+        device since. If only the file of a claim is known, the register has no records of the claim's devices; their
+        ids are added from the claim.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}

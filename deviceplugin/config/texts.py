@@ -15,10 +15,10 @@ from deviceplugin import device, naming
 from deviceplugin.naming import NAME, SUBDOMAIN
 
 MAX_TEXT: Final = 131_071
-"""Maximum characters of one text. Linux passes no longer environment variable or argument to a program
+"""Maximum characters of any text in the file. Linux passes no longer environment variable or argument to a program
 (MAX_ARG_STRLEN)."""
 MAX_PATH: Final = 4095
-"""Maximum characters of a path (PATH_MAX without its NUL), and of other texts without a maximum of their own."""
+"""Maximum characters of a path (PATH_MAX without its NUL), and of each other text that has no limit of its own."""
 
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"

@@ -147,7 +147,10 @@ class ClaimFiles:
         return (bool(prepared.spec) and self._store.write(claim.uid, prepared.spec.encode())) or written
 
     async def describe(self, uid: str) -> None:
-        """Write a claim's own file again from the ledger, if the file exists. The caller needs no lock."""
+        """Write the file that records a claim's devices anew from the ledger. The caller needs no lock.
+
+        Nothing is written if the claim has no such file, or no record in the ledger.
+        """
         record = self._records.get(uid)
         if record is not None:
             with contextlib.suppress(cdi.CdiError):  # A later call of `write` repeats and reports the error.

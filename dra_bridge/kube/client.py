@@ -429,7 +429,7 @@ class Cluster:
     ) -> Object:
         """Send a request and return the object in the answer.
 
-        Raises UnavailableError if the answer is another object.
+        Raises UnavailableError if the answer is not the requested object.
         """
         asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
         answer = await self._exchange(asked, forms.JSON)

@@ -297,7 +297,7 @@ class Publisher:
         return done
 
     async def _pause(self, driver: PublishedDriver, seconds: float) -> None:
-        """Wait after a failure. End early if the wanted slices change while the API server answers."""
+        """Wait after a failure. Return early if the wanted slices change and the API server can be reached."""
         ticket = driver.state.wanted
 
         async def newer() -> None:

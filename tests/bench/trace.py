@@ -31,15 +31,19 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
+import pytest
+
 import deviceplugin
 import dra_bridge
 from deviceplugin import identity
 from deviceplugin.config import parse
 from deviceplugin.exclusion import HardwareIndex
 from deviceplugin.register.question import refusal
+from deviceplugin.register.records import Operation
 from deviceplugin.register.register import ListedHardware, Register
 from deviceplugin.sources.configured import ConfiguredSource
 from dra_bridge.handover.moves import Handover
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
@@ -61,9 +65,9 @@ class Size(NamedTuple):
 
 
 LIMITS: Final = {
-    "Allocate": Size(108, 23),
-    "NodePrepareResources": Size(196, 42),
-    "NodeUnprepareResources": Size(103, 27),
+    "Allocate": Size(112, 23),
+    "NodePrepareResources": Size(198, 42),
+    "NodeUnprepareResources": Size(105, 27),
     "move": Size(404, 55),
 }
 """Sizes that tests/test_trace.py lets no path exceed; lower them with each change that shortens a path."""
@@ -138,11 +142,21 @@ class Tracer:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Have threads that start meanwhile report their calls."""
-        before = threading.getprofile()
+        """Have threads that start meanwhile report their calls.
+
+        An operation of the ledger belongs to the path that asks for it, also if it runs together with others.
+        """
+        before, do = threading.getprofile(), AsyncLedger.do
         threading.setprofile(self._called)
+
+        def do_here(ledger: AsyncLedger, operation: Operation[Any]) -> asyncio.Future[Any]:
+            context = contextvars.copy_context()
+            return do(ledger, lambda state: context.run(operation, state))
+
         try:
-            yield
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(AsyncLedger, "do", do_here)
+                yield
         finally:
             threading.setprofile(before)
 
