@@ -323,20 +323,10 @@ async def rollout(
     Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
     does not answer.
     """
-    (leases, namespaces), listed_nodes, listed_slices = await asyncio.gather(
-        _read_leases(cluster, namespace),
-        cluster.list(NODES, label_selector=selector),
-        cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}"),
-    )
-    nodes, slices = listed_nodes.items, listed_slices.items
-    if not nodes:
-        raise RolloutError(f"no node matches the selector {selector!r}")
-    views = fleet.views(driver, nodes, slices, leases=leases)
+    views, namespaces = await _selected(cluster, driver, selector, namespace, check=not goal.undo)
     if goal.undo and not any(view.before or view.marks.own or view.marks.pool for view in views):
         reporter.say(f"no rollout of {driver} is known on these nodes: there is nothing to undo")
         return True
-    if not goal.undo and driver not in _drivers(slices, leases):
-        await check_driver(cluster, driver, leases)
     goal = replace(goal, owner=await _owner(cluster, goal))
     if dry_run or len(views) > MANY:
         reporter.say(fleet.counted_phases(goal, views))
@@ -346,6 +336,25 @@ async def rollout(
         return True
     async with WatchedFleet(cluster, driver, reporter, namespaces, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits, await _pace(cluster, goal, views, reporter)).run()
+
+
+async def _selected(
+    cluster: Cluster, driver: str, selector: str, namespace: str, *, check: bool
+) -> tuple[list[NodeView], list[str]]:
+    """Return the progress of the nodes of a label selector, and the namespaces of the agents' Leases.
+
+    check: whether the driver has to exist. It keeps no object that it reads, because there may be thousands.
+    """
+    (leases, namespaces), nodes, slices = await asyncio.gather(
+        _read_leases(cluster, namespace),
+        cluster.list(NODES, label_selector=selector),
+        cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}"),
+    )
+    if not nodes.items:
+        raise RolloutError(f"no node matches the selector {selector!r}")
+    if check and driver not in _drivers(slices.items, leases):
+        await check_driver(cluster, driver, leases)
+    return fleet.views(driver, nodes.items, slices.items, leases=leases), namespaces
 
 
 async def _pace(cluster: Cluster, goal: Goal, views: Sequence[NodeView], reporter: Reporter) -> Pace:
