@@ -173,13 +173,14 @@ def test_nothing_is_installed_from_the_index_before_it_is_there() -> None:
 
 
 def test_pages_of_nvidia_name_the_class() -> None:
-    """The DeviceClass of the README's resource and driver has a name that nobody guesses; the pages have it."""
+    """The DeviceClass of the page's resource and driver has a name that nobody guesses; the page has it."""
     example = config.load(EXAMPLES / "06-nvidia-gpus.yaml").resources[0]
-    (shown,) = (one for one in blocks("yaml") if "nvidia.com/gpu" in one)
-    (resource,) = config.parse(shown, "README.md").resources
+    nvidia = ROOT / "docs" / "devices" / "nvidia.md"
+    (shown,) = blocks("yaml", nvidia.read_text())
+    (resource,) = config.parse(shown, nvidia.name).resources
     assert (resource.name, resource.driver) == (example.name, example.driver)
     name = class_name(example.name, example.driver or "")
-    for page in (ROOT / "docs" / "devices" / "nvidia.md", EXAMPLES / "06-nvidia-gpus.yaml"):
+    for page in (nvidia, EXAMPLES / "06-nvidia-gpus.yaml"):
         assert name in page.read_text(), page
 
 

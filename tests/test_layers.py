@@ -17,7 +17,7 @@ from tests.source import PRODUCT, ROOT, modules, nodes, tree
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
-BASE = set(re.findall(r"`(\w+)`", ARCHITECTURE.read_text().split("top level of `deviceplugin`: ")[1].split("\n- ")[0]))
+BASE = set(re.findall(r"`(\w+)`", CONTRIBUTING.read_text().split("top level of `deviceplugin`: ")[1].split("\n\n")[0]))
 """Modules at the top level of deviceplugin that count as one layer, `base`."""
 TOP = {"", "__main__", "cli", "cli_manifests", "cli_plan", "demo"}
 """Modules of each distribution that count as its layer `top`: the package itself ("") and its programs."""
