@@ -15,7 +15,6 @@ from deviceplugin.version import VERSION
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 FILES: Final = (
-    "README.md",
     "charts/dra-bridge/Chart.yaml",
     "deviceplugin/version.py",
     "docs/limits-to-claims.md",
