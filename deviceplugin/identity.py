@@ -108,6 +108,11 @@ def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
     return frozenset(tokens)
 
 
+def is_usb(tokens: Collection[str]) -> bool:
+    """Return whether these are the tokens of a USB device, whose nodes get other numbers while the node runs."""
+    return any(token.startswith("hardware:usb:") for token in tokens)
+
+
 def is_port(tokens: Collection[str]) -> bool:
     """Return whether a device with these tokens stands for a port, with any hardware in it."""
     return any(token.startswith(_PORT) for token in tokens)

@@ -20,6 +20,7 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
+from deviceplugin.identity import is_usb
 from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
@@ -149,23 +150,27 @@ class Endpoint(DevicePluginServicer):
         self._holders = holders
         self._ending = EndingHolders()
         self._register = register or Register()
-        self._has_links = False
-        """Whether a device has, or had, a node that is a symlink. The runtime resolves it at each start."""
+        self._numbers_change = False
+        """Whether a device is, or was, a USB device or behind a symlink. Its container can get another node later."""
         self._listed(inventory.snapshot)
         inventory.subscribe(self._listed)
 
     def _listed(self, snapshot: InventorySnapshot) -> None:
-        self._has_links = self._has_links or any(device.links for device in snapshot.devices.values())
+        self._numbers_change = (
+            self._numbers_change
+            or any(device.links for device in snapshot.devices.values())
+            or any(map(is_usb, snapshot.identities.values()))
+        )
         self.refresh()
 
     @property
     def options(self) -> pb.DevicePluginOptions:
         """The options that the kubelet is given.
 
-        PreStartContainer is among the options only with the hook `reset` or devices behind symlinks, and while pods may
+        PreStartContainer is among the options only with the hook `reset`, USB devices or symlinks, and while pods may
         have devices.
         """
-        needed = "reset" in self.source.hooks or self._has_links
+        needed = "reset" in self.source.hooks or self._numbers_change
         starts = needed and self._register.snapshot.serves_pods(self.resource)
         return pb.DevicePluginOptions(pre_start_required=starts, get_preferred_allocation_available=True)
 
@@ -319,13 +324,12 @@ class Endpoint(DevicePluginServicer):
         """
         listed = self.inventory.snapshot.devices
         of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
-        ids = {name: device for name, device in of.items() if device in listed}
-        devices = [listed[device] for device in sorted(set(ids.values()), key=natural)]
+        devices = [listed[device] for device in sorted(set(of.values()) & listed.keys(), key=natural)]
         try:
-            if devices:
+            if of:
                 with self._calls.busy(0.0):
-                    await self._register.start(self.resource, ids)
-                    if "reset" in self.source.hooks:
+                    await self._register.start(self.resource, of)
+                    if devices and "reset" in self.source.hooks:
                         await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
             self._failed_starts.pop(frozenset(request.devices_ids), None)
         except (DeviceConflictError, hooks.HookError, LedgerError, LookTimeoutError) as error:

@@ -10,9 +10,18 @@ from dataclasses import replace
 
 import msgspec
 
-from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, same_hardware
+from deviceplugin.exclusion import titled
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, agree, identified, reachable, same_hardware, shown
 from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
-from deviceplugin.register.records import Change, Claim, Decision, Operation, RecordKey, RegisterSnapshot
+from deviceplugin.register.records import (
+    AllocationRecord,
+    Change,
+    Claim,
+    Decision,
+    Operation,
+    RecordKey,
+    RegisterSnapshot,
+)
 
 
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
@@ -50,15 +59,19 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
     return decide
 
 
-def start(resource: str, present: Mapping[str, Tokens], whole: frozenset[str], view: View) -> Operation[str]:
+def start(
+    resource: str, present: Mapping[str, Tokens], view: View, *, whole: frozenset[str], plain: frozenset[str]
+) -> Operation[str]:
     """Record the nodes that a starting container gets. The answer is why it must not start, "" if it may.
 
-    A container must not start while another holder has, or reaches, a device that its paths lead to now. present: the
-    tokens of the symlinks of each of its ids. whole: the ids whose devices have no other nodes.
+    A container must not start if a path leads to another device than at the grant, or to a device that another holder
+    has or reaches. present: the tokens of each of its ids now, without those of nodes whose numbers cannot change.
+    whole: the ids whose devices have no such nodes. plain: the ids whose devices have no symlinks, so that the answer
+    to Allocate names the nodes of that time.
 
-    The former instance of the container has ended. So an id with one holder reaches the nodes that its symlinks lead to
-    now, and none while its container cannot start: two containers whose devices have swapped their numbers start one
-    after the other.
+    The former instance of the container has ended, and the containers of one pod that have one id run one after the
+    other (init containers). So an id with holders in one pod reaches only its present nodes, and no node while its
+    container cannot start: two containers whose devices have swapped their numbers start one after the other.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[str]:
@@ -72,11 +85,11 @@ def start(resource: str, present: Mapping[str, Tokens], whole: frozenset[str], v
             )
             for name, of in records.items()
         ]
-        why = refusal(uses, state, at_start)
+        why = _other_nodes(records, present, plain, view.boot) or refusal(uses, state, at_start)
         changes: list[Change] = []
         for name, before in records.items():
             nodes = frozenset[str]() if why else present[name]
-            if name not in whole or before.pending or before.former or len(before.holders) > 1:
+            if name not in whole or before.pending or before.former or len({pod for pod, _ in before.holders}) > 1:
                 after = before.identity.reaching(identified(nodes, view.boot))
             else:
                 after = before.identity.reaching_only(nodes)
@@ -85,6 +98,20 @@ def start(resource: str, present: Mapping[str, Tokens], whole: frozenset[str], v
         return Decision(why, tuple(changes))
 
     return decide
+
+
+def _other_nodes(
+    records: Mapping[str, AllocationRecord], present: Mapping[str, Tokens], plain: frozenset[str], boot: str
+) -> str:
+    """Return that an id stands for other hardware, or a plain id for other nodes, than at its grant; else ""."""
+    for name, record in records.items():
+        was, device = record.identity.in_boot(boot), titled((record.resource, record.device))
+        if was and not agree(present[name], was):
+            return f"{device} is not what its holder was given: {shown(was)}, now {shown(present[name])}"
+        if name in plain and record.identity.sure and not reachable(was) <= present[name]:
+            now = shown(reachable(present[name]))
+            return f"{device} had the nodes {shown(reachable(was))} and has {now} now: delete the pod"
+    return ""
 
 
 def renew(

@@ -329,7 +329,8 @@ class Register:
         """Return the listed devices that are the hardware which one of the kubelet's ids stood for at its grant."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
-        return frozenset(key for token in tokens for key in hardware.having(token))
+        found = {key for token in tokens for key in hardware.having(token)}
+        return frozenset(key for key in found if identity.agree(tokens, hardware.tokens(key)))
 
     def held_twice(self, resource: str) -> frozenset[str]:
         """Return the devices of a served resource whose holders together have more than the whole device."""
@@ -494,29 +495,43 @@ class Register:
                     raise DeviceConflictError(f"{was}: {shown(granted[resource, name])}, now {shown(tokens)}")
 
     async def start(self, resource: str, ids: Mapping[str, str]) -> None:
-        """Check the devices (by id) of a container that starts, and record which nodes it gets.
+        """Check the devices (by id) of a container that starts, and record which nodes the container gets.
 
-        The runtime resolves symlinks at each start, so they may lead to a device that another holder has.
+        At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes. A USB device can
+        have another number by then. An id that is not listed any more is checked under the present name of its device.
 
         Raises DeviceConflictError if a device is not the granted one, or if another holder has it; LookTimeoutError if
         the paths of a device do not answer; the store's errors.
         """
-        await self.verify_granted((resource, device) for device in ids.values())
-        inventory = self.listed.served[resource].inventory
-        linked: dict[str, Device] = {}
-        whole: set[str] = set()
+        services, hardware = self.listed.served, self.listed.now()
+        fixed: list[DeviceKey] = []
+        moving: dict[str, dict[str, Device]] = {}
+        whole, plain = set[str](), set[str]()
         for name, device_id in ids.items():
-            device = inventory.snapshot.devices[device_id]
-            if device.links:
-                linked[name] = replace(device, nodes=device.links)
-            if len(device.links) == len(device.nodes):
+            key = (resource, device_id)
+            if device_id not in services[resource].inventory.snapshot.devices:
+                renamed = sorted(self.same_as(resource, name))
+                if not renamed:
+                    continue
+                key = renamed[0]
+            device = services[key[0]].inventory.snapshot.devices[key[1]]
+            nodes = device.nodes if identity.is_usb(hardware.tokens(key)) else device.links
+            if not nodes:
+                fixed.append(key)
+                continue
+            moving.setdefault(key[0], {})[name] = replace(device, nodes=nodes)
+            if len(nodes) == len(device.nodes):
                 whole.add(name)
-        if not linked:
-            return
-        present = await _tokens_now(inventory.looks, "start", linked)
-        why = await self.store.do(identification.start(resource, present, frozenset(whole), self.view()))
-        if why:
-            raise DeviceConflictError(why)
+            if not device.links:
+                plain.add(name)
+        await self.verify_granted(fixed)
+        present: dict[str, Tokens] = {}
+        for of, devices in moving.items():
+            present |= await _tokens_now(services[of].inventory.looks, "start", devices)
+        if present:
+            begun = identification.start(resource, present, self.view(), whole=frozenset(whole), plain=frozenset(plain))
+            if why := await self.store.do(begun):
+                raise DeviceConflictError(why)
 
     # Evidence.
 

@@ -37,9 +37,11 @@ class ClaimRenewal:
 
     def __init__(self, records: ClaimRecords, served: ServedDevices, files: ClaimFiles, register: Register) -> None:
         self._records, self._served, self._files, self._register = records, served, files, register
+        self._waiting: set[str] = set()
+        """The UIDs of claims whose files wait until another holder of a device's present node has ended."""
 
     async def keep(self) -> None:
-        """Renew the CDI files after each change of an inventory, until cancelled."""
+        """Renew the CDI files after each change of an inventory, and those that wait again, until cancelled."""
         seen: object = None
         backoff = Backoff(first=1.0, most=60.0)
         while True:
@@ -50,8 +52,9 @@ class ClaimRenewal:
                 continue
             inventories = [served.inventory for served in self._served.resources]
             now = tuple((id(inventory), inventory.snapshot.version) for inventory in inventories)
-            if now != seen:
-                errors = [why for claim in self._records.all() if (why := await self._try(claim.uid))]
+            claims = [claim.uid for claim in self._records.all() if now != seen or claim.uid in self._waiting]
+            if claims:
+                errors = [why for uid in claims if (why := await self._try(uid))]
                 if errors:
                     await asyncio.sleep(backoff.next())
                     continue
@@ -76,6 +79,7 @@ class ClaimRenewal:
         The caller has the claim's lock. A device's entry is left unchanged if the device is other hardware than the
         claim was granted, or if the hardware has another holder by now. Raises CdiError, LedgerError, LookTimeoutError.
         """
+        self._waiting.discard(uid)
         claim = self._records.get(uid)
         prepared = prepared_of(claim) if claim is not None else None
         if claim is None or claim.result is None or prepared is None or not prepared.spec:
@@ -90,7 +94,10 @@ class ClaimRenewal:
             described, tokens = await inventory.looks.at("renew", _looked_at, device, brief=True)
             granted = [each.identity for each in claim.devices if (each.resource, each.device) == key]
             was = frozenset[str]().union(*(identity.in_boot(self._files.boot) for identity in granted))
-            if not agree(tokens, was) or self._is_of_others(claim, key):
+            if not agree(tokens, was):
+                continue
+            if self._is_of_others(claim, key):
+                self._waiting.add(uid)
                 continue
             nodes.setdefault(request, []).extend(described)
             held |= was.union(*(identity.reaches(self._files.boot) for identity in granted))

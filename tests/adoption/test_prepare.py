@@ -139,11 +139,11 @@ def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
 
 
 async def test_one_allocate_for_each_request(here: Scene) -> None:
-    """With the ids of the request; each request's containers get the answer to it."""
+    """With the ids of the request in natural order; each request's containers get the answer to it."""
     here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
     here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
     left, right = await here.prepared("1")
-    assert here.vendor.asked == [("g1", "g0"), ("g2",)]
+    assert here.vendor.asked == [("g0", "g1"), ("g2",)]
     assert (left["env"], right["env"]) == (["G_{ids}=1"], ["G_{ids}=1"])
 
 

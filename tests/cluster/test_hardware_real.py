@@ -386,7 +386,7 @@ def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, tree:
 
         def fails() -> bool:
             (main,) = pod.status["containerStatuses"]
-            return "no such file" in main["state"].get("waiting", {}).get("message", "")
+            return "delete the pod" in main["state"].get("waiting", {}).get("message", "")
 
         scene.cluster.wait_for(fails, LIMIT, "the container does not start")
         pod.delete()

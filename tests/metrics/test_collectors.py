@@ -235,6 +235,7 @@ class TestRunningAgent:
             "foreign": 0,
             "held": 1,
             "unknown": 1,
+            "unreleased": 0,
         }
 
     def test_directories_without_file_events_are_counted_by_reason(self) -> None:

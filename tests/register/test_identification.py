@@ -46,7 +46,8 @@ def asked(now: RegisterSnapshot, device: str, tokens: Tokens) -> str:
 
 
 def start(now: RegisterSnapshot, **present: Tokens) -> tuple[str, RegisterSnapshot]:
-    decision = identification.start(R, present, frozenset(present), View(BOOT))(now)
+    ids = frozenset(present)
+    decision = identification.start(R, present, View(BOOT), whole=ids, plain=frozenset())(now)
     return decision.answer, now.following(decision)
 
 
@@ -122,10 +123,10 @@ def test_a_container_does_not_start_with_the_stick_of_another_one_in_its_port() 
     "more",
     [
         {"pending": True},
-        {"holders": frozenset({("uid-A", "main"), ("uid-A", "init")})},
+        {"holders": frozenset({("uid-A", "main"), ("uid-Z", "main")})},
         {"former": (FormerGrant(frozenset({("uid-Z", "main")}), identified(at(9, "Z", "1-3"), BOOT), WHOLE),)},
     ],
-    ids=["a container that is not known", "two containers", "a former holder"],
+    ids=["a container that is not known", "two pods", "a former holder"],
 )
 def test_a_further_holder_may_still_have_the_former_number(more: Mapping[str, object]) -> None:
     """Only with one holder is it known which container has ended; else the number counts on."""
@@ -134,6 +135,27 @@ def test_a_further_holder_may_still_have_the_former_number(more: Mapping[str, ob
     reaches = after.allocations[R, "A"].identity
     assert (reaches.tokens, reaches.reached) == (lasting(at(1, "A", "1-1")), frozenset({"char:188:7"}))
     assert "same hardware" in asked(after, "B", at(1, "B", "1-2"))
+
+
+def test_an_init_container_has_ended_when_another_container_of_its_pod_starts() -> None:
+    """The kubelet gives the id of an init container to a later container of the pod."""
+    both = {"holders": frozenset({("uid-A", "main"), ("uid-A", "init")})}
+    why, after = start(state(held("A", at(1, "A", "1-1"), **both)), A=at(7, "A", "1-1"))
+    assert why == ""
+    assert asked(after, "B", at(1, "B", "1-2")) == ""
+
+
+def test_a_container_does_not_start_with_paths_that_name_the_former_node() -> None:
+    """Without a symlink the answer to Allocate names the device's former node, which may be another stick's by now."""
+    now, ids = state(held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2"))), frozenset("A")
+    moved = identification.start(R, {"A": at(3, "A", "1-1")}, View(BOOT), whole=ids, plain=ids)(now)
+    assert moved.answer == f"A of {R} had the nodes char 188:1 and has char 188:3 now: delete the pod"
+    other = identification.start(R, {"A": at(1, "Z", "1-3")}, View(BOOT), whole=ids, plain=ids)(now)
+    assert "is not what its holder was given" in other.answer
+    for decision in (moved, other):
+        assert asked(now.following(decision), "C", at(1, "C", "1-4")) == ""
+    same = identification.start(R, {"A": at(1, "A", "1-1")}, View(BOOT), whole=ids, plain=ids)(now)
+    assert (same.answer, same.changes) == ("", ())
 
 
 def test_an_id_without_a_record_starts_nothing_new() -> None:

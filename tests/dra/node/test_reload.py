@@ -82,7 +82,7 @@ async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
             await agent.reconfigure({B: Listed(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
             await until(lambda: str(agent.node.directory) in unready(agent))
         for text in (unready(agent), caplog.text):
-            words = "No space left.*what `dra-bridge manifests` prints for this conf"
+            words = "No space left.*manifests that `dra-bridge manifests` prints for this conf"
             assert re.search(rf"cannot serve in .*{agent.node.directory}.*{words}", text)
         assert agent.drivers[D].registrar.statistics.registered
         assert len(healthy(node, A)) == 2
