@@ -193,7 +193,7 @@ def _requests(node: BridgeNode, now: float) -> Iterator[Metric]:
     about = "1 while the API server takes the agent's credentials, 0 while it refuses them (401)"
     yield GaugeMetricFamily("deviceplugin_api_credentials_accepted", about, value=int(made.refused is None))
     if made.token is not None:
-        about = "When the token of the agent expires (Unix seconds); a newer one is read from its file within a minute"
+        about = "When the token of the agent expires (Unix seconds); with a request, a newer one is read once a minute"
         yield GaugeMetricFamily("deviceplugin_api_token_expiry_timestamp_seconds", about, value=made.token.expires)
     about = "1 while the watch is known to be alive, 0 if the API server refuses it, does not answer or sends nothing"
     watching = GaugeMetricFamily("deviceplugin_api_watching", about, labels=("kind",))
