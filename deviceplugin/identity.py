@@ -110,7 +110,7 @@ def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
 
 def is_usb(tokens: Collection[str]) -> bool:
     """Return whether these are the tokens of a USB device, whose nodes get other numbers while the node runs."""
-    return any(token.startswith("hardware:usb:") for token in tokens)
+    return any(token.startswith(("hardware:usb:", "port:usb:")) for token in tokens)
 
 
 def is_port(tokens: Collection[str]) -> bool:
