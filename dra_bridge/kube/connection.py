@@ -102,6 +102,8 @@ class Connection:
         self._authorization = ""
         self._former: list[HttpClient] = []
         self._connecting = asyncio.Lock()
+        self._failure: AccessError | None = None
+        """Why the configuration could not be read the last time."""
         self._answers = asyncio.Event()  # Set when the server answers again after it was lost.
 
     @property
@@ -276,7 +278,8 @@ class Connection:
             server = HttpClient(access.url, access.tls, access.proxy or proxy_of(access.url), access.server_name)
         except (KubeConfigError, OSError, ValueError) as error:
             if self._reached is None:
-                raise AccessError(f"cannot reach an API server: {error}") from error
+                self._failure = AccessError(f"cannot reach an API server: {error}")
+                raise self._failure from error
         else:
             old, self._reached = self._reached, (access, server)
             self._url = access.url
@@ -291,7 +294,10 @@ class Connection:
         refused: whether the server refused the last credentials. A request's deadline does not apply here, because a
         credential plugin may ask a user to log in.
         """
+        before = self._failure
         async with self._connecting:
+            if self._reached is None and self._failure is not None and self._failure is not before:
+                raise self._failure  # Another request has just read the configuration, in vain.
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
                 await self.connect()
         assert self._reached is not None
