@@ -119,14 +119,16 @@ def _generic(domain: str, spec: Any, made: Imported) -> None:
         paths = group.get("paths") or ()
         for path in paths:
             permissions.add("".join(one for one in "rwm" if one in (path.get("permissions") or "mrw")))
-            for key in ("mountPath", "readOnly", "limit"):
+            for key in ("readOnly", "limit"):
                 if path.get(key):
-                    note(f"{key} of {path['path']} (devices have the host's path in the container)")
+                    note(f"{key} of {path['path']}")
             if path.get("type") == "Mount":
                 note(f"type Mount of {path['path']}: files and sockets are mounted, directories are left out")
-        globs = [str(path["path"]) for path in paths]
-        if globs:
-            entries.append({"path": globs[0]} if len(globs) == 1 else {"group": globs})
+        parts = [{"path": str(path["path"])} | _container(path) for path in paths]
+        if len(parts) == 1:
+            entries += parts
+        elif parts:
+            entries.append({"group": [part if "container" in part else part["path"] for part in parts]})
         for usb in group.get("usb") or ():
             entry = {key: str(usb[key]) for key in ("vendor", "product", "serial") if usb.get(key)}
             entries.append({"usb": {key: one.zfill(4) if key != "serial" else one for key, one in entry.items()}})
@@ -146,6 +148,11 @@ def _generic(domain: str, spec: Any, made: Imported) -> None:
         resource["sharing"] = {"replicas": min(counts)}
     made.resources.append(resource)
     made.notes.append(OTHER_IDS.format("generic-device-plugin"))
+
+
+def _container(path: Mapping[str, Any]) -> dict[str, str]:
+    inside = path.get("mountPath")
+    return {"container": str(inside)} if inside else {}
 
 
 def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:

@@ -21,7 +21,7 @@ devices:
     groups:
       - paths:
           - {path: /dev/snd/pcmC0D0c, permissions: rw}
-          - {path: /dev/snd/controlC0, mountPath: /dev/c, permissions: rw}
+          - {path: /dev/snd/controlC0, mountPath: /dev/c, limit: 2, permissions: rw}
   - name: fuse
     groups:
       - count: 10
@@ -83,11 +83,13 @@ def resources(text: str) -> dict[str, dict[str, Any]]:
 
 
 def test_generic_device_plugin() -> None:
-    """Paths, groups, counts, permissions and USB ids come along; a path in the container does not, and is named."""
+    """Paths, also those in the container, groups, counts, permissions and USB ids come along; a limit is named."""
     made = resources(GENERIC)
     assert made["example.com/serial"]["devices"] == [{"path": "/dev/ttyUSB*"}, {"path": "/dev/ttyACM*"}]
     assert made["example.com/serial"]["permissions"] == "rwm"
-    assert made["example.com/capture"]["devices"] == [{"group": ["/dev/snd/pcmC0D0c", "/dev/snd/controlC0"]}]
+    assert made["example.com/capture"]["devices"] == [
+        {"group": ["/dev/snd/pcmC0D0c", {"path": "/dev/snd/controlC0", "container": "/dev/c"}]}
+    ]
     assert made["example.com/fuse"] == {
         "name": "example.com/fuse",
         "devices": [{"path": "/dev/fuse"}],
@@ -95,7 +97,7 @@ def test_generic_device_plugin() -> None:
     }
     assert made["example.com/ch340"]["devices"] == [{"usb": {"vendor": "1a86", "product": "7523"}}]
     notes = imported(GENERIC).notes
-    assert any(note.startswith("example.com/capture: mountPath of /dev/snd/controlC0") for note in notes)
+    assert any(note == "example.com/capture: limit of /dev/snd/controlC0" for note in notes)
     assert any("other device ids" in note for note in notes)
 
 
@@ -144,8 +146,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["import", str(file)]) == 0
     out, err = capsys.readouterr()
     assert config.parse(out).resources
-    assert "not imported: example.com/capture: mountPath" in err
-    assert "# not imported: example.com/capture: mountPath" in out
+    assert "not imported: example.com/capture: limit" in err
+    assert "# not imported: example.com/capture: limit" in out
     file.write_text("a: 1")
     assert cli.main(["import", str(file)]) == 2
     assert "a plugin that is known" in capsys.readouterr().err
