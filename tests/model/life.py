@@ -24,7 +24,7 @@ from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.node.service import Service
-from deviceplugin.register import copies
+from deviceplugin.register import copies, releases
 from deviceplugin.register.records import LedgerError, Operation, RegisterSnapshot
 from deviceplugin.register.store import Changes
 from deviceplugin.sharing import shares
@@ -183,6 +183,7 @@ def modelled(outside: Outside) -> Iterator[None]:
             (ends, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
             (podresources, "time", clock),
             (preparation, "PATIENCE", 0.0),
+            (releases, "time", clock),
             (tracker, "time", clock),
         ):
             stack.enter_context(patch.object(where, name, what))
