@@ -155,3 +155,5 @@ def test_a_pod_that_waits_is_deleted(scene: Replaced, record_property: Record, h
         following = scene.claimer("following", "a")
         scene.running(following)
     scene.thaw()
+    # While the agent runs: the kubelet unprepares the claim of a pod before it removes the pod's directory.
+    scene.cluster.wait_for(lambda: not (KUBELET_DIRECTORY / "pods" / held.uid).exists(), SOON, "the kubelet ends held")
