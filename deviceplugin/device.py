@@ -397,5 +397,10 @@ class Device:
         return replace(self, health=health, message=message)
 
 
+def in_order(devices: Iterable[Device]) -> list[Device]:
+    """Return devices in the natural order of their ids."""
+    return sorted(devices, key=lambda device: natural(device.id))
+
+
 MAX_ID: Final = 63
 """Maximum characters of a device id. The kubelet's API states this limit, but the kubelet does not check it."""

@@ -16,7 +16,7 @@ from typing import ClassVar, Final, TypeVar
 import grpc.aio
 
 from deviceplugin import hooks
-from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, natural, printable
+from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, in_order, printable
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
@@ -324,7 +324,7 @@ class Endpoint(DevicePluginServicer):
         """
         listed = self.inventory.snapshot.devices
         of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
-        devices = [listed[device] for device in sorted(set(of.values()) & listed.keys(), key=natural)]
+        devices = in_order(listed[device] for device in set(of.values()) & listed.keys())
         try:
             if of:
                 with self._calls.busy(0.0):
@@ -461,7 +461,7 @@ class Endpoint(DevicePluginServicer):
         for name, device in by_name.items():  # A new list or a reload may change the ids while `edits` runs.
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
-        devices = sorted(by_id.values(), key=lambda device: natural(device.id))
+        devices = in_order(by_id.values())
         asked |= its
         extra: object = NO_EDITS
         try:
@@ -517,8 +517,7 @@ class Endpoint(DevicePluginServicer):
         listed = self.inventory.snapshot.devices
 
         def devices(names: Iterable[str]) -> list[Device]:
-            named = set(map(self.ids.offered_as, names)) & listed.keys()
-            return [listed[name] for name in sorted(named, key=natural)]
+            return in_order(listed[name] for name in set(map(self.ids.offered_as, names)) & listed.keys())
 
         try:
             asked = devices(available), devices(must_include), size

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.device import Device, natural
+from deviceplugin.device import Device, in_order
 from deviceplugin.exclusion import DeviceKey, HardwareIndex, titled
 from deviceplugin.hook_runs import HookRuns
 from deviceplugin.hooks import HookStatistics
@@ -193,7 +193,7 @@ class Releases:
     def _start(self, resource: str, devices: Sequence[Device], units: Collection[tuple[str, ...]] = ()) -> None:
         register, keys = self._register, dict[DeviceKey, _Moment]()
         free, now = list[Device](), time.monotonic()
-        for device in sorted(devices, key=lambda device: natural(device.id)):
+        for device in in_order(devices):
             key = resource, device.id
             failure, busy = self.failed.get(key), key in self._released or key in self._running
             if busy or (failure is not None and failure.due > now) or register.evidence_missing(*key):

@@ -11,7 +11,7 @@ import msgspec
 
 from deviceplugin import naming
 from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.device import Device, Health, natural
+from deviceplugin.device import Device, Health, in_order
 from deviceplugin.inventory import GONE, Inventory, InventorySnapshot
 from deviceplugin.register.records import Claim, Outlook
 from deviceplugin.source import DeviceSource
@@ -42,7 +42,7 @@ class RequestDevices:
         devices: dict[str, Device] = {}
         for device, _ in self.members:
             devices[device.id] = device
-        return tuple(devices[name] for name in sorted(devices, key=natural))
+        return tuple(in_order(devices.values()))
 
     @property
     def parameters(self) -> str:
@@ -96,7 +96,7 @@ class ServedDevices:
                     name = granted.device
                     held[name] = listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE)
             if held:
-                yield served, [held[name] for name in sorted(held, key=natural)]
+                yield served, in_order(held.values())
 
     def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
         """Return the devices of each request by source, with the request's decoded parameters.
