@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Final
 
 from deviceplugin.device import Device, natural
-from deviceplugin.identity import Tokens, lasting
+from deviceplugin.identity import Tokens, agree, lasting, shown
 from deviceplugin.naming import parse_quantity
 
 DeviceKey = tuple[str, str]
@@ -57,6 +57,13 @@ NO_TOKENS: Final[Tokens] = frozenset()
 def titled(key: DeviceKey) -> str:
     """Return a text that names a device, for messages."""
     return f"{key[1]} of {key[0]}"
+
+
+def other_hardware(key: DeviceKey, granted: Tokens, now: Tokens) -> str:
+    """Return that a device is not the hardware that its holder was granted, "" if it is that hardware."""
+    if agree(now, granted):
+        return ""
+    return f"{titled(key)} is not what its holder was given: {shown(granted)}, now {shown(now)}"
 
 
 def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from deviceplugin.exclusion import titled
-from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, agree, identified, reachable, same_hardware, shown
+from deviceplugin.exclusion import other_hardware, titled
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, reachable, same_hardware, shown
 from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
 from deviceplugin.register.records import (
     AllocationRecord,
@@ -105,12 +105,12 @@ def _other_nodes(
 ) -> str:
     """Return that an id stands for other hardware, or a plain id for other nodes, than at its grant; else ""."""
     for name, record in records.items():
-        was, device = record.identity.in_boot(boot), titled((record.resource, record.device))
-        if was and not agree(present[name], was):
-            return f"{device} is not what its holder was given: {shown(was)}, now {shown(present[name])}"
+        was, key = record.identity.in_boot(boot), (record.resource, record.device)
+        if was and (why := other_hardware(key, was, present[name])):
+            return why
         if name in plain and record.identity.sure and not reachable(was) <= present[name]:
             now = shown(reachable(present[name]))
-            return f"{device} had the nodes {shown(reachable(was))} and has {now} now: delete the pod"
+            return f"{titled(key)} had the nodes {shown(reachable(was))} and has {now} now: delete the pod"
     return ""
 
 

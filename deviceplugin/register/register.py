@@ -26,6 +26,7 @@ from deviceplugin.exclusion import (
     Hardware,
     HardwareIndex,
     hardware_of,
+    other_hardware,
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
@@ -355,9 +356,6 @@ class Register:
         store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
-        await self._host.reread()
-        if self.listed.has_released:
-            self.releases.begin(keys)
         hardware = await self.verify(keys, resets=False)
         wanted: dict[str, Wanted] = {}
         for name, device in ids.items():
@@ -401,9 +399,6 @@ class Register:
         Raises DeviceConflictError as `verify` does, and the store's errors.
         """
         if keys:  # The devices of a prepared claim are not looked at again.
-            await self._host.reread()
-            if self.listed.has_released:
-                self.releases.begin(keys)
             await self.verify(keys)
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
@@ -428,13 +423,18 @@ class Register:
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
-        """Check that devices are still the listed hardware, and wait for their hooks. Return the listed hardware.
+        """Prepare a grant of devices: read the evidence of other holders, and wait for the devices' hooks.
+
+        Return the listed hardware. The devices must still be that hardware.
 
         Raises DeviceConflictError, or LookTimeoutError if the paths of a device do not answer.
 
         resets: whether to wait for `reset` as well; False for a caller that calls `reset` itself.
         """
         keys = tuple(keys)
+        await self._host.reread()
+        if self.listed.has_released:
+            self.releases.begin(keys)
         if self._adopted is not self.listed.now():
             await self.adopt()
             self.notify()
@@ -490,9 +490,8 @@ class Register:
                 devices.setdefault(resource, {})[name] = listed[name]
         for resource, of in devices.items():
             for name, tokens in (await _tokens_now(services[resource].inventory.looks, "granted", of)).items():
-                if not identity.agree(tokens, granted[resource, name]):
-                    was = f"{titled((resource, name))} is not what its holder was given"
-                    raise DeviceConflictError(f"{was}: {shown(granted[resource, name])}, now {shown(tokens)}")
+                if why := other_hardware((resource, name), granted[resource, name], tokens):
+                    raise DeviceConflictError(why)
 
     async def start(self, resource: str, ids: Mapping[str, str]) -> None:
         """Check the devices (by id) of a container that starts, and record which nodes the container gets.
