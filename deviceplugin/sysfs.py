@@ -120,13 +120,13 @@ class HardwareReader:
         device = device_above(directory) if directory is not None else None
         if directory is None or device is None:
             return None
-        bus = "usb" if os.path.exists(f"{device}/idVendor") else "pci"
-        return HardwarePart(self._names(device), f"{bus}:{os.path.basename(device)}", _part(device, directory))
+        port, plugged = os.path.basename(device), _usb(device)
+        if plugged is None:
+            place = f"pci:{port}"
+            return HardwarePart(frozenset({place}), place, _part(device, directory))
+        return HardwarePart(self._names(port, plugged), f"usb:{port}", _part(device, directory))
 
-    def _names(self, device: str) -> frozenset[str]:
-        port = os.path.basename(device)
-        if (plugged := _usb(device)) is None:
-            return frozenset({f"pci:{port}"})
+    def _names(self, port: str, plugged: tuple[str, ...]) -> frozenset[str]:
         vendor, product, serial = (re.sub(r"[^A-Za-z0-9_.-]+", "_", text) for text in plugged)
         name = f"usb:{vendor}:{product}:{serial}"
         if not serial or self._listed().count(plugged) > 1:
