@@ -42,20 +42,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpoint": "checkpoint",
-    "ContainerSpec": "devicemanager",
-    "DeviceState": "devicemanager",
-    "FakeContainer": "pods",
-    "FakeKubelet": "kubelet",
-    "FakePod": "pods",
-    "KubeletCrashError": "devicemanager",
-    "PluginCallError": "devicemanager",
-    "PodFailedError": "pods",
-    "Registration": "kubelet",
-    "Rpc": "kubelet",
-    "Served": "serving",
-    "Update": "kubelet",
-    "serve": "serving",
+    "BlockedLoopError": "..blocking",
+    "Checkpoint": ".checkpoint",
+    "ContainerSpec": ".devicemanager",
+    "DeviceState": ".devicemanager",
+    "FakeContainer": ".pods",
+    "FakeKubelet": ".kubelet",
+    "FakePod": ".pods",
+    "KubeletCrashError": ".devicemanager",
+    "PluginCallError": ".devicemanager",
+    "PodFailedError": ".pods",
+    "Registration": ".kubelet",
+    "Rpc": ".kubelet",
+    "Served": ".serving",
+    "Update": ".kubelet",
+    "serve": ".serving",
 }
 
 
@@ -63,9 +64,5 @@ def __getattr__(name: str) -> object:
     if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name == "BlockedLoopError":
-        from deviceplugin.blocking import BlockedLoopError
-
-        return BlockedLoopError
+        return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
