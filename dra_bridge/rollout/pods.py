@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
-from dra_bridge.kube import NODES, PODS, Cluster, Object
+from dra_bridge.kube import NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
 """Up to this number of nodes, each node, and each node's pods, are read by a separate request."""
@@ -41,6 +41,14 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     return failing
 
 
+async def list_each(
+    cluster: Cluster, kind: Kind, selectors: Iterable[str], keep: Callable[[Object], bool] | None = None
+) -> list[Object]:
+    """Return the objects of lists that are read side by side, one for each field selector. Raises ClusterError."""
+    lists = await asyncio.gather(*(cluster.list(kind, field_selector=selector, keep=keep) for selector in selectors))
+    return [body for listed in lists for body in listed.items]
+
+
 async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Collection[str]) -> dict[str, list[Object]]:
     """Return the pods of these nodes that request any of these resources, by node. Raises ClusterError.
 
@@ -54,11 +62,8 @@ async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Coll
 
     found: dict[str, list[Object]] = {node: [] for node in nodes}
     selectors = [f"spec.nodeName={node}" for node in found] if len(found) <= FEW else ["spec.nodeName!="]
-    for listed in await asyncio.gather(
-        *(cluster.list(PODS, field_selector=selector, keep=wanted) for selector in selectors)
-    ):
-        for pod in listed.items:
-            found[pod["spec"]["nodeName"]].append(pod)
+    for pod in await list_each(cluster, PODS, selectors, wanted):
+        found[pod["spec"]["nodeName"]].append(pod)
     return found
 
 
@@ -67,8 +72,7 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
     if not names:
         return {}
     selectors = [f"metadata.name={name}" for name in names] if len(names) <= FEW else [""]
-    lists = await asyncio.gather(*(cluster.list(NODES, field_selector=selector) for selector in selectors))
-    return {node["metadata"]["name"]: node for listed in lists for node in listed.items}
+    return {node["metadata"]["name"]: node for node in await list_each(cluster, NODES, selectors)}
 
 
 def requests_of(pod: Object) -> dict[str, int]:

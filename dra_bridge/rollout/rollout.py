@@ -25,7 +25,7 @@ from dra_bridge.rollout.agents import LABEL, lease_namespaces
 from dra_bridge.rollout.autoscaler import MarkStep
 from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.pace import Pace, read_pace, returns
-from dra_bridge.rollout.pods import failing_pods
+from dra_bridge.rollout.pods import failing_pods, list_each
 from dra_bridge.rollout.reporter import Reporter
 
 MANY: Final = 12
@@ -90,13 +90,11 @@ async def read_nodes(
     Raises RolloutError if the driver or a node does not exist, ClusterError.
     """
     (of_nodes, of_slices) = ([f"{key}={name}" for name in dict.fromkeys(names)] or [""] for key in _SELECTED)
-    (leases, _), node_lists, slice_lists = await asyncio.gather(
+    (leases, _), nodes, slices = await asyncio.gather(
         _read_leases(cluster, namespace),
-        asyncio.gather(*(cluster.list(NODES, field_selector=selector) for selector in of_nodes)),
-        asyncio.gather(*(cluster.list(RESOURCE_SLICES, field_selector=selector) for selector in of_slices)),
+        list_each(cluster, NODES, of_nodes),
+        list_each(cluster, RESOURCE_SLICES, of_slices),
     )
-    nodes = [body for listed in node_lists for body in listed.items]
-    slices = [body for listed in slice_lists for body in listed.items]
     there = {body["metadata"]["name"] for body in nodes}
     if missing := [name for name in dict.fromkeys(names) if name not in there]:
         raise RolloutError(f"there is no node {', '.join(missing)}")
