@@ -18,7 +18,7 @@ import pytest
 from tests.cluster import locks
 from tests.cluster.node import KUBELET_DIRECTORY, Cluster, Pod
 from tests.cluster.test_handover import AS_BY_DEFAULT
-from tests.cluster.test_witnesses_real import Scene, claimer, plain
+from tests.cluster.test_witnesses_real import Scene, claimer, plain, unbroken
 
 SOON = 30.0
 """Seconds that tell a wait from a wait for the kubelet's next synchronisation of a pod, after 60 s or more."""
@@ -85,12 +85,7 @@ class Replaced(Scene):
 @pytest.fixture
 def scene(make_cluster: Callable[..., Cluster], request: pytest.FixtureRequest) -> Iterator[Replaced]:
     cluster = make_cluster(kubelet_config=AS_BY_DEFAULT)
-    locks.prepare()
-    made = Replaced(cluster, request.node.name.removeprefix("test_"))
-    with made.stack:
-        yield made
-    made.check()
-    assert not made.released()
+    yield from unbroken(Replaced(cluster, request.node.name.removeprefix("test_")))
 
 
 def shown(record: Record, **figures: object) -> None:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -83,8 +83,8 @@ def sticks(scene: Scene) -> Sticks:
     return Sticks()
 
 
-def serve(scene: Scene, form: str, count: int, links: str = "by-id") -> None:
-    scene.serve(resource("a", "all" if form == "claim" else "none", devices=[{"path": f"{locks.NODES}/{links}/*"}]))
+def serve(scene: Scene, form: str, count: int, glob: str = "by-id/*") -> None:
+    scene.serve(resource("a", "all" if form == "claim" else "none", devices=[{"path": f"{locks.NODES}/{glob}"}]))
     wait_offered(scene, form, count)
 
 
@@ -99,6 +99,10 @@ def holder(scene: Scene, form: str, name: str) -> Pod:
     pod = scene.claimer(name, "a") if form == "claim" else scene.pod(name, "a")
     scene.running(pod)
     return pod
+
+
+Start = Callable[[Scene, str, str], Pod]
+"""Starts a pod, given the scene, the form and the pod's name."""
 
 
 def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
@@ -213,21 +217,31 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
     wait_offered(scene, form, 2)
 
 
-def swapped(scene: Scene, sticks: Sticks, form: str) -> tuple[list[Pod], list[str], str]:
-    """Run a pod with each of two sticks, then swap the sticks' numbers.
-
-    Return the pods, the keys that they had, and the key of the stick that had the number 1.
-    """
+def two_pods(
+    scene: Scene, sticks: Sticks, form: str, glob: str = "by-id/*", start: Start = holder
+) -> tuple[list[Pod], list[str], str]:
+    """Run a pod with each of two sticks; return the pods, their keys, and the key of the stick with the number 1."""
     keys = sticks.plug("A", 1), sticks.plug("B", 2)
-    serve(scene, form, 2)
-    pods = [holder(scene, form, name) for name in ("one", "two")]
+    serve(scene, form, 2, glob)
+    pods = [start(scene, form, name) for name in ("one", "two")]
     scene.before = 2
     had = [scene.key(pod) for pod in pods]
     assert set(had) == set(keys)
+    return pods, had, keys[0]
+
+
+def swap(sticks: Sticks) -> None:
+    """Swap the numbers of the two sticks of `two_pods`."""
     sticks.pull("A", "B")
     sticks.plug("B", 1)
     sticks.plug("A", 2)
-    return pods, had, keys[0]
+
+
+def swapped(scene: Scene, sticks: Sticks, form: str) -> tuple[list[Pod], list[str], str]:
+    """Run a pod with each of two sticks, then swap the sticks' numbers; return what `two_pods` does."""
+    made = two_pods(scene, sticks, form)
+    swap(sticks)
+    return made
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -294,7 +308,7 @@ def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str
 def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form: str) -> None:
     """A link by port means the port: its pod keeps it, and a container that restarts has the stick that is there."""
     sticks.plug("A", 1, "1-2")
-    serve(scene, form, 1, "by-path")
+    serve(scene, form, 1, "by-path/*")
     pod = holder(scene, form, "holder")
     scene.before = 1
     sticks.pull("A")

@@ -9,7 +9,18 @@ import pytest
 
 from tests.cluster import locks
 from tests.cluster.node import Pod
-from tests.cluster.test_hardware_real import FORMS, Sticks, await_file, holder, kill, sticks, swapped, until_taken
+from tests.cluster.test_hardware_real import (
+    FORMS,
+    Sticks,
+    await_file,
+    holder,
+    kill,
+    sticks,
+    swap,
+    swapped,
+    two_pods,
+    until_taken,
+)
 from tests.cluster.test_witnesses_real import LIMIT, Scene, claimer, plain, resource, scene
 from tests.scenarios.sides import named
 
@@ -145,21 +156,19 @@ def has_own(pods: list[Pod], had: list[str]) -> bool:
     return held == set(zip((pod.uid for pod in pods), had[::-1], strict=True))
 
 
-def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
-    """The kubelet gives the id of an init container to the main one; both pods have their own sticks after restarts."""
-    sticks.plug("A", 1)
-    sticks.plug("B", 2)
-    serve(scene, "limits", a=[f"{ID}/*"])
-    scene.cluster.wait_allocatable(named("a"), 2)
+def with_init(scene: Scene, form: str, name: str) -> Pod:
+    """Start a pod whose init container has the device first. form: limits."""
     limits = {named("a"): 1}
     init = {**locks.container("init", limits), "command": ["/bin/true"]}
-    pods = [scene.make(locks.pod(name, locks.container(limits=limits), initContainers=[init])) for name in ("1", "2")]
-    scene.running(*pods)
-    scene.before = 2
-    had = [scene.key(pod) for pod in pods]
-    sticks.pull("A", "B")
-    sticks.plug("B", 1)
-    sticks.plug("A", 2)
+    pod = scene.make(locks.pod(name, locks.container(limits=limits), initContainers=[init]))
+    scene.running(pod)
+    return pod
+
+
+def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
+    """The kubelet gives the id of an init container to the main one; both pods have their own sticks after restarts."""
+    pods, had, _ = two_pods(scene, sticks, "limits", start=with_init)
+    swap(sticks)
     kill(*pods)
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
     scene.after = 2
@@ -167,14 +176,8 @@ def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
 
 def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
     """A container that restarts does not get the stick of the other pod by the path of its own former node."""
-    sticks.plug("A", 1)
-    sticks.plug("B", 2)
-    serve(scene, "limits", a=[f"{locks.NODES}/ttyUSB*"])
-    pods = [holder(scene, "limits", name) for name in ("one", "two")]
-    scene.before = 2
-    sticks.pull("A", "B")
-    sticks.plug("B", 1)
-    sticks.plug("A", 2)
+    pods, _, _ = two_pods(scene, sticks, "limits", "ttyUSB*")
+    swap(sticks)
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "is not what its holder was given"), 60)
     assert {one.uid for one in locks.holders()} == {pods[1].uid}
@@ -183,20 +186,13 @@ def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
 
 def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: Sticks) -> None:
     """A container whose device has another name by now is checked as well when it starts."""
-    sticks.plug("A", 1)
-    sticks.plug("B", 2)
-    serve(scene, "limits", a=[f"{ID}/*"])
-    pods = [holder(scene, "limits", name) for name in ("one", "two")]
-    scene.before = 2
-    had = [scene.key(pod) for pod in pods]
+    pods, had, _ = two_pods(scene, sticks, "limits")
     scene.agents.stop()
     scene.agents.resources[0] = {**scene.agents.resources[0], "devices": [{"path": f"{PORT}/*"}]}
     scene.agents.write()
     scene.agents.start()
     scene.agents.wait_registered()
-    sticks.pull("A", "B")
-    sticks.plug("B", 1)
-    sticks.plug("A", 2)
+    swap(sticks)
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
     kill(pods[1])

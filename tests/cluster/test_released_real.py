@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster import locks
 from tests.cluster.node import Cluster, Pod
-from tests.cluster.test_witnesses_real import Scene
+from tests.cluster.test_witnesses_real import Scene, unbroken
 from tests.scenarios.sides import named
 
 SIDES = pytest.mark.parametrize("side", ["limits", "claims"])
@@ -34,12 +34,7 @@ class OneDevice(Scene):
 
 @pytest.fixture
 def scene(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[OneDevice]:
-    locks.prepare()
-    made = OneDevice(cluster, request.node.name.removeprefix("test_"))
-    with made.stack:
-        yield made
-    made.check()
-    assert not made.released()
+    yield from unbroken(OneDevice(cluster, request.node.name.removeprefix("test_")))
 
 
 def calls() -> list[str]:

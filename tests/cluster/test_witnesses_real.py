@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -506,6 +506,18 @@ def plain(name: str, resource: str, *, ignores_term: bool = False, **spec: Any) 
 def claimer(name: str, resource: str, *, ignores_term: bool = False, **spec: Any) -> dict[str, Any]:
     main = locks.container(claims=["device"], ignores_term=ignores_term)
     return locks.pod(name, main, claims={"device": {"resourceClaimTemplateName": resource}}, **spec)
+
+
+S = TypeVar("S", bound=Scene)
+
+
+def unbroken(made: S) -> Iterator[S]:
+    """Yield a scene. In the end no device had two holders, and `released` was called for no held device."""
+    locks.prepare()
+    with made.stack:
+        yield made
+    made.check()
+    assert not made.released()
 
 
 @pytest.fixture
