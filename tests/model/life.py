@@ -35,6 +35,7 @@ from dra_bridge.handover import ends
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.kube import ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node import claim_lists
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EVIDENCE_ERRORS
 from dra_bridge.node.driver_runtime import DriverRuntime
@@ -180,6 +181,8 @@ def modelled(outside: Outside) -> Iterator[None]:
             (looks.Looks, "brief", _briefly),
             (looks.Looks, "within", _within),
             (hook_runs, "CANCELLED", 0.0),
+            (claim_lists, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
+            (claim_lists, "time", clock),
             (ends, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
             (podresources, "time", clock),
             (preparation, "PATIENCE", 0.0),
