@@ -1,1 +1,1 @@
-"""Connects the agent to this node's kubelet: registration, servicer, and the evidence of the holders of devices."""
+"""Connects the agent to this node's kubelet: registration, gRPC servicer, and evidence of which pods hold devices."""

@@ -1,9 +1,9 @@
-"""Decides how long Allocate waits for a former holder of a device id whose pod the kubelet counts as ended.
+"""Decides how long Allocate waits if a pod that the kubelet counts as ended still holds a requested device id.
 
 The kubelet admits pods one after another in its main loop, and calls Allocate from there (kubelet 1.36, kubelet.go:
 HandlePodAdditions). So a wait delays the starts of all pods of the node. If the agent refuses an Allocate, the kubelet
-fails the pod, and the pod's controller creates the next pod at once. The next pod fails as well, until the holder has
-ended or the scheduler knows that the device is unhealthy; by default the kubelet reports the node's status every 10 s.
+fails the pod, and the pod's controller creates the next pod at once. Each next pod fails as well, until the holder has
+ended, or the scheduler knows from the node's status (reported every 10 s by default) that the device is unhealthy.
 
 Measured on a real node (kubelet 1.36.3, two cores) with a Deployment of one pod that is deleted by force again and
 again: without the wait, each deletion left 6 to 13 failed pods; with the wait, none. The kubelet ends a pod that was
@@ -18,28 +18,30 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 PATIENCE: Final = 4.0
-"""Seconds for which all Allocates together wait for one former holder. After that, the agent refuses the device id."""
+"""Seconds for which Allocates together wait for one former holder's end. After that, the agent refuses the device
+id."""
 
 LOOK: Final = 0.1
 """Seconds between two checks of whether the holder's processes still run."""
 
 EXPECTED: Final = 40.0
-"""Seconds after a refusal in which the next pod is expected. During that time, scans read the holder's state often."""
+"""Seconds after a refused Allocate in which the next pod is expected, so that the agent often checks the holder's
+state."""
 
 
 class EndingHolders:
-    """Records for one resource since when Allocate has waited for the former holders of device ids."""
+    """Records, for each device id of one resource, since when Allocates have waited for the id's former holder."""
 
     def __init__(self) -> None:
         self.since: Mapping[str, float] = {}
-        """By device id, when an Allocate first found the id held (monotonic seconds). A later Allocate that finds the
-        id free removes the entry."""
+        """By device id, when an Allocate first found that the id has a former holder (monotonic seconds). An Allocate
+        that finds the id free removes the entry."""
 
     def waits(self, held: Collection[str], dropped: Collection[str], names: Collection[str]) -> bool:
-        """Return whether Allocate waits: the kubelet has dropped the holders of all held ids, and no wait was too long.
+        """Return whether Allocate waits: the kubelet counts all the holders as ended, and no wait has reached PATIENCE.
 
-        held: those of the requested ids that are held. dropped: ids whose holders the kubelet no longer counts. names:
-        all requested ids.
+        held: the requested ids that have a holder. dropped: ids whose holders the kubelet counts as ended. names: all
+        requested ids.
         """
         now = time.monotonic()
         waiting = {name: since for name, since in self.since.items() if name in held or name not in names}

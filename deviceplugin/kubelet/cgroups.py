@@ -6,8 +6,8 @@ The kubelet creates a pod's cgroup before the pod's sandbox and removes the cgro
 `kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid, - as _>.slice`). The directory `kubepods` may
 itself lie below the kubelet's cgroup root.
 
-A `kubepods` tree may belong to another kubelet, or be unused. `deviceplugin.kubelet.pod_evidence` decides whether such
-a tree counts as evidence.
+A directory `kubepods` may belong to another kubelet, or be left from earlier. `deviceplugin.kubelet.pod_evidence`
+decides whether its content is evidence.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ _DEPTH: Final = 6
 TREES: Final = 0.3
 """Seconds for which found `kubepods` trees are not searched again, because the search takes longer than reading them.
 
-A new kubelet with another tree takes longer to start a pod there, to process the pod's deletion by force, and to
-allocate the pod's device again. So no holder is missed.
+No holder is missed: a kubelet that is restarted with another `kubepods` tree needs more time to start a pod there,
+process its deletion by force, and allocate its device again.
 """
 
 
 class ContainerCgroup(NamedTuple):
-    """A cgroup below a pod's cgroup, with a process in it. made: its creation or last change, in Unix seconds."""
+    """A cgroup below a pod's cgroup that has a process.
+
+    made: when this cgroup was created or last changed (Unix seconds).
+    """
 
     name: str
     made: float
 
 
 class PodReader:
-    """Reads which pods' processes may run, from cgroups and pod directories. Blocks.
+    """Reads from cgroups and pod directories which pods may have running processes. Methods block the thread.
 
     cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod counts as ended if the visible cgroups would
-    not contain it. This is safe only without claims, because the kubelet itself allocates devices by the checkpoint
-    alone. boot: the id of the node's boot, which marks facts that are kept over restarts of the agent.
+    not contain it. This is safe only if no devices are given to claims, because then the kubelet alone allocates
+    devices, by its checkpoint. boot: the id of the node's boot; facts about pods that are recorded for a restarted
+    agent carry it.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool, boot: str = "") -> None:
@@ -64,10 +68,11 @@ class PodReader:
         self._boot = boot
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
-        """By UID, since when each running pod has had processes in its cgroup at every read (monotonic seconds)."""
+        """By pod UID, the first of the consecutive reads that found processes in the pod's cgroup (monotonic
+        seconds)."""
         self.shown = PodsShown()
-        """The facts about pods after the last read. Each read updates these facts, and its `PodProcesses` contains
-        them."""
+        """The facts about pods after the last read. Each read updates these facts, and returns them in
+        `PodProcesses`."""
         self._looking = threading.Lock()
         self._last = PodProcesses()
         self._trees: Sequence[str] = ()
@@ -80,7 +85,7 @@ class PodReader:
         if look.running is not None:
             self._cgroups_seen = True
         elif self._cgroups_seen:
-            return PodProcesses()  # Cgroups were visible before, and cannot be read now.
+            return PodProcesses()  # Cgroups were visible at an earlier read, but cannot be read now.
         return look
 
     def in_cgroups(self) -> frozenset[str] | None:
@@ -105,18 +110,18 @@ class PodReader:
             return self._last
 
     def known(self, places: Mapping[str, frozenset[str]]) -> None:
-        """Add the facts about pods that a former agent process has recorded."""
+        """Add the places of pods (directories of their cgroups) that an earlier agent process has recorded."""
         with self._looking:
             self.shown = replace(self.shown, places={**places, **self.shown.places})
 
     def hide(self, look: PodProcesses, uids: Collection[str]) -> PodProcesses:
-        """Record that these pods run although the cgroups do not contain them; return `look` with these facts."""
+        """Record that these pods run although the visible cgroups do not contain them; return `look` with that fact."""
         with self._looking:
             self.shown = self.shown.hide(uids)
             return replace(look, shown=look.shown.hide(uids))
 
     def answered(self) -> None:
-        """Record that this root directory is the kubelet's: it answers at sockets there, so its pods are there."""
+        """Record that `kubelet_root` is the kubelet's root, because the kubelet answers at a socket below it."""
         with self._looking:
             self.shown = replace(self.shown, roots=self.shown.roots | ({self._root()} - {""}))
 
@@ -126,20 +131,20 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return whether a pod may have a cgroup: not all last known cgroups of the pod were removed. Quick."""
+        """Return False if all last known cgroups of a pod were removed; else the pod may have a cgroup. Quick."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
-        """Return a pod's cgroups of containers and sandbox that have processes; None if these cgroups are not known.
+        """Return the cgroups with processes of a pod's containers and sandbox; None if these cgroups are not known.
 
         Raises OSError if a subtree cannot be read.
         """
         levels = (pods for tree in _trees(str(self.cgroups)) for _, pods in _levels(tree))
         paths = [path for pods in levels for uid, path in pods if uid == pod_uid]
         if not paths or any(_text(path, "cgroup.procs") != "" for path in paths):
-            return None  # Cgroups are invisible or covered by a mount, or the pod's own has a process.
+            return None  # The cgroups are invisible or covered by a mount, or a process is in the pod's own cgroup.
         below = [directory for path in paths for directory in _subdirectories(path)]
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
@@ -189,9 +194,9 @@ def place_of(directory: str, boot: str) -> str:
 
 
 def cgroup_trees(root: Path) -> list[str]:
-    """Return the paths of the directories `kubepods`; empty if a subtree cannot be read.
+    """Return the paths of all directories `kubepods`; empty if a subtree of `root` cannot be read.
 
-    With cgroup v1, the directories are in the hierarchy `pids`, or in the first hierarchy that has any.
+    With cgroup v1, only the hierarchy `pids` is searched, or else the first hierarchy that has such a directory.
     """
     with contextlib.suppress(OSError):
         return _trees(str(root))
@@ -220,7 +225,7 @@ def _kubepods(root: str) -> list[str]:
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the directories of a `kubepods` tree that contain pods, with UID and path of each pod.
 
-    These directories are the root of the tree and its QoS classes.
+    Such directories are the tree's root and the directories of the QoS classes.
     """
     pods: list[tuple[str, str]] = []
     classes: list[str] = []
@@ -241,7 +246,7 @@ def _pod_of(name: str) -> str | None:
 
 
 def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
-    """Return whether a pod's cgroup was removed: it does not exist, and its parent is one of these directories."""
+    """Return whether a pod's cgroup was removed: `path` does not exist, and its parent directory is in `places`."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -267,7 +272,7 @@ def _populated(path: str) -> bool:
         if (count := _text(path, "pids.current")) is not None:
             return count.strip() != "0"
         if (processes := _text(path, "cgroup.procs")) is None:
-            return os.path.isdir(path)  # The file is gone, or another mount covers it.
+            return os.path.isdir(path)  # The file was removed with its cgroup, or a mount covers the cgroup.
         if processes:
             return True
     except OSError:

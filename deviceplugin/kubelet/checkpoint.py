@@ -1,14 +1,14 @@
-"""Reads the device manager's checkpoint: the device ids of each container, and which devices were granted for the ids.
+"""Reads the kubelet's device manager checkpoint: the device ids of each container, and the devices granted for them.
 
 The kubelet writes its checkpoint on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
 1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). The
 checkpoint names ended pods until the first write after `UpdateAllocatedDevices`. PodResources `List` calls that
 function, which does nothing before all of the kubelet's pod sources are ready.
 
-The kubelet keeps the plugin's answer to Allocate with the allocation (`AllocResp`; devicemanager/checkpoint). An
-annotation in the answer identifies the granted devices. The kubelet merges the annotations of several resources, so
-each resource has its own annotation key. Answers without the annotation (of other plugins or of another boot) name host
-paths of device nodes. For such answers, the present device numbers of these paths count.
+The checkpoint contains the plugin's AllocateResponse with each allocation (`AllocResp`; devicemanager/checkpoint). The
+agent adds an annotation to its responses that identifies the granted devices. The kubelet merges the annotations of
+several resources, so each resource has its own annotation key. For responses without this annotation (of other plugins
+or of another boot), the present device numbers of the host paths in the response count.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 REWRITE: Final = 1.0
-"""Seconds in which the kubelet should write its checkpoint after a device list was sent. Usually this takes
+"""Seconds to wait for the kubelet's new checkpoint after a device list was sent. Usually the write takes
 milliseconds."""
 NODE_LOOK: Final = 0.5
-"""Seconds for a stat of the device nodes in another plugin's answer, so that a hanging node delays no reading longer.
+"""Seconds to wait for a stat of the device nodes in another plugin's AllocateResponse; a hanging stat is given up then.
 """
 UNHINTED: Final = 0.2
-"""Seconds between two checks for a new checkpoint file, because some file systems cause no events for other writers."""
+"""Seconds between two checks for a new checkpoint file: on some file systems, no events report other programs'
+writes."""
 
 
 class CheckpointError(Exception):
@@ -57,7 +58,8 @@ class CheckpointError(Exception):
 class CheckpointVersion:
     """The content of one checkpoint file.
 
-    registered: healthy ids by resource. file: the identity of the file. responses: the answers to Allocate, in base64.
+    registered: the healthy ids by resource. file: the identity of the file. responses: the AllocateResponses, in
+    base64.
     """
 
     allocations: frozenset[Allocation]
@@ -69,8 +71,8 @@ class CheckpointVersion:
 def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
     """Parse a checkpoint: `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
-    The kubelet replaces the file by a rename, so the text is complete. The checksum is not checked: it is a hash of Go
-    values, which only the kubelet can compute. Raises CheckpointError if the text is not a checkpoint.
+    The kubelet replaces the file by a rename, so a read returns the complete text. The checksum is not verified: it is
+    a hash of Go values, which only the kubelet can compute. Raises CheckpointError if the text is not a checkpoint.
     """
     try:
         data = msgspec.json.decode(text)["Data"]
@@ -113,28 +115,28 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
     """Return whether the kubelet composed at least one of these checkpoints after the agent's first request.
 
     The kubelet composes the content under its lock, but writes the file without the lock. So a checkpoint with an older
-    state can replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). The number of such late
-    writes is limited by the number of writers, because each writes at most one file at a time. The writers are the
-    ListAndWatch handler of each resource that the file names, and the node's status (GetCapacity). Admissions run one
-    after another, and each has written its file before the next begins. Containers that start after the kubelet lost
-    its checkpoint also cause writes, because devices are allocated to them again; these writes are not counted here.
+    state can replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer writes one file
+    at a time, so there are at most as many late writes as writers. The writers are the ListAndWatch handler of each
+    resource that the file names, and the node's status (GetCapacity). Pod admissions are no such writers: each
+    admission has written its file before the next begins. Containers that start after the kubelet lost its checkpoint
+    also cause writes, because devices are allocated to them again; these writes are not counted here.
 
-    written: the different files that were seen since the first request; each was followed by another request.
+    written: the different checkpoint files since the first request; after each file, the agent has requested another.
     """
     resources = {resource for version in written for resource in version.registered}
     return len(written) > len(resources) + 1
 
 
-# Functions for the answers to Allocate in the checkpoint.
+# Functions for the AllocateResponses in the checkpoint.
 
 
 def annotation(resource: str) -> str:
-    """Return the annotation key under which an answer to Allocate identifies the devices of a resource."""
+    """Return the annotation key under which an AllocateResponse identifies the devices of a resource."""
     return f"{resource}.identity"
 
 
 def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str) -> None:
-    """Add an annotation with the identities and amounts of the granted devices to the answer of Allocate.
+    """Add an annotation with the identities and amounts of the granted devices to an AllocateResponse.
 
     devices: the granted devices, by the kubelet's device id.
     """
@@ -158,11 +160,11 @@ def granted(
     boot: str,
     numbers: Callable[[Iterable[str]], Tokens] = numbers_of,
 ) -> Wanted:
-    """Return a device's identity and amount from the answer to Allocate in the checkpoint. May block for device nodes.
+    """Return a device's identity and amount from the AllocateResponse in the checkpoint. May block on device nodes.
 
-    Without an annotation of this boot, the identity consists of all device nodes in the answer: those of all its
-    devices, and control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers of
-    those paths that are device nodes.
+    Without an annotation of this boot, the identity consists of all device nodes in the response: of all devices of the
+    container, and control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers
+    of those paths that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
@@ -170,7 +172,7 @@ def granted(
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
-    """Return whether an answer of another boot names device nodes, of which none existed when `granted` was called."""
+    """Return whether an AllocateResponse of another boot names device nodes, but `granted` found none of them."""
     of, _, paths = _decoded(response, resource)
     return of != boot and bool(paths) and not wanted.identity.tokens
 
@@ -182,7 +184,7 @@ def ours(wanted: Wanted) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], tuple[str, ...]]:
-    """Return the boot and the devices in the answer's annotation, and the host paths of the answer's device nodes."""
+    """Return the boot id and the devices in a response's annotation, and the host paths of its device nodes."""
     try:
         message = pb.ContainerAllocateResponse.FromString(base64.b64decode(response))
     except (ValueError, DecodeError):
@@ -215,27 +217,27 @@ class _Annotation(msgspec.Struct, frozen=True):
 
 
 _DECODER: Final = msgspec.json.Decoder(_Annotation)
-"""The decoder is made at import, because msgspec 0.22 crashes if several threads decode a type for the first time."""
+"""The decoder is made at import, because msgspec 0.22 crashes if several threads first use a type at the same time."""
 
 
 # Classes that read the checkpoint, and make the kubelet write it.
 
 
 class DeviceLists(Protocol):
-    """Access to the device lists that this process sends to the kubelet (`deviceplugin.node.agent.Agent`)."""
+    """What a checkpoint reader needs of the device lists (implemented by `deviceplugin.node.agent.Agent`)."""
 
     def resend(self) -> bool:
-        """Send the device lists again; return whether the kubelet receives the list of any resource."""
+        """Send the device lists to the kubelet again; return whether a ListAndWatch stream of any resource is open."""
 
     def adopted(self, resource: str) -> bool:
         """Return whether a vendor's plugin answers Allocate for a resource."""
 
 
 class KnownCheckpoint(NamedTuple):
-    """The facts that the agent keeps from the checkpoints that were read.
+    """What the agent keeps in memory from the checkpoints that it has read.
 
-    last: the newest of these checkpoints. grants: by allocation, the identity and amount of its device, with the answer
-    to Allocate from which both were read. missing_nodes: allocations of an earlier boot whose device nodes were all
+    last: the newest of these checkpoints. grants: by allocation, the identity and amount of its device, with the
+    AllocateResponse that contains both. missing_nodes: allocations of an earlier boot whose device nodes were all
     missing; each reading checks these nodes again.
     """
 
@@ -245,14 +247,15 @@ class KnownCheckpoint(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads the kubelet's checkpoint, makes the kubelet write it, and keeps the identities of granted devices.
+    """Reads the kubelet's checkpoint, makes the kubelet write it, and remembers the identities of granted devices.
 
-    A device list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
-    known: returns the allocations that count as held; the identities of their devices are kept. Answers of adopted
-    resources identify no device, because all these answers contain control nodes.
+    The agent makes the kubelet write its checkpoint by sending a device list again (kubelet 1.36,
+    devicemanager/manager.go). known: returns the allocations that count as held; the identities of their devices stay
+    in memory. AllocateResponses of adopted resources (of a vendor's plugin) identify no device, because all of them
+    contain the same control nodes.
 
-    Several threads read at the same time. The attribute `known` is one immutable value. Only `take` replaces it, under
-    a lock, so all other threads see either the former value or the new one.
+    Several threads may read at the same time: the attribute `known` is one immutable value, which only `take` replaces,
+    under a lock.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class CheckpointReader:
         self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
 
     def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the numbers of device nodes; empty if a stat does not return in time. The next reading tries again."""
+        """Return the device numbers of nodes; empty if a stat hangs. The next read tries again."""
         try:
             return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
         except LookTimeoutError:
@@ -276,7 +279,7 @@ class CheckpointReader:
     def newest(self, *, nodes: bool = False) -> CheckpointVersion:
         """Return the checkpoint file's present content; read the file only if it has changed. Blocks.
 
-        nodes: whether to check again for missing device nodes. Raises CheckpointError.
+        nodes: whether to stat device nodes again that were missing before. Raises CheckpointError.
         """
         last, _, missing = self.known
         if identity(self._directory) == last.file and not (nodes and missing):
@@ -290,7 +293,7 @@ class CheckpointReader:
         return now
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Store the last of these checkpoints, and the identities of granted devices. May block for device nodes."""
+        """Remember the last of these checkpoints, and the identities of granted devices. May block on device nodes."""
         with self._taking:
             last, before, missing = self.known
             kept = frozenset(self._held()).union(*(version.allocations for version in checkpoints))

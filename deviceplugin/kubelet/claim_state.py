@@ -1,9 +1,9 @@
 """Reads the kubelet's own record of prepared claims: `<kubelet root>/dra_manager_state`.
 
-The file names each claim that the kubelet has asked drivers to prepare and has not yet had unprepared. The kubelet
-writes the file before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36,
-cm/dra/manager.go). The file exists from the kubelet's first start on. Until NodePrepareResources has answered, a claim
-is in the file without devices.
+A claim is in the file from the kubelet's first NodePrepareResources call for it until the claim is unprepared. The
+kubelet writes the file before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36,
+cm/dra/manager.go). The file exists from the kubelet's first start on. Until the response to NodePrepareResources, the
+file names the claim without devices.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ClaimStateMissingError(ClaimStateError):
 class PreparedClaim:
     """A claim that the kubelet counts as prepared.
 
-    The drivers named the devices in their answers to NodePrepareResources. devices: (pool, device name, share ID or "")
-    of each device, by driver. cdi_ids: the names of the CDI devices. requests: (driver, name of the request, device
-    name) of each device. The name of the request is "" if the driver gave none.
+    The kubelet takes devices, CDI ids and requests from the drivers' responses to NodePrepareResources. devices: (pool,
+    device name, share ID or "") of each device, by driver. cdi_ids: the names of the CDI devices. requests: (driver,
+    name of the request, device name) of each device. The name of the request is "" if the driver gave none.
     """
 
     uid: str
@@ -48,7 +48,7 @@ class PreparedClaim:
 
     @property
     def title(self) -> str:
-        """Namespace and name of the claim, for messages."""
+        """The claim's namespace and name, for messages."""
         return f"{self.namespace}/{self.name}"
 
 

@@ -27,11 +27,11 @@ _TOO_LARGE: Final = (
     "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2  # Any number above 1 makes `device_of` find the device of a replica's id.
+ANY_REPLICAS: Final = 2  # With any number above 1, `device_of` finds the device of a replica's id.
 
 
 class Entry(NamedTuple):
-    """One device id in the list for the kubelet."""
+    """One device id in the device list for the kubelet."""
 
     name: str
     healthy: bool
@@ -51,9 +51,9 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    The number of replicas of a device changes only while the device has no holder. A legacy id was offered before the
-    configured number of replicas changed. A legacy id stays in the list, because a pod may hold it. held: returns
-    whether a device has a holder.
+    The number of replicas of a device changes only while the device has no holder. A legacy id is an id from before a
+    change of the configuration; it stays in the list as unhealthy, because a pod may hold it. held: returns whether a
+    device has a holder.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class DeviceIds:
         self._held = held
         self._times: dict[str, int] = {}
         self._refused: dict[str, int] = {}
-        self.legacy: Mapping[str, str] = {}  # By legacy id, its device.
+        self.legacy: Mapping[str, str] = {}  # For each legacy id, its device.
 
     def entries(self, offers: Callable[[str], bool], withheld: Collection[str]) -> tuple[Entry, ...]:
-        """Return the present list for the kubelet.
+        """Return the present device list for the kubelet.
 
-        A device of unknown health is listed as healthy: only a device that is known to be broken is withdrawn. Ids of a
-        device that is not offered, and legacy ids, are listed as unhealthy and never left out. offers: returns whether
-        a device is offered. withheld: further ids to list as unhealthy.
+        A device of unknown health is listed as healthy, because only broken devices should be withdrawn from pods. Ids
+        of a device that is not offered, and legacy ids, are listed as unhealthy instead of being left out. offers:
+        returns whether a device is offered. withheld: further ids to list as unhealthy.
         """
         shown: dict[str, Entry] = {}
         numa: dict[str, tuple[int, ...]] = {}
@@ -99,7 +99,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in before.items() if name not in now}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Make those of these ids legacy ids that are not offered now."""
+        """Make those of the ids `names` that are not offered now legacy ids."""
         offered = frozenset(self.offered())
         self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
@@ -109,7 +109,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Make ids that pods had before this agent legacy ids; return ids whose devices are not in the inventory."""
+        """Make ids that pods had before the agent's start legacy ids; return the ids without a listed device."""
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in devices}
@@ -129,12 +129,12 @@ class DeviceIds:
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
-            # The device's id has the form of a replica's id, which would belong to another device.
+            # The device's own id looks like a replica's id of another device.
             return replicas_of(device.id, ANY_REPLICAS)[:1]
         return names
 
     def _times_of(self, device: Device, times: int) -> int:
-        """Return how often a device is offered: the former number while it has a holder, otherwise `times`."""
+        """Return the number of a device's ids: while the device has a holder the former number, otherwise `times`."""
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:
@@ -163,7 +163,7 @@ class DeviceIds:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One ListAndWatch call. shown: when the last list was sent (monotonic seconds), and the healthy ids in it."""
+    """One ListAndWatch call. shown: the time (monotonic seconds) and the healthy ids of the last sent list."""
 
     ending: bool = False
     shown: tuple[float, frozenset[str]] | None = None
@@ -172,8 +172,8 @@ class Stream:
 class ListStreams:
     """The ListAndWatch streams of a resource. begun: number of streams so far.
 
-    lines: returns the present list, None before the first list. in_flight: the running Allocates; a list with more
-    healthy ids is sent after their end.
+    lines: returns the present device list; None before the source's first list. in_flight: the running Allocates; a
+    device list with more healthy ids is sent only after they have ended.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ListStreams:
     ) -> None:
         self.begun = 0
         self.sent: tuple[SentList, ...] = ()
-        """The last sent list, and lists that were replaced less than LATE seconds ago; the oldest first."""
+        """The last sent device list, and the lists that it replaced less than LATE seconds ago; the oldest first."""
         self._resource = resource
         self._lines = lines
         self._in_flight = in_flight
@@ -193,16 +193,16 @@ class ListStreams:
         self._wake = asyncio.Event()
         self._resends = 0
         self._version = 0
-        """Number of the list's version; grows with each `refresh`, and with each new stream."""
+        """The version of the device list: a number that grows with each `refresh` and with each new stream."""
         self._made: tuple[int, tuple[Entry, ...] | None] = (-1, None)
-        """The last computed list, and before it the version for which it was computed."""
+        """The version for which the device list was last computed, and this list."""
 
     def start(self, on_end: Callable[[], None]) -> None:
-        """Accept streams. on_end: called when a stream ends and no other stream is open."""
+        """Accept ListAndWatch streams. on_end: called when a stream ends and no other stream is open."""
         self._serving, self._on_end = True, on_end
 
     def stop(self) -> None:
-        """Let every open and every new stream end instead of sending its next list."""
+        """Make each open stream, and each new stream, end instead of sending another device list."""
         self._serving, self._on_end = False, lambda: None
 
     @property
@@ -211,7 +211,7 @@ class ListStreams:
         return bool(self.open)
 
     def shown(self) -> tuple[float, frozenset[str]] | None:
-        """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
+        """Return when a device list was last sent to the kubelet (monotonic seconds), and the healthy ids in that list.
 
         None without a stream, or while a stream has not sent its first list. With several streams, the ids of all
         streams count.
@@ -222,7 +222,7 @@ class ListStreams:
         return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
     def healthy(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy in the last sent list or in the next list.
+        """Return the ids that are Healthy in the last sent device list or in the next one.
 
         None in the same cases as `shown`.
         """
@@ -231,7 +231,7 @@ class ListStreams:
         return shown[1].union(line.name for line in self._lines() or () if line.healthy)
 
     def staying(self) -> frozenset[str] | None:
-        """Return the ids that are Healthy both in the last sent list and in the next list.
+        """Return the ids that are Healthy both in the last sent device list and in the next one.
 
         None in the same cases as `shown`.
         """
@@ -247,7 +247,7 @@ class ListStreams:
         return await in_time(self._none_open.wait(), timeout)
 
     def refresh(self) -> None:
-        """Compute the list again, and send the list on every stream if it has changed."""
+        """Compute the device list again, and send it on every stream if it has changed."""
         self._version += 1
         self._wake.set()
         self._wake = asyncio.Event()
@@ -260,7 +260,7 @@ class ListStreams:
         return any(stream.shown is not None for stream in self.open)
 
     def _now(self) -> tuple[Entry, ...] | None:
-        """Return the present list, computed once for each version."""
+        """Return the present device list, which is computed once for each version."""
         if self._made[0] != self._version:
             self._made = self._version, self._lines()
         return self._made[1]
@@ -271,7 +271,7 @@ class ListStreams:
         self.sent = (*(sent_list for sent_list, after in replaced if after.at > now.at - LATE), now)
 
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
-        """Open a ListAndWatch stream: yield the list now and after each change, until the stream is ended."""
+        """Open a ListAndWatch stream: yield the device list now and after each change, until the stream is ended."""
         stream = Stream()
         self.open.add(stream)
         self._none_open.clear()
@@ -304,7 +304,7 @@ class ListStreams:
                         refused = lines
                         _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
                     del message
-                await wake.wait()  # The event is already set if the list changed while it was sent.
+                await wake.wait()  # The event is already set if the device list changed while it was being sent.
                 paused = False
         finally:
             self.open.discard(stream)

@@ -1,11 +1,11 @@
 """Detects that another plugin has registered a resource with the kubelet. The kubelet does not report this.
 
 Facts (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go): Register of an already
-registered resource succeeds. The kubelet continues to read the lists of both plugins. The list that the kubelet read
-last counts, and Allocate goes to the plugin that registered last. When the plugin that registered last leaves, kubelet
-1.36 counts all devices as unhealthy and the resource's plugin as stopped, even if another plugin has an open stream;
-kubelet 1.37 continues with another plugin and with the last list of any plugin. After each list, the kubelet writes its
-checkpoint.
+registered resource succeeds. The kubelet continues to read the ListAndWatch lists of both plugins. The list that the
+kubelet read last counts, but the kubelet calls Allocate of the plugin that registered last. When the plugin that
+registered last disconnects, kubelet 1.36 counts all devices as unhealthy and the resource's plugin as stopped, even if
+another plugin has an open stream; kubelet 1.37 continues with another plugin, and with the last list that any plugin
+has sent. After each list, the kubelet writes its checkpoint.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from deviceplugin.files import FileIdentity
 from deviceplugin.register.records import Allocation
 
 LATE: Final = 5.0
-"""Seconds after which the kubelet has certainly read a list and written its checkpoint, even on a slow disk."""
+"""Seconds after a list was sent in which the kubelet certainly reads it and writes its checkpoint, even on a slow
+disk."""
 LISTED: Final = 1.0
-"""Seconds within which a plugin's list is in the checkpoint after the plugin has created its socket."""
+"""Seconds after the creation of a plugin's socket within which the plugin's device list is in the checkpoint."""
 _TICK: Final = 0.01
-"""Seconds by which a file's modification time may be earlier than the clock at the write."""
+"""Seconds by which a file's modification time may be earlier than the clock showed when the file was written."""
 _OWN: Final = re.compile(r"kubelet\.sock|.*-[0-9a-f]{8}\.sock")
 """Names of the sockets of the kubelet and of this framework, which are not counted as other plugins' sockets.
 
@@ -40,7 +41,7 @@ Socket = tuple[str, FileIdentity]
 
 
 class SentList(NamedTuple):
-    """The healthy ids of a list that was sent to the kubelet. at: when the list was sent, in Unix seconds."""
+    """The healthy ids of a device list that was sent to the kubelet. at: when the list was sent (Unix seconds)."""
 
     at: float
     ids: frozenset[str]
@@ -49,10 +50,10 @@ class SentList(NamedTuple):
 class Finding(NamedTuple):
     """The evidence that another plugin has registered a resource; `reason` is "" if there is none.
 
-    again: seconds until the next decision, even without a change. sure: whether the evidence proves that another plugin
-    has registered the resource; otherwise this is only possible. A socket alone is a proof only if the socket has the
-    name of the adopted plugin's socket, because a plugin of another resource that registers again with the same list
-    causes the same evidence.
+    again: seconds after which to decide again, even if nothing has changed. sure: whether the evidence proves that
+    another plugin has registered the resource; otherwise this is only possible. A new socket alone proves this only if
+    its name is that of the adopted plugin's socket; otherwise a plugin of another resource may have registered again
+    with the same list.
     """
 
     reason: str = ""
@@ -65,8 +66,8 @@ class KubeletRecord:
     """The checkpoint's entries that concern a resource.
 
     written: when the kubelet wrote the checkpoint (Unix seconds). registered: the healthy ids of the resource. others:
-    the healthy ids of resources that this process does not serve. foreign: allocations of the resource that another
-    plugin has answered.
+    the healthy ids of other processes' resources. foreign: allocations of the resource whose AllocateResponse is
+    another plugin's.
     """
 
     written: float
@@ -81,10 +82,11 @@ def foreign_sockets(sockets: Mapping[str, FileIdentity]) -> frozenset[Socket]:
 
 
 def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, taken: bool = False) -> str | None:
-    """Describe how the kubelet's list differs from the agent's; "" if both are equal, None if that is not known yet.
+    """Describe how the kubelet's device list differs from the agent's; "" if they are equal, None if not known yet.
 
-    sent: the lists since Register, the oldest first, after the ids in the earlier checkpoint. now: Unix seconds. taken:
-    whether the kubelet already had the last list, so that the kubelet cannot read an older list of the agent any more.
+    sent: the ids in the checkpoint before Register, then the lists that the agent has sent since, the oldest first.
+    now: Unix seconds. taken: whether the kubelet has read the last list, so that it cannot read an older list of the
+    agent any more.
     """
     if not sent or record.written < sent[-1].at - _TICK:
         return None
@@ -102,24 +104,24 @@ def _counted(ids: Collection[str]) -> str:
 
 
 class ForeignPluginWatch:
-    """Finds out from the checkpoint and from sockets whether another plugin has registered a resource."""
+    """Detects, from the checkpoint and from plugins' sockets, that another plugin has registered a resource."""
 
     def __init__(self) -> None:
         self._known: frozenset[Socket] = frozenset()
         self._foreign: frozenset[Allocation] = frozenset()
         self._before: tuple[SentList, ...] = ()
         self._taken: SentList | None = None
-        """The agent's list that the kubelet has certainly read; None if this is known of no list."""
+        """The last device list of the agent that the kubelet has certainly read; None if there is no such list."""
         self._others: Mapping[str, frozenset[str]] = {}
         self._new: dict[Socket, tuple[float, Mapping[str, frozenset[str]]]] = {}
-        """Sockets that appeared since Register: when they were created (Unix seconds), and the healthy ids of other
-        resources before."""
+        """For each socket that appeared since Register: when it was created (Unix seconds), and which ids of other
+        resources were healthy before."""
 
     def begin(self, record: KubeletRecord | None, there: frozenset[Socket]) -> None:
-        """Record the state before Register is called, because it proves no plugin that registers later."""
+        """Record checkpoint and sockets before Register: these are no evidence of a plugin that registers later."""
         now = time.time()
         self._known, self._new, self._taken = there, {}, None
-        # A kubelet that has just started has no devices until a plugin sends it a list.
+        # A kubelet that has just started counts no devices until a plugin sends a list.
         self._before = (SentList(now, frozenset()),)
         if record is not None:
             self._foreign, self._others = record.foreign, record.others
@@ -149,13 +151,13 @@ class ForeignPluginWatch:
         if not sent:
             return Finding()
         last = sent[-1]
-        # The agent's first list replaces the state before Register, even if the kubelet takes long to read that list.
+        # Until the kubelet has read the agent's first list, however late, it may still have the list from before
+        # Register.
         before = tuple(sent_list._replace(at=sent[0].at) for sent_list in self._before)
         differs = contradiction(record, (*before, *sent), now, self._taken == last)
         if differs:
             return Finding(differs)
-        # The kubelet may have read only an earlier, equal list of the agent, and may still read the lists between the
-        # two.
+        # If an earlier list of the agent was equal, the kubelet may have read only that list, and the next lists later.
         if differs == "" and all(sent_list.ids != last.ids for sent_list in sent[:-1]):
             self._taken = last
         again = math.inf if differs == "" else max(LISTED, sent[-1].at + LATE - now)
@@ -166,11 +168,11 @@ class ForeignPluginWatch:
             due = since + (LISTED if listed else LATE)
             if sure and now < due:
                 again = min(again, due - now)
-                break  # A finding by another socket causes a Register, after which all sockets are known.
+                break  # A finding causes a new Register, and after it all present sockets count as known.
             if not listed:
-                continue  # The plugin of this socket has not sent a list yet.
+                continue  # The plugin of this socket may not have sent a device list yet.
             if record.others != others and not sure:
-                self._known |= {socket}  # The plugin's list was for another resource.
+                self._known |= {socket}  # The plugin of this socket has sent a device list for another resource.
                 del self._new[socket]
             elif now < due:
                 again = min(again, due - now)

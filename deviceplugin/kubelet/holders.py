@@ -1,8 +1,8 @@
-"""Decides from evidence which allocations still hold devices. Pure functions. No other module decides this.
+"""Decides from the evidence which allocations still hold devices. No other module decides this. Pure functions.
 
 An allocation ends on two conditions: checkpoints that the kubelet wrote at the agent's requests do not name the
-allocation, and no process of its pod can run any more. Evidence that is missing, late or unreadable makes the state of
-an allocation "unknown", and an unknown allocation counts as held. PodResources `List` is no evidence for this decision
+allocation, and no process of its pod can run any more. If evidence is missing, late or unreadable, the state of an
+allocation is "unknown"; an unknown allocation counts as held. PodResources `List` is no evidence for this decision
 (`deviceplugin.kubelet.podresources` says why).
 """
 
@@ -23,7 +23,7 @@ from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
 class EvidenceSource(enum.Enum):
-    """The sources of evidence about the holders of devices. Each value is a value of the metric's label."""
+    """The sources of evidence about the holders of devices. The values are used as values of a metric's label."""
 
     CHECKPOINT = "checkpoint"
     CGROUPS = "cgroups"
@@ -36,8 +36,8 @@ class EvidenceSource(enum.Enum):
 class HoldReason(NamedTuple):
     """Why an allocation counts as held.
 
-    named: whether the checkpoint names the allocation. certain: whether more than an old checkpoint shows that the
-    allocation is held.
+    named: whether the kubelet's checkpoint names the allocation. certain: False if only an old checkpoint shows that
+    the allocation is held.
     """
 
     named: bool
@@ -50,9 +50,9 @@ class HolderEvidence:
     """The evidence of one scan.
 
     checkpoints: the checkpoint files that were read; empty if none was readable. current: whether the kubelet wrote the
-    checkpoints after the agent's own request, and `shows_present` is true for them. problem: why there is no
-    checkpoint, or why the checkpoint is not current. ended: allocations that no checkpoint names and whose containers
-    have ended, although their pods run.
+    checkpoints after the agent's own request, and `shows_present` is true for them. problem: why no checkpoint was
+    read, or why the checkpoints are not current. ended: allocations that no checkpoint names and whose containers have
+    ended, although their pods run.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -66,10 +66,11 @@ class HolderEvidence:
 class HolderSnapshot:
     """The allocations that counted as held at one moment.
 
-    at: when reading the evidence began (monotonic seconds). current: whether an allocation has ended if the checkpoints
-    do not name it. held: the allocations that count as held. registered: by resource, the ids that the kubelet counts
-    as healthy in any of the checkpoints; None if no checkpoint was readable. problem: why the checkpoint is missing or
-    not current; "" if neither. shown: where cgroups and directories of pods have been seen until then.
+    at: when the reading of the evidence began (monotonic seconds). current: whether the checkpoints are new enough to
+    prove that an allocation which they do not name has ended. held: the allocations that count as held. registered: by
+    resource, the ids that the kubelet counts as healthy in any of the checkpoints; None if no checkpoint was readable.
+    problem: why the checkpoint is missing or not current; "" if neither. shown: the directories in which pods' cgroups
+    and pod directories have been seen until then.
     """
 
     at: float = 0.0
@@ -88,10 +89,11 @@ class HolderSnapshot:
         return by_id
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the ids in use that the kubelet may allocate again: no checkpoint names a holder whose processes run.
+        """Return the held ids that the kubelet may allocate again: no checkpoint names a holder with running processes.
 
-        A holder that no checkpoint names and that has no processes has probably ended. If its device were listed as
-        unhealthy until the end is proved, pods would fail. The next grant reads the processes of the holder again.
+        A holder that no checkpoint names and that has no processes has probably ended. If the holder's device were
+        reported as unhealthy until that is proved, new pods would fail. Before the next grant of the id, the agent
+        reads the holder's processes again.
         """
         mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -107,11 +109,10 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         there = bool(runs) and seen.pods.has(allocation.pod_uid)
         if allocation in named:
-            # An allocation that an older checkpoint names, and a newer one does not, may have ended.
+            # An allocation that only an older one of the checkpoints names may have ended.
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
-        # This reason also applies if no checkpoint is requested, because a newer checkpoint would not end the
-        # allocation.
+        # This reason also applies if no newer checkpoint is requested, because it would not prove the allocation's end.
         elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
@@ -125,7 +126,7 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 
 
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
-    """Return the sources of evidence that did not show whether these allocations have ended.
+    """Return the sources of evidence because of which it is unknown whether these allocations have ended.
 
     asked: whether a checkpoint was requested.
     """
@@ -142,7 +143,10 @@ def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) 
 def running(
     allocations: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return by device id the UID of the holding pod, if the pod still has processes. pods: pods with processes."""
+    """Return, for each device id whose holding pod still has processes, the pod's UID.
+
+    pods: UIDs of pods with processes.
+    """
     return {
         allocation.device_id: allocation.pod_uid
         for allocation in of_ids(allocations, resource, device_ids)
@@ -160,17 +164,20 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 
 
 def ended(allocations: Iterable[Allocation], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations of pods that have no process any more. Only for pods whose admission has ended."""
+    """Return the allocations of pods without processes.
+
+    The caller must know that the admission of these pods has ended.
+    """
     return frozenset(allocation for allocation in allocations if not pods.may_run(allocation.pod_uid))
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
-    """Return whether a claim is unused on this node: not in the kubelet's claim state, and none of its pods can run."""
+    """Return whether a claim is unused on this node: the kubelet's claim state lacks it, and its pods cannot run."""
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 
 def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations for which a newer checkpoint might show that they have ended or that a pod is hidden."""
+    """Return the allocations whose end, or whose pod's absence from visible cgroups, a newer checkpoint might show."""
 
     def settled(uid: str) -> bool:
         return bool(pods.may_run(uid)) and not pods.is_undecided(uid)
@@ -181,12 +188,12 @@ def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> 
 
 
 class UnrecordedEvidence(NamedTuple):
-    """The input of `unrecorded`. Two inputs are equal if no evidence has changed.
+    """The input of `unrecorded`. Two inputs are equal if no evidence has changed between them.
 
-    held: allocations that count as held. named: allocations in the checkpoint. answers: grants read from the answers to
-    Allocate. copied: grants read from other agents' copies. unscanned: allocations that a copy has named only since the
-    last scan. observed: resources whose allocations the register has compared with evidence. records: the register's
-    records of these allocations.
+    held: allocations that count as held. named: allocations in the checkpoint. answers: grants read from the
+    AllocateResponses in the checkpoint. copied: grants read from other agents' copies of their allocations. unscanned:
+    allocations that appeared in a copy after the last scan. observed: resources whose allocations the register has
+    compared with evidence. records: the register's records of these allocations.
     """
 
     held: Mapping[Allocation, HoldReason]
@@ -200,13 +207,13 @@ class UnrecordedEvidence(NamedTuple):
 
 
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
-    """Return the uses of pods' allocations that the register lacks: of other plugins, or with lost records.
+    """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.
 
     title: returns a pod's name by its UID, for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
-    # An old answer names the nodes of all devices of its container. Nodes of recorded devices count only for the
-    # record.
+    # An AllocateResponse of another boot names the nodes of all devices of a container. Nodes of a recorded device
+    # count only as the recorded device's.
     recorded: dict[tuple[str, str], Tokens] = {}
     for allocation in allocations:
         if (record := seen.records.get(allocation[2:])) is not None:
@@ -235,15 +242,15 @@ def kubelet_snapshot(
     granted: Callable[[Allocation], Wanted | None] = lambda allocation: None,
     title: Callable[[str], str] = str,
 ) -> KubeletSnapshot:
-    """Return a scan's result for one resource, as input of the register.
+    """Return the part of a scan's result that is about one resource, as input of the register.
 
     sequence: the register's sequence before the scan. device_of: returns the device of an id that the kubelet knows.
-    granted: returns the grant in the answer to Allocate. title: returns a pod's name by its UID, for messages.
+    granted: returns the grant in the AllocateResponse. title: returns a pod's name by its UID, for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # The most certain holder is named in messages. A holder in the checkpoint needs no further reason.
+        # Messages name the most certain holder. For a holder in the checkpoint, no reason is given.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

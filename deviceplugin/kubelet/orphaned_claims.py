@@ -1,9 +1,9 @@
-"""Finds claims of drivers that this process does not serve, so that pods do not get the claims' devices.
+"""Finds claims of DRA drivers that this process does not run, so that no pod gets the devices of these claims.
 
 Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
-or removed from the configuration. For each of these claims, a file of this project names the claim's devices. There are
-also claims of other vendors' drivers. The devices of these claims are known only by the device nodes in their CDI
-files, because this process does not know the devices' names.
+or removed from the configuration. For each of these claims, the agent's own file names the claim's devices. There are
+also claims of vendors' drivers. Their devices are known only by the device nodes in the claims' CDI files, because the
+drivers have other names for devices.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 FRESH: Final = 0.005
-"""Seconds for which the files count as unchanged. Each device in a list is checked, and a check costs two system calls.
+"""Seconds for which the claim files count as unchanged: the uses are asked for each listed device, and a check costs
+two system calls.
 """
 ENDING: Final = 1.0
-"""Seconds between two checks for running processes of claims that the kubelet's claim state does not name."""
+"""Seconds between two checks whether pods still run whose claims the kubelet's claim state does not name any more."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
 """Nanoseconds within which two changes of a directory may leave the same modification time."""
-_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # The type of a node in a CDI file.
+_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # CDI node type to node kind.
 
 
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
-    """Return the device nodes that a claim's containers got through drivers not in `excluded`. Reads CDI files.
+    """Return the device nodes that a claim's containers got through drivers other than `excluded`. Reads CDI files.
 
     The name of a claim's CDI file contains its kind and the claim's UID (the convention of the CDI library). The
-    containers got the device numbers in the file. If the file has no number for a node, the node's present number
-    counts.
+    containers got nodes with the device numbers in the file. If the file has no number for a node, the node's present
+    number counts.
     """
     ours = tuple(cdi.qualified(driver, "") for driver in excluded)
     nodes: set[str] = set()
@@ -65,9 +66,9 @@ def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = c
 
 
 def _is_ours(claim: PreparedClaim, driver: str) -> bool:
-    """Return whether the CDI ids of a claim show that an agent of this project prepared the driver's devices for it.
+    """Return whether a claim's CDI ids show that an agent of this project prepared this driver's devices for the claim.
 
-    A claim whose containers get no edits has no CDI ids, so the claim looks like one of another vendor's driver.
+    A claim whose containers get no edits has no CDI ids, and so looks like a claim of another vendor's driver.
     """
     kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
     names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids)
@@ -82,11 +83,11 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 
 
 class _Held(NamedTuple):
-    """The devices that claims of unserved drivers hold.
+    """The devices that claims of drivers outside this process hold, as far as known.
 
-    unknown: why a claim may hold any device, whatever the driver. lost: why a claim of this project's agent may hold
-    any device, because no file states its devices. drivers: by driver with a claim of unknown devices, why the devices
-    are unknown. sources: the sources of evidence that leave holders unknown.
+    unknown: why claims of any driver may hold any device. lost: why a claim that an agent of this project prepared may
+    hold any device: its file is missing. drivers: for each driver with a claim whose devices are unknown, why they are
+    unknown. sources: the sources of evidence that leave holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -98,10 +99,10 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers that are not `served` now, by the claims' files and the kubelet's claim state.
+    """The claims of drivers that are not `served` now, from the agent's claim files and the kubelet's claim state.
 
-    A claim with a file of this project holds the devices in the file while the claim state names the claim or cannot be
-    read, or while processes of its pods may run. boot: the node's boot. fresh: see `FRESH`.
+    A claim with such a file holds the file's devices while the claim state names the claim, while the claim state
+    cannot be read, or while processes of the claim's pods may run. boot: the id of the node's boot. fresh: see `FRESH`.
     """
 
     kubelet_root: Path
@@ -114,7 +115,7 @@ class OrphanedClaims:
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
     _read_for: frozenset[str] = field(default=frozenset(), init=False)
-    """The drivers that were served at the last reading of the claim files, and whose files were left out."""
+    """The drivers that this process had at the last reading of the claim files; files of their claims were not read."""
     _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
@@ -132,7 +133,7 @@ class OrphanedClaims:
         self._own = cdi.own_directory(self.cdi_directory)
 
     def problem(self, driver: str | None = None) -> str:
-        """Return why it is unknown which devices of a resource such claims hold; "" if it is known.
+        """Return why it is unknown which devices of a resource claims of other drivers hold; "" if it is known.
 
         driver: the driver that the resource's configuration names.
         """
@@ -147,20 +148,21 @@ class OrphanedClaims:
         return self._current().lost
 
     def unknown(self) -> frozenset[EvidenceSource]:
-        """Return the sources of evidence whose failure leaves the devices of such claims unknown."""
+        """Return the sources of evidence whose failure makes the devices of claims of other drivers unknown."""
         return self._current().sources
 
     def uses(self) -> tuple[Use, ...]:
-        """Return the device uses by such claims. The returned object stays the same until a use changes.
+        """Return the uses of devices by claims of other drivers.
 
-        While the claim state cannot be read, the claims that it last named count.
+        The returned object stays the same until a use changes. While the kubelet's claim state cannot be read, the
+        claims that it last named count.
         """
         return self._current().uses
 
     async def reread(self) -> None:
-        """Check the files now, so that the next answer is not older than this call.
+        """Check the files now, so that the next result of `uses` is not older than this call.
 
-        If the file system does not answer, the known uses stay, because no agent can write claim files there either.
+        If the file system hangs, the known uses stay: no agent can write other claim files there meanwhile.
         """
         with contextlib.suppress(LookTimeoutError):
             await self.looks.at("claims", self._refresh, frozenset(self.served), True, brief=True)
@@ -182,7 +184,7 @@ class OrphanedClaims:
                 self._read_state(state)
             if directory is None or self._directory != directory or self._read_for != served:
                 self._read_files(directory, served)
-        # Claims with devices of drivers that are not served.
+        # Claims with devices of drivers that this process does not have.
         foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
         made_from = foreign, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):

@@ -28,7 +28,7 @@ GATHER: Final = 0.02
 class DirectoryContents:
     """The content of the device plugin directory at one moment.
 
-    kubelet: the identity of kubelet.sock. sockets: all sockets by name, those of plugins included.
+    kubelet: the identity of kubelet.sock. sockets: all sockets by name, also plugins' sockets.
     """
 
     kubelet: FileIdentity | None
@@ -58,8 +58,9 @@ def contents(directory: Path) -> DirectoryContents:
 class PluginDirectory(DirectoryWatch[DirectoryContents]):
     """Watches the kubelet's device plugin directory.
 
-    turn: held while a resource registers. The kubelet connects to the plugin during a registration, and leaks memory
-    when registrations follow each other too fast (kubernetes#124716).
+    turn: a lock that a resource holds while it registers, so that registrations do not overlap. The kubelet connects to
+    the plugin during a registration, and leaks memory when registrations follow each other too fast
+    (kubernetes#124716).
     """
 
     def __init__(self, path: Path, poll: float = POLL) -> None:

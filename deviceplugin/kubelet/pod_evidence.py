@@ -1,4 +1,4 @@
-"""Decides whether a process of a pod can still run, by present and earlier cgroups and pod directories. Pure.
+"""Decides whether a process of a pod can still run, from present and earlier cgroups and pod directories. Pure.
 
 A place is a directory in which cgroups or directories of pods are listed. The absence of a pod from a place is evidence
 only if the place would contain the pod. The place can be wrong or old (`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were
@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 HIDDEN: Final[frozenset[str]] = frozenset()
-"""The set of places of a pod that the kubelet counted as running and that the cgroups did not contain."""
+"""The value for a pod that the kubelet counted as running although the visible cgroups did not contain it: no
+places."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodsShown:
-    """The facts about this kubelet's pods that cgroups and pod directories have shown until now.
+    """What cgroups and pod directories have shown about this kubelet's pods until now.
 
     places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays HIDDEN, because
     a cgroup that the kubelet creates later for the pod does not contain its processes. trusted: the directories of
@@ -39,11 +40,11 @@ class PodsShown:
 
     @property
     def hidden(self) -> frozenset[str]:
-        """The UIDs of pods that run, or have run, and that the cgroups do not contain."""
+        """The UIDs of pods that run, or have run, although the visible cgroups do not contain them."""
         return frozenset(uid for uid, places in self.places.items() if not places)
 
     def of(self, uids: Collection[str]) -> frozenset[tuple[str, str]]:
-        """Return (UID, place) of these pods, as the register records them; the place of a hidden pod is ""."""
+        """Return (UID, place) of these pods, as the register records the places; the place of a hidden pod is ""."""
         known = {uid: self.places[uid] for uid in uids if uid in self.places}
         return frozenset((uid, place) for uid, places in known.items() for place in places or {""})
 
@@ -59,7 +60,7 @@ SHOWN: Final = PodsShown(cgroups=True, directories=True)
 
 
 def recorded(shown: Collection[tuple[str, str]], boot: str) -> dict[str, frozenset[str]]:
-    """Return the places of pods from (UID, place) in the register. Places of another boot are ignored."""
+    """Return each pod's places (directories of its cgroups) from the register, without those of another boot."""
     places: dict[str, frozenset[str]] = {}
     for uid, place in shown:
         if place.startswith(f"{boot[:8]}:"):
@@ -72,13 +73,13 @@ _NEITHER: Final = "neither cgroups nor pod directories are visible"
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """The pods with processes at one moment, by UID, and the earlier facts about pods.
+    """The pods with processes at one moment, by UID, with what earlier reads have shown about pods.
 
     running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
     None if no pod directories are visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places:
     the directories of these cgroups. visible: the directories that were listed. root: the parent of the pods'
     directories, "" if it is not visible. checkpoint_decides: whether a pod counts as ended if the visible cgroups would
-    not contain it.
+    not contain it while it runs.
     """
 
     running: frozenset[str] | None = None
@@ -108,7 +109,7 @@ class PodProcesses:
         return "" if self.shown.directories else f"{why}, and the pod directories have shown no pod of this kubelet"
 
     def has(self, pod_uid: str) -> bool:
-        """Return whether a running process or a directory of this pod is visible, or neither kind is visible at all."""
+        """Return whether a process or the directory of this pod is visible; also True if nothing is visible at all."""
         if self.running is None and self.directories is None:
             return True
         return pod_uid in (self.running or ()) or pod_uid in (self.directories or ())
@@ -121,7 +122,7 @@ class PodProcesses:
         return bool(places) and places <= self.visible
 
     def is_unknown(self, pod_uid: str) -> bool:
-        """Return whether the visible cgroups leave it unknown if processes of this pod run."""
+        """Return whether the visible cgroups do not show whether processes of this pod run."""
         return not (self.running is not None and pod_uid in self.running) and not self.shows(pod_uid)
 
     def is_undecided(self, pod_uid: str) -> bool:
@@ -137,7 +138,7 @@ class PodProcesses:
 
     @property
     def candidates(self) -> frozenset[str]:
-        """The UIDs of the pods of which a process may run, by all evidence."""
+        """The UIDs of the pods that may have a running process, by cgroups or pod directories."""
         return (self.running or frozenset()) | (frozenset() if self.whole else self.directories or frozenset())
 
 
@@ -166,7 +167,7 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
 
 
 def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
-    """Return the pods that ran between two reads of the cgroups, and whose cgroups neither read found.
+    """Return the pods that ran between two reads of the cgroups although neither read found a cgroup of the pod.
 
     named: pods in a checkpoint that the kubelet composed between the reads, after it had dropped ended pods. The
     kubelet creates a pod's cgroup before the pod's directory, and keeps the cgroup until the pod has ended (kubelet
@@ -180,7 +181,7 @@ def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) ->
 
 
 def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
-    """Describe which pods of this node are not visible, the effects, and the right options; "" if all pods are visible.
+    """Describe which pods' cgroups are not visible, the effects, and the options to set; "" if all are visible.
 
     look: the last read of the cgroups. cgroups: the mount point of the cgroup file system. title: the known names of
     pods, by UID.

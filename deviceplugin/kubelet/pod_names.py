@@ -12,7 +12,7 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.looks import Looks, LookTimeoutError
 
 SHORTLY: Final = 1.0
-"""Seconds for a read of the log directories in a thread that also reads other evidence, so that it is not delayed long.
+"""Maximum seconds for a read of the log directories in a thread that also reads other evidence.
 """
 
 
@@ -52,12 +52,12 @@ class PodNames:
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
 
     def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with the names that can be read within SHORTLY. Blocks shortly."""
+        """Return these pods, with the names that can be read within SHORTLY seconds. Blocks for at most that time."""
         names = self.read_shortly(uids) if uids else {}
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
     def changed(self) -> dict[str, float]:
-        """Return by pod UID when the pod's log directory last changed (Unix seconds). Blocks."""
+        """Return, for each pod UID, when the pod's log directory last changed (Unix seconds). Blocks."""
         times: dict[str, float] = {}
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:

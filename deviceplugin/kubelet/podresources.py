@@ -1,12 +1,12 @@
-"""Calls the kubelet's PodResources service, for names of pods in messages and to make the kubelet drop ended pods.
+"""Calls the kubelet's PodResources service, to get the names of pods, and to make the kubelet forget ended pods.
 
-`List` proves nothing about the holders of devices: its answer is empty after the kubelet's start. The answer also
-leaves out pods that were deleted by force, and init containers that are not sidecars (kubelet 1.36,
+`List` proves nothing about the holders of devices: its response is empty after the kubelet's start. The response also
+lacks pods that were deleted by force, and init containers that are not sidecars (kubelet 1.36,
 apis/podresources/server_v1.go).
 
 `List` makes the device manager compute its allocated devices again, and the devices that a running Allocate has chosen
-are not yet among these allocated devices (kubernetes#137534). So the agent calls `List` only while it answers no
-Allocate (`AllocationsInFlight`).
+are not yet among these allocated devices (kubernetes#137534). So the agent calls `List` only while no Allocate is
+running (`AllocationsInFlight`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 LIST_TRIES: Final = 20
-"""Maximum number of tries of one `List`: the kubelet refuses calls while all its clients exceed 100 calls a second."""
+"""Maximum number of tries of one `List`: the kubelet refuses calls while its clients together make over 100 a
+second."""
 CHANNEL_OPTIONS: Final = (
     # Without this option, a socket's path becomes a percent-encoded authority, which Go servers refuse.
     ("grpc.default_authority", "localhost"),
@@ -71,11 +72,11 @@ class ClaimUse:
 
 @dataclass(frozen=True, slots=True)
 class PodResourcesReport:
-    """One answer of `List`.
+    """The content of one response of `List`.
 
     claims: the devices that containers use through claims, including claims that the scheduler makes for extended
     resources (kubelet feature KubeletPodResourcesDynamicResources, on since 1.34). pods: (namespace, name) of every pod
-    in the answer.
+    in the response.
     """
 
     claims: frozenset[ClaimUse] = frozenset()
@@ -83,7 +84,7 @@ class PodResourcesReport:
 
 
 def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
-    """Convert an answer of `List` to a report."""
+    """Convert a response of `List` to a report."""
     claims = frozenset(
         ClaimUse(device.driver_name, device.pool_name, device.device_name, used.claim_name, holder)
         for pod in response.pod_resources
@@ -96,11 +97,12 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
 
 
 class AllocationsInFlight:
-    """Keeps `List` from running during allocations. One object of this class serves the whole process."""
+    """Keeps `List` from running during allocations. The whole process has one object of this class."""
 
-    # Seconds after GetPreferredAllocation: the kubelet chooses devices and calls Allocate some milliseconds later.
+    # Seconds to count GetPreferredAllocation as running after its end: the kubelet calls Allocate some milliseconds
+    # later.
     AFTER_PREFERENCE: Final = 0.5
-    # Seconds after Allocate: the kubelet records the allocation some milliseconds later.
+    # Seconds to count Allocate as running after its end: the kubelet records the allocation some milliseconds later.
     AFTER_ALLOCATE: Final = 0.05
     # When pods start together, their calls follow each other within milliseconds. `pause` waits BETWEEN_CALLS seconds
     # for the next call, and LONGEST_PAUSE seconds in all.
@@ -133,9 +135,9 @@ class AllocationsInFlight:
         return not self._calls and self._last < moment
 
     async def pause(self) -> None:
-        """Wait for running calls, and for calls that follow them within BETWEEN_CALLS seconds; at most LONGEST_PAUSE.
+        """Wait until no call runs or follows within BETWEEN_CALLS seconds, but for at most LONGEST_PAUSE seconds.
 
-        Work that can be delayed calls this method.
+        Callers with work that can wait use this method, so that the calls of the kubelet are not delayed.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self.LONGEST_PAUSE):
@@ -166,9 +168,9 @@ class PodResources:
         self._idle: list[grpc.aio.Channel] = []
 
     async def list(self) -> PodResourcesReport | None:
-        """Call `List`, which makes the kubelet drop ended pods, and return the answer.
+        """Call `List`, which makes the kubelet forget ended pods, and return the response.
 
-        None if the call fails; the caller goes on, because no safe decision depends on the answer.
+        None if the call fails: the caller may go on, because no decision about holders depends on the response.
         """
         for _ in range(LIST_TRIES):
             began = time.time()
@@ -191,7 +193,7 @@ class PodResources:
         return None
 
     def _answered(self, code: grpc.StatusCode, began: float) -> None:
-        """Record the result of a `List`. A kubelet that hangs accepts connections, but calls exceed their deadline."""
+        """Record the result of a `List`. A hanging kubelet accepts connections, but its calls exceed their deadline."""
         late = code is grpc.StatusCode.DEADLINE_EXCEEDED
         self.answers = None if code is grpc.StatusCode.UNAVAILABLE else not late
         self.silent_since = (self.silent_since or began) if late else None
@@ -225,7 +227,7 @@ class PodResources:
         except BaseException:
             await channel.close(None)
             raise
-        if self._idle:  # A simultaneous call has left its channel.
+        if self._idle:  # A simultaneous call has already returned a channel.
             await channel.close(None)
         else:
             self._idle.append(channel)

@@ -1,4 +1,4 @@
-"""Chooses the available devices that a container should get (GetPreferredAllocation)."""
+"""Chooses which of the available devices a container should get (for GetPreferredAllocation)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def avoiding(
 ) -> tuple[list[str], list[str]]:
     """Return `available` and `must_include`, changed so that avoided devices are chosen only if others do not suffice.
 
-    size: number of devices that the container gets.
+    size: the number of devices that the container gets.
     """
     if not avoided:
         return available, must_include
@@ -38,7 +38,7 @@ def choice(
     size: int,
 ) -> list[str]:
     """Return the ids that the source's policy chooses for a container. size: number of ids."""
-    # The module is imported only when the kubelet asks, because vendors' plugins choose by themselves.
+    # This module is imported only when it is needed, because vendors' plugins choose devices themselves.
     from deviceplugin import topology
 
     devices = snapshot.devices
@@ -50,7 +50,7 @@ def choice(
             nodes = {name: numa.get(device, ()) for name, device in physical.items()}
             return topology.numa_compact(nodes, available, must_include, size)
         score = topology.numa_scores(numa)
-    if source.policy == "distributed":  # Devices of ids in use count too.
+    if source.policy == "distributed":  # The ids that are in use count as well.
         physical = {name: device.id for device in devices.values() for name in ids.names_of(device)}
     return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
@@ -58,7 +58,7 @@ def choice(
 def as_names(
     ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Convert the device ids that a hook prefers to the kubelet's ids; None if one of the devices is not available."""
+    """Convert the devices that a hook prefers to available kubelet ids; None if one of the devices is not available."""
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:
@@ -69,7 +69,7 @@ def as_names(
     for device_id in ids:
         if device_id in chosen:
             continue
-        if included[device_id] > 0:  # An id of this device is in must_include already.
+        if included[device_id] > 0:  # An id of this device is already in must_include.
             included[device_id] -= 1
             continue
         first = next((name for name in free.get(device_id, ()) if name not in chosen), None)

@@ -1,14 +1,14 @@
 """Keeps one resource registered with the kubelet, in a loop: serve the socket, register, watch the directory.
 
 The kubelet loses registrations when it restarts, and sometimes without a restart. Every event wakes the same loop. The
-next step is a pure function of the present state (`next_step`), so a restart of the kubelet is handled as its start is.
+next step is a pure function of the present state (`next_step`), so a restart of the kubelet needs no code of its own.
 
-Facts (kubelet 1.36.3): at its start, the kubelet deletes every socket in the directory, its own last, and then creates
-kubelet.sock. The kubelet connects to the plugin before it answers Register. When an old ListAndWatch ends after the
-same resource was registered again, the kubelet drops the new registration, so the agent ends the old stream first. A
-recreated kubelet.sock does not prove that plugins' sockets were deleted. Kubelet 1.37.1 refuses a socket whose
-disconnection it has not noticed, and after the first such try it refuses the socket for ever (handler.go,
-connectClient). So each Register has its own socket.
+Facts (kubelet 1.36.3): at its start, the kubelet deletes every socket in the device plugin directory (kubelet.sock
+last), and then creates kubelet.sock. The kubelet connects to the plugin before it answers Register. When an old
+ListAndWatch ends after the same resource was registered again, the kubelet drops the new registration, so the agent
+ends the old stream first. A recreated kubelet.sock does not prove that plugins' sockets were deleted. Kubelet 1.37.1
+refuses a socket whose disconnection it has not noticed, and after the first such try it refuses the socket for ever
+(handler.go, connectClient). So each Register has its own socket.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _LOG: Final = logging.getLogger(__name__)
 
 VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
-"""Seconds between two checks for another plugin of the resource, because each Allocate changes the directory often."""
+"""Minimum seconds between two checks for another plugin of the resource, because each Allocate causes a file event."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""Seconds between two such checks while claims may get devices, because the other plugin may allocate these to pods."""
+"""LOOK while claims may get devices, because the other plugin may allocate the same devices to pods."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
 class RegistrationError(Exception):
-    """Raised when the plugin directory or another process, not the kubelet, makes it impossible to serve a resource."""
+    """Raised when a resource cannot be served because of the device plugin directory or of another process."""
 
 
 def slug(resource: str) -> str:
@@ -77,11 +77,11 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The facts from which `next_step` decides. ready: whether there is a device list to register.
+    """The state from which `next_step` decides. ready: whether there is a device list to register.
 
-    kubelet: the file kubelet.sock. served: whether the agent's socket is in its place. live: whether a ListAndWatch is
-    open. listened: whether one was open since the last successful Register. registered: that Register's kubelet.sock.
-    since: seconds since then. foreign: whether another plugin has registered the resource since then.
+    kubelet: the file kubelet.sock. served: whether the agent's socket is in its place. live: whether a ListAndWatch
+    stream is open. listened: whether one was opened since the last successful Register. registered: the kubelet.sock of
+    that Register. since: seconds since then. foreign: whether another plugin has registered the resource since.
     """
 
     kubelet: FileIdentity | None
@@ -120,7 +120,7 @@ def next_step(seen: Seen, patience: float) -> Step:
 class InstanceLock:
     """Locks a resource for one process on this node. The kernel releases the lock at the end of the process.
 
-    The lock file is in the device plugin directory, which all instances share; the kubelet deletes only sockets there.
+    The lock file is in the device plugin directory, which all agents use; the kubelet deletes only sockets there.
     """
 
     def __init__(self, directory: Path, resource: str) -> None:
@@ -129,7 +129,7 @@ class InstanceLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has the lock on the present lock file."""
+        """Whether this process has locked the file that is the lock file now."""
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
@@ -146,20 +146,20 @@ class InstanceLock:
             return False
         except OSError as error:
             raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
-        with contextlib.suppress(OSError):  # The text helps users. The lock works without it.
+        with contextlib.suppress(OSError):  # The text is only for messages. The lock works without it.
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
     def owner(self) -> str:
-        """Return the text about the process that has the lock, which that process has written into the lock file."""
+        """Return the text in the lock file, by which the process that has the lock describes itself."""
         try:
             return self.path.read_text(errors="replace").strip() or "unknown"
         except OSError:
             return "unknown"
 
     def release(self) -> None:
-        """Release the lock. The lock file stays: its removal could break the lock of the next instance."""
+        """Release the lock. The lock file is not deleted, because another process may just be locking it."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -167,18 +167,18 @@ class InstanceLock:
 
 @dataclass(slots=True)
 class RegistrationStatistics:
-    """Statistics of a registration. Counters only grow."""
+    """Statistics of one resource's registration with the kubelet. Counters only grow."""
 
     registrations: int = 0
     failures: int = 0
     kubelet_restarts: int = 0
     foreign: int = 0
-    """How often another plugin had certainly registered the resource."""
+    """How often it was certain that another plugin had registered the resource."""
     registered: bool = False
     awaits_kubelet: bool = False
-    """Whether only the kubelet is missing: there is a list, and the socket if the plugin directory exists."""
+    """Whether the registration waits only for the kubelet, because device list and socket are ready."""
     contested: str = ""
-    """The proof that another plugin has registered the resource; "" after the agent has registered again."""
+    """The evidence that another plugin has registered the resource; "" after this agent has registered again."""
     error: str = ""
     """Why the resource is not registered: the last Register's error, or what is missing; "" while it is registered."""
 
@@ -187,17 +187,17 @@ class RegistrationStatistics:
 class RegistrationTiming:
     """Time limits of a registration, in seconds; tests shorten them."""
 
-    poll: float = 10.0  # Between two checks of kubelet.sock without an event.
-    patience: float = 5.0  # From Register to the kubelet's ListAndWatch.
+    poll: float = 10.0  # Time between two checks of kubelet.sock without a file event.
+    patience: float = 5.0  # Maximum time from Register until the kubelet calls ListAndWatch.
     register: float = 15.0  # Deadline of one Register. The kubelet tries to connect for up to 10 s.
-    stream: float = 1.0  # For the end of the old ListAndWatch stream.
-    calls: float = 15.0  # For running calls before the stream is ended. Hooks have their own deadlines.
-    drain: float = 5.0  # For running calls of a stopped server.
-    takeover: float = 5.0  # For another instance to release the resource's lock.
+    stream: float = 1.0  # Maximum wait for the end of the old ListAndWatch stream.
+    calls: float = 15.0  # Maximum wait for running calls before their stream is ended.
+    drain: float = 5.0  # Maximum wait for running calls of a stopped server.
+    takeover: float = 5.0  # Maximum wait for another process to release the resource's lock.
 
 
 class SocketServer:
-    """Serves an endpoint on a socket in the device plugin directory, under the resource's lock.
+    """Serves an endpoint on a socket in the device plugin directory while this process has the resource's lock.
 
     No socket name is used twice, so that a server's stop() cannot unlink another server's socket.
     """
@@ -212,7 +212,7 @@ class SocketServer:
         self._socket = directory
         self._identity: FileIdentity | None = None
         self.used = False
-        """Whether the kubelet may know the socket from a Register."""
+        """Whether a Register may have named this socket to the kubelet."""
         self._stopping = Tasks()
 
     def is_in(self, contents: DirectoryContents) -> bool:
@@ -230,9 +230,9 @@ class SocketServer:
         return await self._looks.at("socket", self.lock.acquire, brief=True)
 
     async def lock_resource(self) -> None:
-        """Lock the resource for this process. Wait shortly for another instance to end.
+        """Lock the resource for this process. Wait shortly for another process that has the lock to end.
 
-        Raises RegistrationError if the other instance does not end.
+        Raises RegistrationError if the other process does not end.
         """
         if await self._locked():
             return
@@ -273,13 +273,13 @@ class SocketServer:
         return path.name
 
     def _remove_stale_sockets(self) -> None:
-        """Remove sockets of killed instances. This process has the lock, so no other instance serves these sockets."""
+        """Remove sockets of killed processes. This process has the lock, so no other process serves these sockets."""
         tail = "x" * 8 + ".sock"
         prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
         remove_abandoned(self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"))
 
     def retire(self) -> None:
-        """Stop the server. Its running calls may end within `drain` seconds."""
+        """Stop the server, but let its running calls go on for up to `drain` seconds."""
         if self._server is not None:
             self._stopping.start(self._server.stop(self._timing.drain))
             self._server = self._identity = None
@@ -308,7 +308,7 @@ class Accepted:
 
 
 class PluginRegistration:
-    """Keeps one endpoint served and registered until it is cancelled.
+    """Keeps one resource's endpoint served and registered until `run` is cancelled.
 
     directory: the device plugin directory, common to all resources of the process.
     """
@@ -330,7 +330,7 @@ class PluginRegistration:
         self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last successful Register.
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
-        """Makes the loop decide the next step now, for example after the source's hooks have changed."""
+        """An event that makes the loop decide the next step now, for example after the source's hooks have changed."""
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
@@ -348,11 +348,11 @@ class PluginRegistration:
         while True:
             try:
                 if not locked and await self._has_directory():
-                    await self._server.lock_resource()  # Raises errors that no kubelet can repair.
+                    await self._server.lock_resource()  # Fails if another process has it.
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
-                # The socket stays served and registered meanwhile.
+                # The socket stays served and registered until the directory answers.
                 self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
                 await watch.wait(self._timing.poll)
 
@@ -364,7 +364,7 @@ class PluginRegistration:
         step = next_step(seen, timing.patience)
         self.statistics.awaits_kubelet &= step is not Step.WAIT_FOR_DEVICES
         if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
-            # The hooks have changed with the source, and the kubelet reads the options only at Register.
+            # The source has other hooks now, and the kubelet reads the options for hooks only at Register.
             step = Step.REGISTER
         if step is Step.REGISTER:
             await self._register_or_pause(watch, seen)
@@ -384,7 +384,8 @@ class PluginRegistration:
                 self._log_once("directory", missing, logging.WARNING)
             if not seen.served and has_directory:
                 try:
-                    # The socket is served before the kubelet creates its own. The kubelet first deletes all others.
+                    # Serve the socket before the kubelet creates kubelet.sock; the kubelet first deletes all other
+                    # sockets.
                     await self._server.serve()
                 except RegistrationError:
                     if await self._has_directory():
@@ -404,7 +405,7 @@ class PluginRegistration:
         return LOOK if self.endpoint.kept_back else filewatch.AT_REST
 
     async def _look(self, contents: DirectoryContents) -> Finding:
-        """Return the evidence that another plugin has registered the resource since the agent has."""
+        """Return the evidence that another plugin has registered the resource after this agent."""
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
             if (record := await self.endpoint.host.recorded()) is None:
                 return Finding(again=LATE)
@@ -457,10 +458,10 @@ class PluginRegistration:
                 delay = min(delay, LOOK_FOR_CLAIMS)
             await self._pause(watch, delay, seen.kubelet)
         elif again:
-            self.backoff.tries = 1  # One more Register comes without a pause. Later ones wait longer.
+            self.backoff.tries = 1  # The next Register follows without a pause; each further Register waits longer.
 
     def _tell(self, finding: Finding) -> None:
-        """Report that another plugin has registered the resource, or may have done so."""
+        """Log, and report to the host, that another plugin has registered the resource or may have registered it."""
         extra = {"resource": self.endpoint.resource}
         if not finding.sure:
             _LOG.info(
@@ -498,7 +499,7 @@ class PluginRegistration:
         )
 
     async def _register(self, watch: DirectoryReader) -> bool:
-        """Serve a socket if necessary, end the old stream, call Register once.
+        """Serve a socket if there is none, end the old ListAndWatch stream, and call Register once.
 
         Return whether the kubelet accepted the registration.
         """
@@ -520,8 +521,8 @@ class PluginRegistration:
         options = self.endpoint.options
         try:
             async with self._directory.turn:
-                # Check the socket last: a kubelet that starts deletes all sockets before it creates its own, perhaps
-                # while another resource registered. A kubelet would try to connect to a deleted socket for 10 s.
+                # Check the socket last: a starting kubelet deletes all sockets, perhaps while another resource
+                # registered. After Register, the kubelet would try for 10 s to connect to a deleted socket.
                 kubelet = await self._kubelet_now()
                 name = await self._server.serve()
                 streams = self.endpoint.streams.begun
@@ -538,7 +539,7 @@ class PluginRegistration:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
             self.statistics.failures += not gone
-            self.statistics.awaits_kubelet = gone  # The socket is from before a reboot, and no kubelet listens on it.
+            self.statistics.awaits_kubelet = gone  # If kubelet.sock is from before a reboot, no kubelet listens on it.
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self.statistics.error = f"the kubelet {text}"
@@ -557,7 +558,7 @@ class PluginRegistration:
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: DirectoryReader, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for Register's answer; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
+        """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
             while await self._kubelet_now() == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll, unwatched=filewatch.SOON))
@@ -571,7 +572,7 @@ class PluginRegistration:
             call.cancel()
 
     async def _unregister(self) -> None:
-        """End an open ListAndWatch stream. Then the kubelet offers no devices, and other plugins may register."""
+        """End an open ListAndWatch stream: the kubelet then offers no devices, and another plugin may register."""
         self.statistics.registered, self._accepted = False, None
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
@@ -580,8 +581,7 @@ class PluginRegistration:
     async def _close(self) -> None:
         """Remove the socket, wait for running calls, then end the streams.
 
-        The order matters: when the stream ends, the kubelet closes its connection and fails pods whose Allocate is
-        running.
+        The streams end last, because the kubelet then closes its connection and fails pods whose Allocate is running.
         """
         self.statistics.registered = False
         await self._server.remove_socket()

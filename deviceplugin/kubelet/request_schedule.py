@@ -14,7 +14,8 @@ from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
-"""Bounds of the seconds between two requests for a checkpoint about the same allocations; each request doubles them."""
+"""Least and most seconds between two requests for a checkpoint about the same allocations; each request doubles the
+delay."""
 
 
 class RequestSchedule:
@@ -32,14 +33,14 @@ class RequestSchedule:
         self._delay = FIRST_REQUEST
 
     def dispute(self) -> None:
-        """Record that the kubelet has allocated a held id again, so that it no longer counts the former holder."""
+        """Record that the kubelet has allocated a held id again, because it counts the former holder as ended."""
         self._disputed = True
         self._scan_wanted.set()
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]]) -> bool:
         """Return whether this scan makes the kubelet write a checkpoint.
 
-        now: the holders by the evidence before a request. wanted: see `HolderTracker.scan`.
+        now: the holders according to evidence read without a request. wanted: see `HolderTracker.scan`.
         """
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)

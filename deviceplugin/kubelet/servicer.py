@@ -44,14 +44,14 @@ _EDITS: Final = operator.attrgetter("container_edits")
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
 SHOWN_IDS: Final = 8  # Maximum number of ids that an error names.
-KEPT_FAILURES: Final = 256  # Maximum number of containers whose failed start is remembered as logged.
+KEPT_FAILURES: Final = 256  # Number of containers whose failed start is remembered, so that it is logged once.
 
 
 @dataclass(slots=True)
 class ServicerStatistics:
-    """Statistics of an endpoint. Counters only grow. Durations are in seconds.
+    """Statistics of one resource's endpoint. Counters only grow. Durations are in seconds.
 
-    waits: the durations for which Allocates waited for former holders.
+    waits: how long Allocates have waited for the end of former holders.
     """
 
     allocations: int = 0
@@ -78,9 +78,9 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
 
 
 class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet, not a fault
-    """Raised when the agent refuses a call.
+    """Raised when the agent refuses a call of the kubelet.
 
-    code: the gRPC code for the kubelet. reason: the label of the metric. details: the text for the kubelet.
+    code: the gRPC status code. reason: the value of the metric's label. details: the text of the gRPC status.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
@@ -91,16 +91,16 @@ class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet
 
 
 class EndpointHost:
-    """The calls that an endpoint and its registration make to their service. The defaults apply without a service."""
+    """What an endpoint and its registration need of the resource's service. The defaults apply without a service."""
 
     def granted(self) -> None:
-        """Called after ids were granted to a container."""
+        """Called after device ids were granted to a container."""
 
     async def release_former(self, names: Sequence[str]) -> None:
         """Call `released` for those of these devices whose former holders have ended; called before each grant."""
 
     def draining(self) -> Collection[str]:
-        """Return the ids of devices that new pods should get only if there are not enough others."""
+        """Return the ids of devices that new pods should get only if there are not enough other devices."""
         return ()
 
     async def recorded(self) -> KubeletRecord | None:
@@ -108,7 +108,7 @@ class EndpointHost:
         return None
 
     def contested(self, reason: str) -> None:
-        """Called when another plugin has certainly registered the resource. reason: the proof."""
+        """Called when another plugin has certainly registered the resource. reason: the evidence."""
 
     async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the mounts of the files that describe a container's devices. Raises LookTimeoutError, OSError."""
@@ -116,7 +116,10 @@ class EndpointHost:
 
 
 class Endpoint(DevicePluginServicer):
-    """The servicer of one resource, the same object for all servers, registrations and sources of the resource."""
+    """The servicer of one resource.
+
+    It stays the same object when the server, the registration or the source is replaced.
+    """
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
 
@@ -137,21 +140,23 @@ class Endpoint(DevicePluginServicer):
         self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
-        """Running calls of the kubelet, which the end of its connection would break."""
+        """The number of running calls of the kubelet, which fail if a ListAndWatch stream ends."""
         self._asked_for: Counter[str] = Counter()
-        """Devices with a running Allocate, by number of ids. A list without these ids would make the kubelet crash."""
+        """For each device with a running Allocate, the number of ids. The kubelet would crash if a list lacked these
+        ids."""
         self._announced: pb.DevicePluginOptions | None = None
-        """The options in this resource's last answer to GetDevicePluginOptions."""
+        """The options in this resource's last response to GetDevicePluginOptions."""
         self.wake: Callable[[], None] = lambda: None
-        """Makes the resource's registration decide its next step now."""
+        """An event that makes the resource's registration decide its next step now."""
         self._failed_starts: dict[frozenset[str], str] = {}
-        """By the ids of a container, why its last start failed."""
+        """For each container (by its ids), why its last start failed."""
         self.host: Final = host or EndpointHost()
         self._holders = holders
         self._ending = EndingHolders()
         self._register = register or Register()
         self._numbers_change = False
-        """Whether a device is, or was, a USB device or behind a symlink. Its container can get another node later."""
+        """Whether any device is, or was, a USB device or behind a symlink, so that its container may get another node
+        at a restart."""
         self._listed(inventory.snapshot)
         inventory.subscribe(self._listed)
 
@@ -165,10 +170,10 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The options that the kubelet is given.
+        """The plugin's options for the kubelet.
 
-        PreStartContainer is among the options only with the hook `reset`, USB devices or symlinks, and while pods may
-        have devices.
+        PreStartContainer is requested only if the source has the hook `reset`, USB devices or symlinks, and while pods
+        may have devices.
         """
         needed = "reset" in self.source.hooks or self._numbers_change
         starts = needed and self._register.snapshot.serves_pods(self.resource)
@@ -186,7 +191,7 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids that stay registered as unhealthy without a plugin, so that no other plugin allocates them."""
+        """The ids that stay registered as unhealthy without the vendor's plugin: no other plugin can allocate them."""
         return frozenset()
 
     @property
@@ -195,26 +200,28 @@ class Endpoint(DevicePluginServicer):
         return ""
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Mark ids that the kubelet counts as healthy, so that they stay in the list; called before Register."""
+        """Keep ids that the kubelet counts as healthy in the device list; called before Register."""
 
     async def calls_ended(self, timeout: float) -> bool:
-        """Wait until no call of the kubelet about a pod runs; return whether all ended within `timeout` seconds.
+        """Wait until no kubelet call about a pod is running; return whether all calls ended within `timeout` seconds.
 
-        When the stream ends, the kubelet closes the connection of these calls (kubelet 1.36.3, devicemanager).
+        When a ListAndWatch stream ends, the kubelet closes the connection of these calls (kubelet 1.36.3,
+        devicemanager).
         """
         return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source for the same resource.
+        """Replace the resource's source.
 
-        Ids that the new source does not offer stay listed as unhealthy for a while, because a pod may have them.
+        Ids that the new source does not offer stay in the device list as unhealthy for a while, because a pod may have
+        them.
         """
         self.source = source
         self.ids.replace(source)
         self.refresh()
 
     def refresh(self) -> None:
-        """Send the list on every stream if the list has changed, and register again if the options have changed."""
+        """Send the device list on every stream if it has changed; register again if the options have changed."""
         if self._announced is not None and self._announced != self.options:
             self.wake()
         self.streams.refresh()
@@ -233,12 +240,12 @@ class Endpoint(DevicePluginServicer):
     async def ListAndWatch(  # noqa: N802
         self, request: pb.Empty, context: object
     ) -> AsyncIterator[pb.ListAndWatchResponse]:
-        """Send the list now and after each change, until the kubelet disconnects or the stream is ended."""
+        """Send the device list now and after each change, until the kubelet or the agent ends the stream."""
         async with contextlib.aclosing(self.streams.lists()) as lists:
             async for message in lists:
                 self.statistics.lists_sent += 1
                 yield message
-                del message  # A message may have megabytes, and the next may follow hours later.
+                del message  # Free the message: it may have megabytes, and the next may follow hours later.
 
     async def Allocate(  # noqa: N802
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
@@ -252,9 +259,9 @@ class Endpoint(DevicePluginServicer):
         context: grpc.aio.ServicerContext[pb.AllocateRequest, _T],
         answer: Callable[[Sequence[tuple[str, ...]], Mapping[str, str]], Awaitable[_T]],
     ) -> _T:
-        """Check and count an Allocate; return the result of `answer`, which grants all devices or none.
+        """Check and count an Allocate; return the response of `answer`, which grants all devices or none.
 
-        answer: a function that grants the devices and returns the answer. Its arguments are the ids of each container,
+        answer: a function that grants the devices and returns the response. Its arguments: the ids of each container,
         and the device of each id.
         """
         began = time.perf_counter()
@@ -286,7 +293,7 @@ class Endpoint(DevicePluginServicer):
             return answered
 
     async def _answer(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> pb.AllocateResponse:
-        """Grant the ids of each container; return the answer with the containers' edits. Raises Refusal."""
+        """Grant the ids of each container; return the response with the containers' edits. Raises Refusal."""
         asked: dict[str, Wanted] = {}
         response = pb.AllocateResponse()
         for names in wanted:
@@ -300,7 +307,7 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreferredAllocationResponse:
         """Return which devices a container should get.
 
-        This call never fails, because after an error the kubelet rejects the pod.
+        This call never returns an error, because the kubelet would reject the pod.
         """
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
@@ -320,7 +327,8 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreStartContainerResponse:
         """Reset a container's devices before its start.
 
-        Refuse if an id is for other hardware than at the grant, or for hardware that another holder has.
+        Refuses the start if an id now stands for other hardware than at the grant, or for hardware that another holder
+        has.
         """
         listed = self.inventory.snapshot.devices
         of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
@@ -339,7 +347,7 @@ class Endpoint(DevicePluginServicer):
         return pb.PreStartContainerResponse()
 
     def _log_failed_start(self, names: Sequence[str], error: Exception) -> None:
-        """Log why a container with these ids does not start, with its pod if the last scan has found the pod."""
+        """Log why the container with these ids does not start, and its pod if the last scan has found the pod."""
         by_id = self._holders.holders(self.resource) if self._holders is not None else {}
         holders = {holder for name in names for holder in by_id.get(name, ())}
         pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" if holder.pod else holder.uid for holder in holders))
@@ -362,10 +370,10 @@ class Endpoint(DevicePluginServicer):
         return device in self._asked_for or self._register.is_held((self.resource, device))
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
-        """Return the present list for the kubelet; None before the source's first list.
+        """Return the present device list for the kubelet; None before the source's first scan.
 
-        The kubelet reads the option `pre_start_required` only at Register. If this option is needed and the kubelet has
-        not read it yet, the list offers no device. Otherwise containers would start without PreStartContainer.
+        The kubelet reads the option `pre_start_required` only at Register. If the option is needed and the kubelet has
+        not read it yet, all devices are listed as unhealthy, because containers would start without PreStartContainer.
         """
         if not self.inventory.snapshot.listed:
             return None
@@ -381,7 +389,7 @@ class Endpoint(DevicePluginServicer):
     def checked(self, names: Sequence[str]) -> dict[str, Device]:
         """Return one container's devices by id.
 
-        Raises Refusal if an id occurs twice, or cannot be allocated.
+        Raises Refusal if an id occurs twice, or its device cannot be allocated.
         """
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
@@ -401,9 +409,9 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raise Refusal if another pod still holds one of these ids, or the holder cannot be recorded.
+        """Raise Refusal if another pod still holds one of these ids, or if that holder cannot be recorded.
 
-        If the kubelet no longer counts a holder, this method waits for the holder's end, but only for a short time and
+        If the kubelet counts the holder as ended, this method waits for the real end, but only for a short time and
         once.
         """
         if self._holders is None:
@@ -424,7 +432,7 @@ class Endpoint(DevicePluginServicer):
                 self.statistics.waits.add(time.monotonic() - began)
         for name, why in held.items():
             self._register.waits.expect([(self.resource, self.ids.device_id_of(name)) for name in held], EXPECTED)
-            self.refresh()  # The kubelet needs the list before it chooses for the next pod.
+            self.refresh()  # The kubelet needs the new device list before it chooses devices for the next pod.
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     def _unanswered(self, error: LookTimeoutError) -> Refusal:
@@ -434,13 +442,13 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
-        """Record a grant of ids. Raises Refusal if other holdings, or claims on the device, exclude the grant.
+        """Record a grant of ids. Raises Refusal if other holders, or the device's side, exclude the grant.
 
-        ids: the device of each id. asked: the identities and amounts for which the answer was made.
+        ids: the device of each id. asked: for each id, the identity and amount for which the response was made.
         """
         try:
-            # A container's own `reset` waits for a running `reset`. Allocate does not, because it delays all pods of
-            # the node.
+            # PreStartContainer waits for a running `reset`. Allocate does not wait for it, because that would delay all
+            # pods of the node.
             await self._register.grant(self.resource, ids, asked)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
@@ -453,12 +461,12 @@ class Endpoint(DevicePluginServicer):
         self.host.granted()
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
-        """Return the answer for one container with these ids. Raises Refusal.
+        """Return the response for one container with these ids. Raises Refusal.
 
-        asked: this method adds the identities and amounts of the ids.
+        asked: a mapping to which this method adds the identity and amount of each id.
         """
         by_name, by_id, its = self.checked(names), dict[str, Device](), dict[str, Wanted]()
-        for name, device in by_name.items():  # A new list or a reload may change the ids while `edits` runs.
+        for name, device in by_name.items():  # A scan or reload may change devices while `edits` runs.
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = in_order(by_id.values())
@@ -484,7 +492,7 @@ class Endpoint(DevicePluginServicer):
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
-        except (TypeError, ValueError, AttributeError) as error:  # For example, a number as an environment variable.
+        except (TypeError, ValueError, AttributeError) as error:  # For example, an environment variable is a number.
             raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
         annotate(response, self.resource, its, self._register.boot)
         return response
@@ -501,12 +509,12 @@ class Endpoint(DevicePluginServicer):
                 if chosen is not None:
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
-        except Exception:  # An exception here must not fail pods.
+        except Exception:  # An exception here must not make the kubelet reject pods.
             _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _still_used(self, available: Collection[str]) -> set[str]:
-        """Return the devices of those ids that the kubelet counts as free, but whose former holders' processes run."""
+        """Return the devices of ids that the kubelet counts as free although processes of former holders run."""
         recorded = self._register.snapshot.allocations
         names = [name for name in available if (self.resource, name) in recorded]
         if self._holders is None or not names:

@@ -1,4 +1,4 @@
-"""The state of the resources that the agent serves to the kubelet, at one moment, for metrics and readiness."""
+"""The state of the agent's resources at one moment, for metrics and readiness."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from deviceplugin.unwatched import Unwatched
 class Withheld(NamedTuple):
     """Why a device is offered to no pod and to no claim, as text.
 
-    kind: "excluded" (a holding under another id or resource excludes it), "foreign" (a pod has it, or may have it,
-    through another plugin of the same resource), "held" (processes of its former pod run), "unknown" (evidence is
-    missing, or a claim of an unserved driver holds it) or "unreleased" (`released` has failed). for_pods: whether the
-    device would otherwise be offered to pods by limits; False if it would be offered to claims.
+    kind: "excluded" (a holder of the same hardware under another id or resource excludes it), "foreign" (a pod has the
+    device, or may have it, through another plugin of the same resource), "held" (processes of its former pod run),
+    "unknown" (evidence is missing, or a claim of a driver outside this process has the device) or "unreleased"
+    (`released` has failed). for_pods: True if the device would otherwise be offered to pods by `limits`; False if it
+    would be offered to claims.
     """
 
     kind: Literal["excluded", "foreign", "held", "unknown", "unreleased"]
@@ -35,8 +36,8 @@ class VendorConnection:
     """The connection to the vendor's plugin of an adopted resource.
 
     since: when the plugin connected or disconnected, or when the wait for it began (Unix seconds). lists: whether the
-    plugin has listed its devices since then. unanswered: when its oldest unanswered call began (Unix seconds), None if
-    there is no such call.
+    plugin has sent a device list since it connected. unanswered: when the oldest unanswered call to the plugin began
+    (Unix seconds), None if there is no such call.
     """
 
     connected: bool
@@ -47,11 +48,12 @@ class VendorConnection:
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """The present state of one resource. holders: by the kubelet's device ids. withheld: by device id.
+    """The present state of one resource. holders: by kubelet device id.
 
-    held_twice: devices whose holders, under all ids, together have more than the whole device. elsewhere: by id of an
-    unlisted device, the (resource, device) that it was granted as, if the plugin's answer to Allocate shows this.
-    vendor: None if no vendor's plugin lists the devices.
+    withheld: the devices that are not offered, by id. held_twice: devices whose holders, under all ids, together have
+    more than the whole device. elsewhere: for each held id whose device is not listed any more, the present (resource,
+    device) of the granted hardware, if the plugin's AllocateResponse identifies it. vendor: None unless the resource is
+    of a vendor's plugin.
     """
 
     resource: str
@@ -75,11 +77,11 @@ class AgentStatus:
 
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
     config_error: why the config file is refused, or applied only in part; "" if the whole file is applied.
-    former_config: whether the file was invalid at the start, so that an earlier version is served. kubelet_answers:
-    whether the kubelet answered the last call, None if it has no socket. kubelet_silent: since when the kubelet has
-    answered no call (Unix seconds). blind: which pods of the node are not visible, and the right options. unknown: by
-    source of evidence, how often the source left holders unknown. unwatched: directories without file events, by cause.
-    cgroup_root: the directory of the node's cgroups.
+    former_config: whether the file was invalid at the agent's start, so that an earlier version is in use.
+    kubelet_answers: whether the kubelet answered the last PodResources call; None if there is no socket.
+    kubelet_silent: since when the kubelet has answered no such call (Unix seconds). blind: which pods of the node are
+    not visible, and the options to set. unknown: by source of evidence, how often the source left holders unknown.
+    unwatched: for each cause, directories without file events. cgroup_root: the directory of the node's cgroups.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -97,14 +99,14 @@ class AgentStatus:
 
 
 def unready(status: AgentStatus) -> Iterable[str]:
-    """Yield the reasons why the agent's service for pods by limits is not ready."""
+    """Yield the reasons why the agent is not ready to give devices to pods by `limits`."""
     if status.former_config:
         yield status.config_error
     if not status.resources:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # The agent has to run before that plugin can register, and it serves the other resources.
+            continue  # The vendor's plugin can register only with a running agent.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"
@@ -117,11 +119,11 @@ def unready(status: AgentStatus) -> Iterable[str]:
 
 
 def unserved(status: AgentStatus) -> Iterator[str]:
-    """Yield what a kubelet that starts now would miss: sockets, first lists, and devices with known holders.
+    """Yield what a kubelet that starts now would lack: sockets, device lists, and devices with known holders.
 
-    Resources of adopted plugins are left out, because most of these plugins are pods, which that kubelet has to start
+    Resources of adopted plugins are left out, because most of these plugins run in pods, which the kubelet has to start
     first. Devices that are offered to claims are left out as well: the kubelet admits no pod by them, and only its
-    checkpoint shows which of them pods hold.
+    checkpoint shows which of these devices pods hold.
     """
     for resource in status.resources:
         if resource.vendor is not None:

@@ -1,8 +1,8 @@
-"""Tracks the holders of devices by evidence on the node, for all resources of this process.
+"""Finds out from evidence on the node which pods hold devices, for all resources of this process.
 
 A scan reads the kubelet's checkpoint and the pods' cgroups. If a newer checkpoint might show that an allocation has
-ended, the scan calls PodResources `List`, which makes the kubelet drop ended pods (kubelet 1.36,
-devicemanager/manager.go). Then the scan makes the kubelet write its checkpoint (`CheckpointReader`).
+ended, the scan calls PodResources `List`, which makes the kubelet drop the allocations of ended pods (kubelet 1.36,
+devicemanager/manager.go), and then makes the kubelet write its checkpoint (`CheckpointReader`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _LOG: Final = logging.getLogger(__name__)
 _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
-"""Seconds by which a log directory's modification time may be earlier than a later grant by the clock."""
+"""Seconds by which a log directory that is made after a grant may seem older than the grant, if the clock was set."""
 ADMISSION: Final = 0.5
 """Seconds after a grant in which an Allocate for the same pod's next container may request the same id.
 
-The kubelet allocates for all containers of a pod one after another, and only writes its checkpoint in between (kubelet
-1.36, devicemanager/manager.go: Allocate).
+The kubelet calls Allocate for one container of a pod after another, and between two calls only writes its checkpoint
+(kubelet 1.36, devicemanager/manager.go: Allocate).
 """
 GRANT_REWRITE: Final = 4.0
 """Seconds in which the kubelet should write its checkpoint while an Allocate waits. The time is long, because a refusal
@@ -58,11 +58,11 @@ fails a pod."""
 
 
 class HolderTracker:
-    """Reads from the node which pods hold allocations by limits. The register keeps the result.
+    """Reads from the node which pods hold devices by `limits`. The register stores the result.
 
-    scan_wanted: an event that is set when a scan is due at once. copies: copies of other agents' allocations.
-    claim_uses: whether to call `List` at each scan, to read which containers use claims, for metrics.
-    believe_checkpoint: see `PodReader`.
+    scan_wanted: an event that is set when a scan is due at once. copies: reads the copies that other agents write of
+    their allocations. claim_uses: whether to call `List` at each scan, to read which containers use claims, for
+    metrics. believe_checkpoint: see `PodReader`.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class HolderTracker:
         self.read_at: float | None = None
         """When a scan last read the checkpoint (monotonic seconds); None before the first scan."""
         self.claim_uses: frozenset[ClaimUse] = frozenset()
-        """The devices that containers use through claims, from the last answer to `List`."""
+        """The devices that containers use through claims, from the last response to `List`."""
         self.all_pods_listed = False
-        """Whether the last answer to `List` named all running pods. The answer lacks pods that were deleted by force or
-        that a new kubelet does not know."""
+        """Whether the last response to `List` named all running pods. The response lacks pods that were deleted by
+        force, or that a restarted kubelet does not know."""
         self.pods: Final = PodReader(
             paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint, boot=boot_id()
         )
@@ -102,33 +102,34 @@ class HolderTracker:
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
-        """By (resource, id), why the id was refused since the last scan: its holder's processes run."""
+        """For each (resource, id) that was refused since the last scan because its holder's processes run, the
+        reason."""
         self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
-        """The register's records, and the allocations made from these records."""
+        """The register's allocation records, and the `Allocation` values that were made from these records."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._lost = LostAllocations(self.pods, paths.container_log_dir)
         self._copies, self._scan_wanted = copies, scan_wanted
         self._copied: Mapping[Allocation, Wanted] = {}
-        """Grants in other agents' copies, by allocation, while the allocation counts as held."""
+        """For each held allocation in other agents' copies, the grant in the copy."""
         self._unscanned: frozenset[Allocation] = frozenset()
-        """Allocations that a copy has named only since the last scan."""
+        """Allocations that appeared in another agent's copy after the last scan."""
         self._begun: frozenset[str] = frozenset()
-        """UIDs of holders whose admission has ended: they were known at the agent's start, or were seen to run."""
+        """UIDs of pods with devices whose admission has ended: pods that were known at the agent's start, or were seen
+        running."""
         self._former: frozenset[str] = frozenset()
-        """UIDs of the holders that were known at the agent's start. After a reboot, their pods have directories before
-        they have cgroups."""
+        """UIDs of pods with devices that were known at the agent's start. After a reboot, these pods have directories
+        before they have cgroups."""
         self._in_one_root = all(
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
         self.observed: frozenset[str] = frozenset()
-        """The resources whose allocations the register has compared with evidence; without resources that were added
-        since."""
+        """The resources whose allocations the register has compared with evidence since they were added."""
         self._unanswered = ""
         """Why the last request for a checkpoint failed; "" if the kubelet wrote the checkpoint."""
         self.problems: tuple[str, ...] = ()
-        """Which pods of this node are not visible, by the last scan, for messages."""
+        """Which pods of this node the last scan could not see, as text for messages."""
         self.unknown: Counter[EvidenceSource] = Counter()
-        """By source of evidence, how often the source did not show whether a holder had ended."""
+        """For each source of evidence, how often it did not show whether a holder had ended."""
 
     async def start(self) -> None:
         """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device."""
@@ -147,9 +148,9 @@ class HolderTracker:
 
     @property
     def _known(self) -> frozenset[Allocation]:
-        """The allocations in the register, and allocations of other plugins by the last scan."""
+        """The allocations in the register, and the allocations by other plugins that the last scan has found."""
         records = self._register.snapshot.allocations
-        of, allocations = self._recorded  # Other threads replace the tuple, so it is read as a whole.
+        of, allocations = self._recorded  # Other threads replace the tuple, so both elements are read from one tuple.
         if of is not records:
             held = set[Allocation]()
             for record in records.values():
@@ -160,11 +161,11 @@ class HolderTracker:
         return allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return allocations, without a container, of those pods that may be the unknown holders of grants.
+        """Return allocations (without a container name) of pods that may be the unknown holders of grants.
 
         The kubelet's checkpoint lists the resources that the kubelet knows. If the checkpoint lacks a grant's resource
-        before this process has registered, the kubelet has lost its checkpoint since the grant, and the new one does
-        not name the holder. A pod whose log directory is older than the grant is not its holder.
+        before this process has registered, the kubelet has lost its checkpoint since the grant, and its new checkpoint
+        does not name the holder. A pod whose log directory is older than the grant is not the holder.
         """
         possible: set[Allocation] = set()
         registered = {resource for version in seen.checkpoints for resource in version.registered}
@@ -185,13 +186,13 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return why another pod still holds an id, for each such id; called before an Allocate is answered.
+        """Return, for each of these ids that another pod still holds, the reason; called before an Allocate is granted.
 
-        The kubelet allocates an id again only when it counts the former holder as ended. The kubelet can be wrong in
-        three cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a
-        client called PodResources List during the pod's Allocate (kubernetes#137534). In the last case a checkpoint
-        that is written now still names the pod. A checkpoint does not name a holder that the kubelet counts as ended. A
-        pod without a cgroup is the new holder itself, whose init container had the device before.
+        The kubelet allocates an id again only when it counts the former holder as ended. This can be wrong in three
+        cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
+        called PodResources List during the pod's Allocate (kubernetes#137534). In the last case the present checkpoint
+        still names the pod; in the others it does not. A named pod without a cgroup is the new holder itself, whose
+        init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
@@ -223,17 +224,17 @@ class HolderTracker:
         return refused | dropped
 
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
-        """Return those of these ids that are held by pods whose processes run."""
+        """Return those of these ids whose holding pods have running processes."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
         """Return whether any of these ids may have a holder; quick, because each Allocate calls this method."""
         with contextlib.suppress(CheckpointError):
-            self._checkpoint.newest(nodes=True)  # Read what the kubelet has just written.
+            self._checkpoint.newest(nodes=True)  # The kubelet may have written its checkpoint just now.
         named = self._checkpoint.known.last.allocations
         for holder in self._known | named:
-            # If this Allocate is for a container whose allocations the kubelet has lost, that container has ended
-            # before.
+            # If the kubelet has lost the allocations of the container that it now allocates for, the former instance of
+            # that container has ended.
             lost = holder.container and holder not in named
             mine = holder.resource == resource and holder.device_id in device_ids
             if (mine or lost) and self.pods.may_exist(holder.pod_uid):
@@ -243,7 +244,7 @@ class HolderTracker:
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
-        """Return these ids' allocations, the UIDs of running pods by id, and the UIDs of pods with empty cgroups."""
+        """Return the allocations of these ids, the running pod's UID by id, and the UIDs of pods with empty cgroups."""
         read, pods = self._newest(), self.pods.read()
         allocations = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
         uids = {allocation.pod_uid for allocation in allocations}
@@ -251,10 +252,10 @@ class HolderTracker:
         return allocations, holders.running(allocations, resource, device_ids, may_run), pods.empty & uids
 
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
-        """Return the allocations of these ids whose pods have ended, and the others; called before an Allocate.
+        """Return two sets: the allocations of these ids whose pods have ended, and the other allocations.
 
-        The other allocations belong to pods that run, or that may be in admission. A pod in admission can be the new
-        holder, whose init container had the device before.
+        Called before an Allocate. The other allocations belong to pods that run, or that the kubelet may just be
+        admitting. A pod in admission can be the new holder itself, whose init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not of_ids(self._known_or(await self.looks.at("holders", self._newest, brief=True)), resource, wanted):
@@ -268,7 +269,8 @@ class HolderTracker:
         # The kubelet and the runtime create a pod's log and pod directories after the pod's admission.
         begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
-        # A short-lived pod may have ended, with its directories, before any scan saw it. ADMISSION limits this case.
+        # A short-lived pod may have ended, and its directories been removed, before any scan saw the pod. So after
+        # ADMISSION seconds without directories, a pod counts as ended.
         records, recent = self._register.snapshot.allocations, time.time() - ADMISSION
         admitted = {
             allocation
@@ -283,8 +285,8 @@ class HolderTracker:
     def _newest(self) -> list[CheckpointVersion]:
         """Return the present checkpoint in a list, empty if it cannot be read. Blocks.
 
-        The checkpoint still names a holder that the kubelet has just dropped, because the kubelet writes it after
-        Allocate.
+        This checkpoint still names a holder that the kubelet has just dropped, because the kubelet writes its
+        checkpoint after Allocate.
         """
         with contextlib.suppress(CheckpointError):
             return [self._checkpoint.newest(nodes=True)]
@@ -294,7 +296,7 @@ class HolderTracker:
         return self._known.union(*(version.allocations for version in read))
 
     def _ended_containers(self, read: Sequence[CheckpointVersion], pods: PodProcesses) -> frozenset[Allocation]:
-        """Return the known allocations that none of these checkpoints names and whose containers have ended. Blocks."""
+        """Return the known allocations whose containers have ended and that none of these checkpoints names. Blocks."""
         if not read:
             return frozenset()
         named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in read))
@@ -304,8 +306,8 @@ class HolderTracker:
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
         """Return the checkpoint's present entries of a resource; None if the checkpoint cannot be read.
 
-        served: the resources of this process. All of them call this method at the same time, so a new checkpoint is
-        read once for all.
+        served: the resources of this process. All resources call this method at the same time, so a new checkpoint is
+        read once for all of them.
         """
         now = await self._newest_read()
         if now is None or now.file is None:
@@ -327,14 +329,14 @@ class HolderTracker:
         return None
 
     async def reread(self) -> None:
-        """Read the checkpoint and other agents' copies if they have changed; both may name new allocations."""
+        """Read the checkpoint and other agents' copies if they have changed; they may name new allocations."""
         if await self._read_copies():
             self._scan_wanted.set()
         with contextlib.suppress(CheckpointError):
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     async def _read_copies(self) -> bool:
-        """Read the changed copies; return whether there are any. If reads hang, no agent can write copies either."""
+        """Read the changed copies of other agents; return whether any has changed. False if the read hangs."""
         copied: Mapping[Allocation, Wanted] = {}
         with contextlib.suppress(LookTimeoutError):
             copied = await self.copy_looks.at("copies", self._copies.changed, brief=True)
@@ -344,7 +346,7 @@ class HolderTracker:
         return bool(copied)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
-        """Return the UIDs of the pods that `List` names, which the kubelet counts as active.
+        """Return the UIDs of the pods in the response of `List`: the pods that the kubelet counts as active.
 
         running: the UIDs of all pods whose processes run.
         """
@@ -353,7 +355,7 @@ class HolderTracker:
         return frozenset() if report is None else await self._listed(report, running)
 
     def title(self, pod_uid: str) -> str:
-        """Return namespace and name of a pod if both are known, else its UID."""
+        """Return a pod's namespace and name if both are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
@@ -361,7 +363,7 @@ class HolderTracker:
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
-        """Return the containers that hold a resource's ids, with names of pods as far as these are known."""
+        """Return, for each held id of a resource, the containers that hold it, with the known names of pods."""
         return {
             device_id: frozenset(
                 PodContainer(*self._names.known.get(holder.pod_uid, ("", "")), holder.container, holder.pod_uid)
@@ -371,18 +373,18 @@ class HolderTracker:
         }
 
     def granted(self, allocation: Allocation) -> Wanted | None:
-        """Return what the answer to Allocate, or a copy, says that an allocation was granted; None if unknown."""
+        """Return the grant of an allocation, from the AllocateResponse or another agent's copy; None if unknown."""
         _, granted = self._checkpoint.known.grants.get(allocation) or ("", self._copied.get(allocation))
         return granted
 
     def foreign(self) -> tuple[Use, ...]:
-        """Return the uses of pods' allocations that the register lacks: of other plugins, or with lost records.
+        """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.
 
         The returned object stays the same until a use changes.
         """
         reader, records = self._checkpoint.known, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
-        # Each grant changes the records. Only a change of these allocations' records needs a new decision.
+        # Each grant changes the register's records, but only changes of these allocations' records need a new decision.
         recorded: dict[RecordKey, AllocationRecord] = {}
         for holder in (*held, *named, *unscanned):
             if (record := records.get(holder[2:])) is not None:
@@ -403,7 +405,7 @@ class HolderTracker:
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
-        """Return the ids that count as held although the kubelet may allocate them again, each with the reason."""
+        """Return, for each id that counts as held although the kubelet may allocate it again, the reason."""
         unnamed = self.snapshot.unnamed(resource)
         refused = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
         return refused | {
@@ -413,11 +415,11 @@ class HolderTracker:
         }
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Read the evidence now; return None if this process answered an Allocate meanwhile, which may be newer.
+        """Read the evidence now; return None if an Allocate ran meanwhile: its grant may be newer than the evidence.
 
-        wanted: (resource, device id) that may be free. The scan makes the kubelet write its checkpoint in three cases:
-        one of these ids has no holder with running processes; processes of a holder have ended; or, periodically, a
-        holder has had no processes yet.
+        wanted: (resource, device id) that a caller hopes to find free. The scan makes the kubelet write its checkpoint
+        in three cases: a wanted id has no holder with running processes; the processes of a holder have ended; or,
+        periodically, a holder has had no processes yet.
         """
         await self.in_flight.wait()
         at = time.monotonic()
@@ -430,7 +432,7 @@ class HolderTracker:
             report = report or await self._list()
             written, self._unanswered = await self._checkpoint.written()
             seen = await self.looks.at("evidence", self._read, written, self._unanswered, timeout=LONG)
-            if report is not None:  # So the kubelet has dropped the ended pods.
+            if report is not None:  # The response shows that the kubelet has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
@@ -455,7 +457,10 @@ class HolderTracker:
         return now
 
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
-        """Add pods that the cgroups hide to the evidence. before: the cgroups before the checkpoints were written."""
+        """Add to the evidence pods that the visible cgroups lack.
+
+        before: the cgroups before the checkpoints were written.
+        """
         if not seen.current:
             return seen
         named = [{allocation.pod_uid for allocation in version.allocations} for version in seen.checkpoints]
@@ -463,15 +468,15 @@ class HolderTracker:
         return replace(seen, pods=self.pods.hide(seen.pods, found)) if found else seen
 
     def _note_problem(self, seen: HolderEvidence) -> None:
-        """Store which pods of this node are not visible, and log a warning if all were visible before."""
+        """Store which pods' cgroups are not visible, and log a warning if all were visible at the last scan."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
-        if problem and not self.problems:  # The pods in the text change.
+        if problem and not self.problems:  # The text is logged only once, because the pods in it change.
             _LOG.warning("%s", problem)
         self.problems = tuple(filter(None, [problem]))
 
     def _read(self, written: Sequence[CheckpointVersion] = (), problem: str = "") -> HolderEvidence:
-        """Read the cgroups after the checkpoint. written, problem: the result of `CheckpointReader.written`."""
+        """Read the checkpoint, then the cgroups. written, problem: the result of `CheckpointReader.written`."""
         read = list(written)
         if written:
             self._checkpoint.take(written)
@@ -492,6 +497,7 @@ class HolderTracker:
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await self._names.now(running)
-        # If two running pods have one name, one was deleted by force, and the answer does not show which.
+        # If two running pods have the same name, one of them was deleted by force, and the response does not show
+        # which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)

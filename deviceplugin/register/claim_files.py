@@ -1,9 +1,10 @@
-"""The agent's own files of prepared claims. They identify the devices that a claim holds, even after renames.
+"""The agent's own files of prepared claims.
 
-`<driver>_<claim UID>.claim` is JSON, in `cdi.own_directory`. Each prepared claim has one, also a claim without edits.
+The files identify the devices that a claim holds, even if the devices have other names now. `<driver>_<claim
+UID>.claim` is JSON, in `cdi.own_directory`. Each prepared claim has such a file, even if the claim needs no CDI edits.
 The directory is in memory on most nodes, so a reboot removes the files together with the containers.
 
-Functions and classes take the directory of CDI specs.
+The functions here take the directory of CDI specs, which contains this directory.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _FILE: Final = re.compile(rf"(?P<driver>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<uid>{cdi.
 class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that a claim holds through one driver.
 
-    agent: the name of the agent that prepared it; "" if the agent has no name, or the file cannot be read. boot: the
-    node's boot in which the file was written, which all identities name. pods: UIDs of its pods. devices: None if the
-    file cannot be read; then only `driver` and `uid` are known.
+    agent: the name (`--agent-name`) of the agent that prepared the claim; "" if the agent has no name, or the file
+    cannot be read. boot: the id of the node's boot in which the file was written; all identities in the file are of
+    this boot. pods: UIDs of the claim's pods. devices: None if the file cannot be read; then only `driver` and `uid`
+    are known.
     """
 
     driver: str
@@ -44,7 +46,7 @@ class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """Namespace and name if they are known, else the UID, for messages."""
+        """The claim's namespace and name if they are known, else the claim's UID, for messages."""
         return f"{self.namespace}/{self.name}" if self.name else self.uid
 
 
@@ -52,12 +54,15 @@ _DECODER: Final = msgspec.json.Decoder(ClaimFile)
 
 
 def encode(file: ClaimFile) -> bytes:
-    """Encode a file. Equal files have equal bytes."""
+    """Return the bytes of a claim's file. Equal files have equal bytes."""
     return msgspec.json.encode(file, order="deterministic")
 
 
 def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
-    """Decode a file, whose name contains driver and UID. A damaged file, or one of another version, has no devices."""
+    """Decode a claim's file; its name has the driver and UID.
+
+    A damaged file, or a file of another version, has no devices.
+    """
     unknown = ClaimFile(driver=driver, uid=uid)
     try:
         file = _DECODER.decode(data)
@@ -69,9 +74,9 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
 
 
 def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, ...]:
-    """Read the files of all drivers' claims, except those of the drivers in `without`. Blocks.
+    """Read the claim files of all drivers, except the drivers in `without`. Blocks the thread.
 
-    Raises OSError if the directory exists and cannot be read. A file that cannot be read has no devices.
+    Raises OSError if the directory exists and cannot be read. A claim whose file cannot be read has no known devices.
     """
     own = cdi.own_directory(directory)
     try:

@@ -1,6 +1,6 @@
-"""Operations that record the identity of holdings' hardware, and further nodes that their holders reach. Pure.
+"""Operations that record which hardware holders have, and which other device nodes the holders can open.
 
-They are called like the operations of `deviceplugin.register.operations`.
+Pure functions. Callers use these functions like the operations of `deviceplugin.register.operations`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from deviceplugin.register.records import (
 
 
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
-    """Set the identity of holdings without one, or with one of another boot, to the present identity of their devices.
+    """Record the present identity of the device for each holding without an identity of this boot.
 
-    An identity with all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's. A
-    holding also reaches the nodes that the paths of its device lead to now. The answer to Allocate names paths, and the
-    runtime resolves them at each start of the container; the CDI file of a claim is written anew with these nodes.
+    An identity that was taken from all nodes of an AllocateResponse is replaced as well, if one of these nodes is the
+    device's. The nodes to which the device's paths lead now count as nodes that the holder can open: the
+    AllocateResponse names paths, and the runtime resolves the paths at each start of the container; a claim's CDI file
+    is written anew with these nodes.
     """
 
     def adopted(recorded: Identity, key: RecordKey) -> Identity:
@@ -62,16 +63,18 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
 def start(
     resource: str, present: Mapping[str, Tokens], view: View, *, whole: frozenset[str], plain: frozenset[str]
 ) -> Operation[str]:
-    """Record the nodes that a starting container gets. The answer is why it must not start, "" if it may.
+    """Record the device nodes that a starting container gets.
 
-    A container must not start if a path leads to another device than at the grant, or to a device that another holder
-    has or reaches. present: the tokens of each of its ids now, without those of nodes whose numbers cannot change.
-    whole: the ids whose devices have no such nodes. plain: the ids whose devices have no symlinks, so that the answer
-    to Allocate names the nodes of that time.
+    The result is why the container must not start, "" if it may. A container must not start if a path leads to another
+    device than at the grant, or to a device that another holder has or can open. present: for each of the container's
+    ids, the present tokens of the device, without tokens of nodes whose numbers cannot change. whole: the ids whose
+    devices have only nodes whose numbers can change. plain: the ids whose devices have no symlinks, so that the
+    AllocateResponse names the device nodes themselves.
 
-    The former instance of the container has ended, and the containers of one pod that have one id run one after the
-    other (init containers). So an id with holders in one pod reaches only its present nodes, and no node while its
-    container cannot start: two containers whose devices have swapped their numbers start one after the other.
+    The former instance of the container has ended, and containers of one pod that have the same id run one after the
+    other (init containers). So if all holders of an id are in one pod, they can open only the id's present nodes, and
+    no node while the container cannot start. Otherwise two containers whose devices have swapped their numbers would
+    block each other.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[str]:
@@ -103,7 +106,7 @@ def start(
 def _other_nodes(
     records: Mapping[str, AllocationRecord], present: Mapping[str, Tokens], plain: frozenset[str], boot: str
 ) -> str:
-    """Return that an id stands for other hardware, or a plain id for other nodes, than at its grant; else ""."""
+    """Return an error if an id's hardware, or the nodes of an id in `plain`, are not those of its grant; else ""."""
     for name, record in records.items():
         was, key = record.identity.in_boot(boot), (record.resource, record.device)
         if was and (why := other_hardware(key, was, present[name])):
@@ -117,9 +120,9 @@ def _other_nodes(
 def renew(
     driver: str, uid: str, before: str, result: str, identities: Mapping[RecordKey, Identity]
 ) -> Operation[Claim | None]:
-    """Record a new answer to a claim whose devices have other nodes now, and that the claim reaches these nodes.
+    """Record a new Prepare response for a claim whose devices have other nodes now, and these nodes.
 
-    before: the answer to replace. The operation's answer is the claim's record; None if the claim has another answer by
+    before: the recorded response to replace. Returns the claim's record; None if the record has another response by
     now.
     """
 

@@ -1,4 +1,7 @@
-"""Decides which listed devices are left out of the kubelet's device list and of the slices. Pure functions."""
+"""Decides which devices of the sources are not offered: to the kubelet in ListAndWatch, to DRA in slices.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ _SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claim
 
 
 class ListedResource(NamedTuple):
-    """A served resource at one moment. driver: its DRA driver, or "". ids: returns the kubelet's ids of a device."""
+    """A resource of this process at one moment. driver: its DRA driver, or "".
+
+    ids: returns a device's ids at the kubelet.
+    """
 
     snapshot: InventorySnapshot
     driver: str
@@ -40,8 +46,9 @@ class ListedResource(NamedTuple):
 class OfferQuestion:
     """The input for deciding which devices a side may offer.
 
-    state: the register's records. view: see `View`. hardware: of all listed devices. resources: the served resources
-    by name. wanted: returns the identity and amount that a holder would get by one id of a device.
+    state: the register's records. view: see `View`. hardware: the tokens of all devices that sources list. resources:
+    the resources of this process, by name. wanted: returns the identity and amount that a holder would get by one id of
+    a device.
     """
 
     state: RegisterSnapshot
@@ -53,10 +60,10 @@ class OfferQuestion:
 
 @dataclass(frozen=True, slots=True)
 class WithheldDevices:
-    """The devices of a resource that one side must not offer, although its source lists them.
+    """The devices of a resource that the plugin, or DRA, must not offer, although the resource's source lists them.
 
-    ids: the withheld ids of the kubelet (for claims: devices), with reasons. devices: the devices of which all ids are
-    withheld, although they are on this side, with reasons. by_others: the withheld devices that pods have, or may have,
+    ids: for each kubelet id that must not be offered (for claims: each device), the reason. devices: for each device of
+    this side of which no id may be offered, the reason. by_others: those of `devices` that pods have, or may have,
     through another plugin of the same resource.
     """
 
@@ -66,11 +73,11 @@ class WithheldDevices:
 
 
 def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> WithheldDevices:
-    """Return the devices of a resource that a side must not offer.
+    """Return the devices of a resource that the side (plugin or dra) must not offer now, with the reasons.
 
-    An id is checked against all holdings but its own. A device for claims is checked against all holdings but those of
-    its driver's claims: these devices stay offered, because the scheduler itself counts their parts. Ids are checked in
-    order, and an idle id that is offered counts as held for the ids after it.
+    A kubelet id must not be offered if the other holders of the hardware leave too little of it. For DRA, claims of the
+    device's own driver do not count as other holders: the scheduler itself subtracts what these claims have. The ids of
+    a device are checked in order, and an idle id that is offered counts as held for the next ids.
     """
     if (listed := asked.resources.get(resource)) is None:
         return WithheldDevices()
@@ -111,7 +118,10 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
 def _holds_itself_alone(
     asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]
 ) -> bool:
-    """Return whether only the device's one id is held, with the identity of the grant. This is the usual case."""
+    """Return whether the device has one id and no other holder, and is still the granted hardware.
+
+    This is the usual case.
+    """
     if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
         return False
     allocation = asked.state.allocations[key[0], ids[0]]
@@ -119,9 +129,9 @@ def _holds_itself_alone(
 
 
 def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: SideName) -> dict[str, str]:
-    """Return the ids of a device that could not be granted now, with reasons.
+    """Return, for each id of a device that could not be granted now, the reason.
 
-    For claims, the device itself is the id.
+    For claims, the device's name is the only id.
     """
     state, view, resource = asked.state, asked.view, key[0]
     driver, wanted = asked.resources[resource].driver, asked.wanted(*key)
@@ -149,7 +159,7 @@ def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: Si
 
 
 def _is_only_possible(use: Use, *, held: bool) -> bool:
-    """Return whether a use is only possible, and the device has a known holder, so that the use changes no offer."""
+    """Return whether a use is uncertain, but the device has a known holder, so that the use changes no offer."""
     return held and use.unit[0] == UNCERTAIN
 
 
@@ -169,7 +179,7 @@ def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
 
 
 def _offered_under_another_id(asked: OfferQuestion, key: DeviceKey, side: SideName) -> str:
-    """Return why an idle device is not offered because an earlier id of the same hardware is offered, else ""."""
+    """Return a reason if an idle device's hardware is already offered under an id that sorts before it, else ""."""
     mine = asked.resources[key[0]]
     for other in sorted(asked.hardware.aliases(key), key=natural_key):
         theirs = asked.resources[other[0]]

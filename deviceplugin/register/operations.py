@@ -1,8 +1,8 @@
-"""The operations of the register: pure functions of a snapshot that return an answer and changes.
+"""The operations of the register: pure functions of the register's snapshot that return a result and changed records.
 
-Each is called without the snapshot and returns an `Operation`. `Store.do` calls it with the snapshot, perhaps in
-another thread, so its arguments must not change after the call. `devices` are ids of physical devices, `now` is in Unix
-seconds.
+A caller omits the argument `state` and gets an `Operation`. `Store.do` calls the operation with the snapshot, perhaps
+in another thread, so the caller must not change the arguments afterwards. `devices` are ids of physical devices, `now`
+is in Unix seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 KEEP_ENDED: Final = 1024
-"""Number of unprepared claims to remember. It is enough if the kubelet's claim state has dropped older ones by then."""
+"""Number of unprepared claims to remember: enough if the kubelet's claim state has dropped the older claims by then."""
 
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
@@ -45,12 +45,12 @@ _TURNED: Final = {
     State.DRA: State.TO_PLUGIN,
     State.TO_PLUGIN: State.DRA,
 }
-"""For each state, the state in which a device moves to the other side, or returns to the side that it was leaving."""
+"""For each state, the next state of a device that has to move to the other side, or back to its former side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The results of comparing a snapshot: released ids, newly found ids, quarantined devices."""
+    """The result of `observe`: released ids, newly found held ids, and newly quarantined devices."""
 
     released: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Devices that arrived, and what each remaining device waits for."""
+    """The result of completing moves: the devices that have moved, and what each other device's move waits for."""
 
     devices: tuple[str, ...] = ()
     waiting: Mapping[str, rules.MoveWait] = field(default_factory=lambda: NONE)
@@ -69,8 +69,8 @@ class Committed:
 class Reconciled:
     """The result of comparing a resource's devices with evidence. changed: devices with a new state.
 
-    uncertain: devices that may have a holder on the other side. They must not be offered before there is better
-    evidence.
+    uncertain: devices that may have a holder on the other side. These devices must not be offered until newer evidence
+    excludes such a holder.
     """
 
     changed: Mapping[str, State]
@@ -78,7 +78,7 @@ class Reconciled:
 
 
 def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
-    """Convert a function whose first argument is the snapshot. Called without it, the result returns an operation."""
+    """Convert a function of a snapshot and arguments to a function of the arguments that returns an operation."""
 
     @functools.wraps(decide)
     def with_arguments(*args: _P.args, **kwargs: _P.kwargs) -> Operation[_T]:
@@ -89,7 +89,7 @@ def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]
 
 @_operation
 def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
-    """Remove records of devices that no longer exist; answer which. Devices that a pod or a claim holds stay."""
+    """Remove the records of devices that do not exist any more and are not held; return the removed ids."""
     gone = tuple(
         device
         for device in dict.fromkeys(devices)
@@ -102,11 +102,11 @@ def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> 
 def grant(
     state: RegisterSnapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
 ) -> Decision[rules.Refused | rules.Excluded | None]:
-    """Grant devices to a container, all or none. The answer is the refusal, None if they are granted.
+    """Grant all requested devices to a container, or none.
 
-    Devices on the other side, and devices of other holders, are refused. wanted: by kubelet device id (a replica's, or
-    the device's own). An id that was granted before can be granted again, because the kubelet does not report when it
-    takes a device back.
+    The result is None if the devices are granted, else the refusal. Devices on the DRA side, and devices of other
+    holders, are refused. wanted: by kubelet device id (of a replica, or of the device itself). An id that was granted
+    before can be granted again, because the kubelet does not report when it takes a device back.
     """
     new: list[Use] = []
     for device_id, requested in wanted.items():
@@ -129,9 +129,10 @@ def grant(
 
 
 def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested: Wanted) -> AllocationRecord:
-    """Return an id's record after a new grant. Former holders stay until evidence shows that they have ended.
+    """Return an id's record after a new grant.
 
-    If no checkpoint has named the container of the previous grant, each container that is named later may be that one.
+    Former holders stay in the record until evidence shows that they have ended. If no checkpoint has named the
+    container of the previous grant, each container that a later checkpoint names may be that container.
     """
     identity, amount = requested.identity if requested.identity.tokens else before.identity, requested.amount
     if before.pending:
@@ -145,15 +146,15 @@ def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested:
 def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
     """Compare the allocations of a resource with a scan of the kubelet's checkpoint and of the pods' cgroups.
 
-    An allocation is released when no holder is left, and no grant of the id waits for a checkpoint that names its
-    container. A held id that the register does not know becomes an allocation. If the device of such an id is on the
-    DRA side, evidence and register contradict each other, and the device is quarantined.
+    An allocation ends when its id has no holder left, and no grant of the id waits for a checkpoint with its container.
+    A held id that the register does not have is recorded as an allocation. If the device of such an id is on the DRA
+    side, the evidence contradicts the register, and the device is quarantined.
     """
     changes: list[Change] = []
     released: list[str] = []
     for key, record in state.allocations.items():
         if record.resource != resource or snapshot.sequence < record.sequence:
-            continue  # The id was granted, perhaps again, after the snapshot was begun.
+            continue  # The id was granted, perhaps again, after the reading of the evidence had begun.
         after = _observed(record, snapshot)
         if after is None:
             released.append(record.device_id)
@@ -179,7 +180,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders of ids: (pod UID, container, resource, id). By the evidence, these pods may run."""
+    """Record further holders of ids: (pod UID, container, resource, id). The evidence shows that these pods may run."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -195,11 +196,11 @@ def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, 
 
 
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
-    """Return an allocation after the snapshot; None if the allocation has ended."""
+    """Return an allocation's record, updated from the evidence; None if the allocation has ended."""
     observed = snapshot.held.get(record.device_id) or rules.ObservedAllocation(record.device, record.pod, sure=False)
     record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
-        # No answer to Allocate names the device, and the id was found before its source had listed the device.
+        # No AllocateResponse names the device, and the id was found before the source had listed the device.
         record = replace(record, device=observed.device)
     if observed.identity.says_more_than(record.identity):
         record = replace(record, identity=observed.identity)
@@ -230,10 +231,10 @@ def reserve(
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Reserve a claim's free devices while its driver sets them up. `prepare` completes the grant.
 
-    Returns the claim's record if the register has one (a result of None means that it is not complete), else the
-    reservation. durable: whether the reservation survives a crash, so that an Unprepare can then undo the setup of the
-    devices. move_idle: whether a refusal begins to move the claim's idle devices to DRA. along: devices that must move
-    together with these.
+    Returns the claim's record if the register has it already (a record whose result is None is only a reservation),
+    else the reservation. durable: whether the reservation is written to disk, so that an Unprepare after a crash can
+    undo the setup of the devices. move_idle: whether a refusal begins to move the claim's idle devices to DRA. along:
+    devices that must move together with these.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and (
@@ -249,10 +250,11 @@ def reserve(
 def prepare(
     state: RegisterSnapshot, claim: Claim, view: View, *, move_idle: bool = False, along: Collection[RecordKey] = ()
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Grant a claim its devices until it is unprepared. Returns the existing record if it is already prepared.
+    """Grant a claim its devices until the claim is unprepared.
 
-    Devices with administrative access are not held, and may be on any side. claim: has its result, so that Prepare gets
-    the same answer after a restart. move_idle, along: see `reserve`.
+    Returns the existing record of an already prepared claim. Devices with administrative access are not held, and may
+    be on any side. claim: with its result, so that a repeated Prepare gets the same response after a restart of the
+    agent. move_idle, along: see `reserve`.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and recorded.result is not None:
@@ -280,11 +282,11 @@ def _take(
 def _moves_begun(
     state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Begin to move a refused claim's idle devices to DRA. The returned refusal states whether they move.
+    """Begin to move a refused claim's idle devices to DRA. The returned refusal states whether the devices move.
 
-    No move begins if pods have devices of the resource by limits on both sides; this also holds for resources of
-    devices that would move together with them. The kubelet may need all remaining ids to admit its pods again, and
-    their number is not known here.
+    No move begins if pods have devices of the resource by `limits` from the plugin and from DRA. The same condition
+    applies to the resources of devices that would move together with these devices. The kubelet may need all remaining
+    ids to admit its pods again, and this function does not know how many ids it needs.
     """
     leaving = sorted({of for of, device in {*claim.held, *along} if state.device(of, device).state is State.PLUGIN})
     if stays := next((of for of in leaving if all(rules.held_by_limits(state, of))), ""):
@@ -316,10 +318,11 @@ def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | N
 
 @_operation
 def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
-    """Record claims and devices that are in the claims' files but not in the register; return the new records.
+    """Record the claims and devices that are only in the agent's files of claims; return the new records.
 
-    The register lacks such a claim if the ledger was lost or replaced by an older copy. A claim that the register has
-    with other devices was allocated again, and counts as the holder of both its former and its new devices.
+    The register lacks a claim if the ledger (the SQLite file of the records) was lost or replaced by an older copy. A
+    claim that the register has with other devices was allocated again, and counts as holder of its former and its new
+    devices.
     """
     new = []
     for claim in claims:
@@ -336,7 +339,7 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
 def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
-    """Add a claim's name to its record, if only its CDI file was known, and the pods that share the claim."""
+    """Add the claim's name to a record that was made from the claim's file, and the UIDs of the claim's pods."""
     recorded = state.claims.get((driver, uid))
     if recorded is None:
         return Decision(None)
@@ -362,7 +365,7 @@ def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim 
 
 @_operation
 def set_setting(state: RegisterSnapshot, section: str, key: str, value: str | None) -> Decision[None]:
-    """Store a value, or remove the stored value (None)."""
+    """Store the value of a setting; None removes the stored value."""
     if state.setting(section, key) == value:
         return Decision(None)
     record = None if value is None else Setting(section, key, value)
@@ -381,11 +384,11 @@ def begin_move(
     *,
     for_claim: bool = False,
 ) -> Decision[Mapping[str, State]]:
-    """Begin to move devices to a side. The answer is the new state of each device that changed.
+    """Begin to move devices to the plugin or to DRA. The result is the new state of each device whose state changed.
 
-    A device that is moving to the other side returns. Quarantined devices do not move. A device in the slices of
-    another driver does not move either: it must first move to the plugin side. driver: the driver whose claims will get
-    the devices. for_claim: whether a claim needs the devices.
+    A device that is just moving away from this side returns to it. Quarantined devices do not move. A device in another
+    driver's slices does not move either, because it must first move to the plugin. driver: the driver whose claims will
+    get the devices. for_claim: whether a claim needs the devices.
     """
     at = {device: state.device(resource, device) for device in devices}
     moves = {
@@ -402,7 +405,7 @@ def begin_move(
 def commit_to_dra(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
-    """Complete the move to the DRA side of each device that, by the evidence, no pod with limits holds any more."""
+    """Complete the moves to DRA of the devices that, as evidence proves, no pod with `limits` holds any more."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
     waits = {record.device: rules.to_dra_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)
@@ -412,7 +415,7 @@ def commit_to_dra(
 def commit_to_plugin(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
-    """Complete the move to the plugin side of each device that, by the evidence, no claim holds or may get any more."""
+    """Complete the moves to the plugin of the devices that, as evidence proves, no claim holds or may get any more."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
     waits = {record.device: rules.to_plugin_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)
@@ -441,24 +444,24 @@ def reconcile_evidence(
     now: float,
     driver: str = "",
 ) -> Decision[Reconciled]:
-    """Compare the register with evidence, or fill it from evidence if it is empty.
+    """Compare the register with evidence of holders, or fill an empty register from this evidence.
 
-    An unknown device goes to DRA if a claim's allocation or a CDI file names it, to the plugin side if the kubelet's
-    checkpoint names it, to quarantine if both do, and to `side` if neither does. A known device stays, unless a holder
-    on the other side contradicts the register. The allocation of a claim that is not prepared does not contradict it,
-    because the scheduler writes some minutes late. A holder that is not sure does not contradict it either, but makes
-    the device uncertain. A quarantined device leaves quarantine once the evidence and the register's own holders agree.
-    evidence: of all holders of `devices`.
+    A device without a record is put on the DRA side if a claim's allocation or a CDI file names the device, on the
+    plugin side if the kubelet's checkpoint names it, into quarantine if both name it, and on `side` if neither does. A
+    device with a record stays, unless evidence shows a holder on the other side. The allocation of an unprepared claim
+    is no such evidence, because the scheduler may write it minutes late. A holder that is not sure is no such evidence
+    either, but makes the device uncertain. A quarantined device leaves quarantine when the evidence and the register's
+    own holders agree. evidence: of all holders of `devices`.
 
-    A claim that this process has unprepared counts as not prepared, whatever the evidence shows. The evidence may have
-    been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the answer. If
-    the claim was prepared again, the register has it.
+    A claim that this process has unprepared counts as unprepared even if evidence shows it as prepared: the evidence
+    may have been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the
+    response. If the claim was prepared again, the register has its record.
     """
     claims = [
         replace(claim, prepared=False) if (claim.driver, claim.uid) in state.ended else claim
         for claim in evidence.merged
     ]
-    # Sure allocations come last, because they replace the others.
+    # Allocations that are sure come last, because they replace uncertain allocations of the same device.
     held = sorted(evidence.held.values(), key=lambda allocation: allocation.sure)
     plugin = {allocation.device: allocation for allocation in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -498,7 +501,7 @@ def _proven(
     prepared: rules.ClaimEvidence | None,
     side: Side,
 ) -> tuple[State, str]:
-    """Return the state in which the evidence leaves a device, and the reason if the state is new."""
+    """Return the state that a device has by the evidence, and the reason if the state is new."""
     if recorded is None or recorded.state is State.QUARANTINED:
         if pod is not None and claimed is not None:
             return State.QUARANTINED, f"held by pod {pod} and allocated to claim {claimed.uid}"
@@ -517,13 +520,14 @@ def _proven(
 def _prepared_claims(
     state: RegisterSnapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float
 ) -> list[Change]:
-    """Return the changes that record claims which are prepared by the evidence, but have no result in the register."""
+    """Return the changes that record claims which evidence shows as prepared, without a result in the register."""
     changes = []
     for claim in claims:
         recorded = state.claims.get((claim.driver, claim.uid))
         if not claim.prepared or (recorded is not None and recorded.result is not None):
             continue
-        # A claim with several resources is found once for each of them, so its record may already have other devices.
+        # A claim with devices of several resources is found once for each resource, so its record may already have
+        # other devices.
         before = recorded or Claim(claim.driver, claim.uid, "", "", (), None, now)
         if not before.name:
             before = replace(before, namespace=claim.namespace, name=claim.name)
@@ -567,7 +571,7 @@ def _moved(
     *,
     for_claim: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes that give devices new states. driver: for devices without a driver."""
+    """Return the changes that give devices new states. driver: the DRA driver of devices without a driver."""
     records = []
     for device, to in moves.items():
         before = state.device(resource, device)

@@ -1,8 +1,9 @@
-"""Decides whether a holder may get devices beside all present holdings. Pure functions.
+"""Decides whether a holder may get devices in addition to what all present holders have. Pure functions.
 
-Two uses are of the same hardware if their identities share a token, or if their devices have the same name and one of
-the uses has no identity of this boot. The parts of a device never add up to more than the device, and the quantities
-taken of a counter never to more than the counter has.
+A use is what one holder has of one device. Two uses are of the same hardware if their identities share a token (a
+device number, a PCI address or a UUID), or if their devices have the same name and one of the uses has no identity of
+this boot. All uses of a device together never exceed the device, and the quantities that uses take from a shared
+counter never exceed the counter.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from deviceplugin.register.records import (
 )
 
 Counter = tuple[str, str, str]
-"""(scope, counter set, counter). The scope is the driver of a resource, or the resource's name without a driver."""
+"""(scope, counter set, counter). The scope is the DRA driver of a resource, or the resource's name if it has no
+driver."""
 _ONE: Final = Fraction(1)
 HOOK: Final = "hook"
-"""The first element of the unit of a hook that still runs after its timeout."""
+"""The first element of the key (`Use.unit`) of a hook that still runs after its timeout, and so holds its device."""
 RELEASE: Final = "release"
-"""The first element of a unit for a device that has to be released before it is granted."""
+"""The first element of the key (`Use.unit`) that blocks a device whose hook `released` has failed."""
 UNCERTAIN: Final = "uncertain"
-"""The first element of a possible holder's unit: a pod that got a device from another plugin, and it is not known
-which device."""
+"""The first element of the key (`Use.unit`) of a pod that got an unknown device of the resource from another plugin."""
 _NO_HOLDERS: Final = frozenset({HOOK, RELEASE, UNCERTAIN})
 
 
 class Use(NamedTuple):
     """The part of one device that one holder has.
 
-    unit: identifies the holder: one of the kubelet's ids, a claim, a hook, or a holder of another plugin or driver.
-    title: names the holder in messages. key: the device; None if only the device's tokens are known. tokens: the
-    device's identity in this boot, empty if unknown. part: the fraction of the device; None if unknown. takes: the
-    quantities taken of counters. reached: tokens of other nodes that the holder may reach, which do not identify the
-    device. left: nodes that the holder does not reach any more.
+    unit: the holder's key: of a kubelet id, a claim, a hook, or a holder of another plugin or driver. title: the holder
+    as text, for messages. key: the device; None if only the device's tokens are known. tokens: the device's identity in
+    this boot, empty if unknown. part: the fraction of the device; None if unknown. takes: the quantity that the device
+    takes from each counter. reached: tokens of other nodes that the holder may open, which do not identify the device.
+    left: tokens of nodes that the holder cannot open any more.
     """
 
     unit: tuple[str, ...]
@@ -62,28 +63,28 @@ class Use(NamedTuple):
 
     @property
     def own(self) -> set[Point]:
-        """The tokens of the granted device, and the device's name."""
+        """The keys of the granted device: its tokens, and its (resource, name)."""
         tokens = self.tokens - self.left if self.left else self.tokens
         return {*tokens, self.key} if self.key else {*tokens}
 
     @property
     def points(self) -> set[Point]:
-        """The tokens and the device at which the parts of all holders are added up."""
+        """The keys at which this use counts: those of the granted device, and of nodes that the holder may open."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
-        """Return whether this use has one of these points, or takes from one of these counters."""
+        """Return whether one of these keys belongs to this use: a token, a device, or a counter from which it takes."""
         return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The input of the question besides the register's records.
+    """The input of `refusal` besides the register's records.
 
-    boot: the node's boot id. scopes: the scope of counters, by served resource. limits: the counters that listed
-    devices declare. others: holdings that are not in the register: of other drivers, of hooks that still run, and of
-    failed releases. unreleased: devices that are not granted to a first holder before they are released, with reasons.
-    present: all tokens that listed devices have now, those that do not last included (`deviceplugin.identity.lasting`).
+    boot: the node's boot id. scopes: the scope of its counters, by resource of this process. limits: the size of each
+    counter that devices declare. others: the uses that are not in the register: by other drivers, by hooks that still
+    run, and by failed `released` hooks. unreleased: for each device that must be released before its next grant, the
+    reason. present: all present tokens of devices, also tokens that do not last (`deviceplugin.identity.lasting`).
     """
 
     boot: str = ""
@@ -95,7 +96,7 @@ class View:
 
 
 class Wanted(NamedTuple):
-    """A requested device, the identity that it has now, and the requested amount."""
+    """A requested device, the device's present identity, and the requested amount."""
 
     key: DeviceKey
     identity: Identity
@@ -103,23 +104,23 @@ class Wanted(NamedTuple):
 
 
 def allocation_unit(resource: str, device_id: str) -> tuple[str, ...]:
-    """Return the unit of one of the kubelet's ids."""
+    """Return the key (`Use.unit`) of the holder of a kubelet device id."""
     return "id", resource, device_id
 
 
 def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
-    """Return the unit of a claim."""
+    """Return the key (`Use.unit`) of a claim."""
     return "claim", driver, uid
 
 
 def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
-    """Return the quantities that a device's holder takes of counters, sorted by their names."""
+    """Return (counter set, counter, quantity) for each counter that a device consumes, sorted."""
     taken = ((name, counter, str(value)) for name, of in device.consumes.items() for counter, value in of.items())
     return tuple(sorted(taken))
 
 
 def part_of(amount: Amount) -> Fraction | None:
-    """Return an amount as a fraction of the device; None if it is unknown."""
+    """Return an amount as a fraction of the device; None if the amount is unknown."""
     return _part(amount.part)
 
 
@@ -132,7 +133,7 @@ def _part(text: str) -> Fraction | None:
 
 
 def larger(amount: Amount, other: Amount) -> Amount:
-    """Return the larger of two amounts of one id, of each counter, too."""
+    """Return the larger of two amounts of one id: the larger fraction, and the larger quantity of each counter."""
     first, second = part_of(amount), part_of(other)
     part = "" if first is None or second is None else str(max(first, second))
     takes: dict[tuple[str, str], str] = {}
@@ -142,14 +143,14 @@ def larger(amount: Amount, other: Amount) -> Amount:
 
 
 def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
-    """Return the recorded takes of counters in their scope. Raises NamingError for an invalid quantity."""
+    """Return the recorded quantities by counter in the recorded scope. Raises NamingError for an invalid quantity."""
     return {(scope or amount.scope, *taken[:2]): parse_quantity(taken[2]) for taken in amount.takes}
 
 
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
-    """Return a use whose counters count in the recorded scope, and in the present scope of its resource.
+    """Return a use whose quantities count in the recorded scope and in the present scope of the use's resource.
 
-    If neither scope is known, the counters count in the scopes of all resources.
+    If neither scope is known, the quantities count in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -168,14 +169,14 @@ def _use(
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return a requested device as a use, with the hardware and the place that the device has now."""
+    """Return a requested device as a use, with the hardware that the device's name stands for now."""
     use = _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
     present = view.present.get(wanted.key)
     return use if present is None else use._replace(tokens=use.tokens | present)
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
-    """Return an allocation as a use, together with the devices of former holders that have not ended."""
+    """Return an allocation as one use, which includes the devices of former holders that have not ended."""
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
     identity, amount = allocation.identity, allocation.amount
@@ -195,7 +196,7 @@ def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
-    """Return the uses at any of these points: from the register's records, and from `view.others`."""
+    """Return the uses, in the register's records and in `view.others`, that have any of these keys."""
     points, entries = set(points), set[tuple[str, RecordKey]]()
     for point in points:
         entries |= state.index.get(point, frozenset())
@@ -214,10 +215,10 @@ def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[U
 def possible_uses(
     records: Iterable[AllocationRecord], boot: str, devices: Mapping[str, Mapping[str, Tokens]], listed: Tokens
 ) -> tuple[Use, ...]:
-    """Return uses of every device that a pod may have got from another plugin under its resource's name.
+    """Return a use for each device that a pod may have got from another plugin of the same resource.
 
-    Every device of the resource is possible if neither the id nor the answer to Allocate identifies the device.
-    devices: tokens by resource and device. listed: tokens of all devices.
+    If neither the id nor the AllocateResponse identifies the pod's device, it may be any device of the resource.
+    devices: tokens by resource and device. listed: the tokens of all devices.
     """
     possible: list[Use] = []
     for allocation in records:
@@ -231,15 +232,15 @@ def possible_uses(
 
 
 def is_given_by_others(allocation: AllocationRecord) -> bool:
-    """Return whether another plugin made an allocation: its record has no amount."""
+    """Return whether another plugin granted an allocation, so that the allocation's record has no amount."""
     return not (allocation.amount.part or allocation.pending)
 
 
 def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
-    """Return whether the holders of all ids of a device together have more than the whole device.
+    """Return whether all holders of a device together have more than the whole device.
 
-    Hooks do not count. times: how many containers may share the device. A holding of unknown amount counts as the part
-    of one container.
+    Running hooks do not count as holders. times: how many containers may share the device. A holder of an unknown
+    amount counts as one container.
     """
     points: set[Point] = {wanted.key, *wanted.identity.in_boot(view.boot)}
     held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in _NO_HOLDERS]
@@ -260,11 +261,11 @@ def refusal(
     own: Callable[[Use], bool] = lambda use: False,
     counted: Callable[[Use], bool] = lambda use: True,
 ) -> str:
-    """Return why a holder may not have these devices beside all present holdings; "" if it may.
+    """Return why a holder must not get these devices in addition to all present uses; "" if it may get them.
 
-    Present holdings of the same units do not count, and requests for one device add up. beside: further holdings that
-    count. own: returns True for a use of another unit that does not count either. counted: returns whether the
-    quantities that a use takes of counters count.
+    Present uses by the same holder (`unit`) do not count; several requests for one device add up. beside: further uses
+    that count. own: returns True for a use by another holder that does not count either. counted: returns whether the
+    quantities that a use takes from counters count.
     """
     points, count = set[Point](), 0
     for use in wanted:
@@ -276,7 +277,7 @@ def refusal(
     held = uses(state, points, view)
     held += _unreleased(wanted, held, view)
     if not held and not beside and count == len(points):
-        return ""  # This is the usual case: the devices are different and have no holders.
+        return ""  # This is the usual case: no device is requested twice or has a holder.
     units = {use.unit for use in wanted}
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]
@@ -307,7 +308,7 @@ def refusal(
 
 
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:
-    """Return, as uses, the requested devices without a holder for which `released` must succeed first."""
+    """Return the requested devices (as uses) that have no holder, and whose hook `released` must succeed first."""
     due: list[Use] = []
     for use in wanted if view.unreleased else ():
         key = use.key

@@ -1,4 +1,4 @@
-"""The frozen records of the register, its snapshot, the decision of an operation, and the errors of the ledger."""
+"""The register's frozen records, their snapshot, the decision of an operation, and the errors of the ledger."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class LedgerError(Exception):
-    """Raised when the ledger could not record a change. The grant that needed the change is then refused."""
+    """Raised when the ledger (the SQLite file of the records) could not record a change. The grant is then refused."""
 
 
 class LedgerLostError(LedgerError):
-    """Raised when the ledger's files were replaced since they were opened, or have lost written records.
+    """Raised when another program replaced the ledger's files, or the files have lost written records.
 
     After this error the ledger refuses all grants. The process must restart, and rebuild the records from evidence.
     """
 
 
 SideName = Literal["plugin", "dra", "none"]
-"""The name of a device's side: plugin or dra; none for a quarantined device, which is on no side."""
+"""The way to get a device: plugin (a pod's `limits`) or dra (a claim); none for a quarantined device, which no pod
+gets."""
 
 
 class Side(enum.Enum):
-    """The two sides on which a device can be offered.
+    """The two ways in which a node offers a device.
 
     PLUGIN: pods get the device by the `limits` of an extended resource. DRA: ResourceClaims get the device.
     """
@@ -52,7 +53,7 @@ class Side(enum.Enum):
 
 
 class State(enum.Enum):
-    """The states of a device. A device that does not move has the state with the name of its side."""
+    """The states of a device: on one side, moving between the sides, or quarantined (on no side)."""
 
     PLUGIN = "plugin"
     TO_DRA = "to-dra"
@@ -77,24 +78,24 @@ class State(enum.Enum):
 
     @property
     def offered(self) -> bool:
-        """Whether the ResourceSlice has a device in this state."""
+        """Whether the driver's ResourceSlice has a device in this state."""
         return self is State.DRA
 
     @property
     def side(self) -> SideName:
-        """The side of the device, also during a move: plugin, dra, or none if it is quarantined."""
+        """The side that grants a device in this state: plugin, dra, or none if the device is quarantined."""
         return "plugin" if self.allocates else "dra" if self.prepares else "none"
 
     @property
     def goal(self) -> Side | None:
-        """The side that the device is on or moves to; None if it is quarantined."""
+        """The side on which the device is, or to which it is moving; None if the device is quarantined."""
         if self is State.QUARANTINED:
             return None
         return Side.DRA if self in {State.DRA, State.TO_DRA} else Side.PLUGIN
 
     @property
     def moves(self) -> bool:
-        """Whether the device moves to the other side."""
+        """Whether a device in this state is moving to the other side."""
         return self in {State.TO_DRA, State.TO_PLUGIN}
 
     @property
@@ -116,7 +117,7 @@ class State(enum.Enum):
 
     @property
     def reached(self) -> str:
-        """What has happened to a device that has just got this state, as text."""
+        """The event that gave a device this state, as text for messages."""
         if self.goal is None:
             return "quarantined"
         return f"{'moving' if self.moves else 'moved'} to the {self.goal.title} side"
@@ -127,7 +128,7 @@ class Outlook(enum.Enum):
 
     FINAL: no known event will free the devices. ENDING: the devices' holders are about to end. MOVING: the devices are
     moving to DRA, and have no holders. UNKNOWN: the agent does not know the devices' holders yet. FREE: the devices may
-    be free now, or a request for the devices begins their move.
+    be free now, or a Prepare for the devices begins to move them to DRA.
     """
 
     FINAL = "final"
@@ -155,15 +156,17 @@ RecordKey = tuple[str, str]
 ContainerKey = tuple[str, str]
 """(pod UID, container)."""
 Point = str | RecordKey
-"""A key of the index of holdings: a token of an identity, (resource, device), or (counter set, counter)."""
+"""A key of the index of holders: a token of an identity (a device number, say), (resource, device) or (counter set,
+counter)."""
 
 
 class Amount(msgspec.Struct, frozen=True, array_like=True):
     """The part of a device that one holder was granted.
 
     part: "1" for the whole device, "1/3" for one of three replicas, "0" for administrative access, "" if unknown.
-    takes: (counter set, counter, quantity) for each counter that the device consumes. scope: the namespace of these
-    counters: the resource's driver, or the resource's name if it has no driver; "" without counters or if unknown.
+    takes: (counter set, counter, quantity) for each counter that the device consumes. scope: the namespace of the
+    counters' names: the resource's DRA driver, or the resource's name if it has no driver; "" if there are no counters
+    or the scope is unknown.
     """
 
     part: str = ""
@@ -176,9 +179,9 @@ WHOLE: Final = Amount("1")
 
 
 class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
-    """The identity and amount that former holders of an id were granted, if a later grant of the id has others.
+    """The identity and amount of an earlier grant of an id, kept if the last grant has another identity or amount.
 
-    The former grant counts as held until its holders have ended.
+    The earlier grant counts as held until its holders have ended.
     """
 
     holders: frozenset[ContainerKey]
@@ -191,8 +194,8 @@ class DeviceRecord:
     """The state of one device.
 
     since: when the device got this state (Unix seconds). sequence: the register's sequence at that change. reason: why
-    the state changed, for messages. driver: the driver whose slices have the device; "" on the plugin side. for_claim:
-    whether a Prepare of a claim that needs the device has begun the device's move.
+    the state changed, for messages. driver: the DRA driver whose slices have the device; "" on the plugin side.
+    for_claim: whether a Prepare of a claim that needs the device has begun the device's move.
     """
 
     resource: str
@@ -206,12 +209,12 @@ class DeviceRecord:
 
     @property
     def moves_for_claim(self) -> bool:
-        """Whether the device moves to DRA because a claim needs it."""
+        """Whether the device is moving to DRA because a claim needs the device."""
         return self.state is State.TO_DRA and self.for_claim
 
 
 class Allocation(NamedTuple):
-    """One device id that one container has. device_id: the kubelet's id, which may name a replica of a device."""
+    """One device id of one container. device_id: the kubelet's id, which may be the id of a replica of a device."""
 
     pod_uid: str
     container: str
@@ -225,12 +228,11 @@ class AllocationRecord:
 
     holders: the containers that the kubelet's checkpoint has named since the grant. pending: whether no checkpoint has
     named the container of the last grant yet. absent_since: when the first checkpoint without the id was requested
-    (monotonic seconds). pod: a holder's namespace/name or UID, for messages. ending: whether the checkpoint no longer
-    names the holders' pods, or their processes have ended. The ledger does not store absent_since, pod and ending.
-    identity, amount: of the last grant, see
-    `ClaimDevice`. former: the grants of earlier holders of the id. shown: (pod UID, directory) for each directory in
-    which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
-    (`deviceplugin.kubelet.pod_evidence`).
+    (monotonic seconds). pod: the namespace/name or UID of one holder, for messages. ending: whether the checkpoint no
+    longer names the holders' pods, or the pods' processes have ended. absent_since, pod and ending are not stored on
+    disk. identity, amount: of the last grant, see `ClaimDevice`. former: the earlier grants whose holders may still
+    run. shown: (pod UID, directory) for each directory in which cgroups of a holder's pod were seen; "" if the pod ran
+    and none was seen (`deviceplugin.kubelet.pod_evidence`).
     """
 
     resource: str
@@ -250,11 +252,12 @@ class AllocationRecord:
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
-    """A device of a claim. share: the share ID, or "". admin: whether the claim has access without holding the device.
+    """A device of a claim. share: the allocation's share ID, or "".
 
-    identity: the device's identity at the grant. amount: the granted part.
-    parameters: the parameters of its setup, as JSON; "" for none. limits: whether the scheduler created the claim for
-    a pod's `limits`, so that the kubelet counts the device for the extended resource; also True if that is unknown.
+    admin: whether the claim has administrative access only. identity: the device's identity at the grant. amount: the
+    granted part. parameters: the claim's parameters for the device's setup, as JSON; "" for none. limits: whether the
+    scheduler created the claim for a pod's `limits`, so that the kubelet counts the device for the extended resource;
+    also True if the creator is unknown.
     """
 
     resource: str
@@ -269,10 +272,10 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim that the driver has prepared, or is preparing (result None).
+    """A claim that the DRA driver has prepared, or is preparing (result None).
 
-    result: the driver's answer to Prepare, which the register does not interpret. pods: UIDs of the pods for which the
-    claim was reserved when it was prepared. durable: whether the record is on disk, or only in this process.
+    result: the driver's response to Prepare, which the register does not interpret. pods: UIDs of the pods for which
+    the claim was reserved when it was prepared. durable: whether the record is on disk too, not only in this process.
     """
 
     driver: str
@@ -288,7 +291,7 @@ class Claim:
 
     @property
     def held(self) -> frozenset[RecordKey]:
-        """The devices that the claim holds, as (resource, device). Devices with administrative access are not held."""
+        """The devices that the claim holds, as (resource, device); not those with administrative access only."""
         held: set[RecordKey] = set()
         for device in self.devices:
             if not device.admin:
@@ -297,13 +300,13 @@ class Claim:
 
     @property
     def title(self) -> str:
-        """Namespace and name, for messages."""
+        """The claim's namespace and name, for messages."""
         return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that the agent needs after a restart, by section and key."""
+    """A stored value that the agent needs after a restart. section, key: together the name of the value."""
 
     section: str
     key: str
@@ -312,7 +315,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EndedClaim:
-    """A claim that this process has unprepared, although older evidence may still name it as prepared."""
+    """A claim that this process has unprepared. Older evidence may still show the claim as prepared."""
 
     driver: str
     uid: str
@@ -326,8 +329,9 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 class RegisterSnapshot:
     """All records of the register at one moment.
 
-    sequence: of the last change; it only grows. ended: the last unprepared claims, the oldest first; not stored.
-    index: (table, key) of the allocations and claims by the points of their holdings; only `with_changes` builds it.
+    sequence: the number of the last durable change; it only grows. ended: the last unprepared claims, the oldest first;
+    not stored on disk. index: for each token, device and counter, the (table, key) of the allocations and claims that
+    have it; only `with_changes` builds the index.
     """
 
     sequence: int = 0
@@ -339,12 +343,12 @@ class RegisterSnapshot:
     index: Mapping[Point, frozenset[tuple[str, RecordKey]]] = field(default_factory=lambda: NONE)
 
     def setting(self, section: str, key: str) -> str | None:
-        """Return a value that `set_setting` stored; None if there is none."""
+        """Return the value that `set_setting` stored under this section and key; None if there is no value."""
         setting = self.settings.get((section, key))
         return None if setting is None else setting.value
 
     def device(self, resource: str, device: str) -> DeviceRecord:
-        """Return a device's record; an unknown device is on the plugin side."""
+        """Return a device's record; a device without a record is on the plugin side."""
         return self.devices.get((resource, device)) or DeviceRecord(resource, device, State.PLUGIN, 0.0)
 
     def state(self, resource: str, device: str) -> State:
@@ -361,17 +365,18 @@ class RegisterSnapshot:
         return [allocation for allocation in self.allocations.values() if allocation.resource == resource]
 
     def serves_pods(self, resource: str) -> bool:
-        """Return whether pods have, or may soon get, devices of a resource from the plugin side.
+        """Return whether pods have, or may soon get, devices of a resource from the plugin.
 
-        If not, the plugin must not announce PreStartContainer. The kubelet would call it also for pods whose `limits`
-        DRA serves. These have no devices of the plugin, so the kubelet would start none of their containers (kubelet
-        1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
+        If they do not, the plugin must not announce PreStartContainer. The kubelet would call PreStartContainer also
+        for pods whose `limits` are satisfied by claims. The plugin has no devices of these pods, so the kubelet would
+        start none of their containers (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go:
+        callPreStartContainerIfNeeded).
         """
         states = {record.state for record in self.of(resource).values()}
         return states != {State.DRA}
 
     def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:
-        """Return the allocations of these devices."""
+        """Return the allocations of any of these devices."""
         entries = {entry for device in devices for entry in self.index.get((resource, device), ())}
         return [self.allocations[key] for table, key in sorted(entries) if table == "allocations"]
 
@@ -381,7 +386,7 @@ class RegisterSnapshot:
         return [self.claims[key] for table, key in sorted(entries) if table == "claims"]
 
     def following(self, decision: Decision[Any]) -> RegisterSnapshot:
-        """Return the snapshot that follows a decision. Its sequence grows if any change is durable."""
+        """Return the snapshot after a decision. The snapshot's sequence grows if any change is durable."""
         if not decision.changes:
             return self
         grows = False
@@ -390,7 +395,7 @@ class RegisterSnapshot:
         return self.with_changes(decision.changes, self.sequence + grows)
 
     def with_changes(self, changes: Sequence[Change], sequence: int) -> RegisterSnapshot:
-        """Return the snapshot that follows."""
+        """Return the snapshot with these changes. sequence: the sequence of the new snapshot."""
         tables: dict[str, dict[RecordKey, Any]] = {}
         index: dict[Point, frozenset[tuple[str, RecordKey]]] | None = None
         for change in changes:
@@ -413,7 +418,7 @@ class RegisterSnapshot:
 
 
 def _points(record: Record | None) -> set[Point]:
-    """Return the points that an allocation or a claim is indexed by."""
+    """Return the keys under which the index has an allocation or a claim; no keys for other records."""
     points: set[Point] = set()
     granted: Sequence[AllocationRecord | FormerGrant | ClaimDevice] = ()
     if isinstance(record, AllocationRecord):
@@ -432,7 +437,7 @@ def _points(record: Record | None) -> set[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A record to put into a table of the snapshot, or to remove (record None). durable False: not stored."""
+    """A change of a snapshot's table: a new record, or None to remove it. durable: False to keep it off the disk."""
 
     table: str
     key: RecordKey
@@ -442,11 +447,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[_T_co]):
-    """The answer of an operation, and the changes to record before the answer is used."""
+    """The result of an operation, and the changes that a store must record before a caller uses the result."""
 
     answer: _T_co
     changes: tuple[Change, ...] = ()
 
 
 Operation = Callable[[RegisterSnapshot], Decision[_T]]
-"""A pure function that decides by a snapshot. `Store.do` executes it."""
+"""A pure function of the register's snapshot that returns a decision. `Store.do` executes the function."""

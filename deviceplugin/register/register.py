@@ -1,7 +1,7 @@
-"""The register of one agent process. Both sides call it before they offer, grant or release a device.
+"""The register of one agent process. The plugin and DRA drivers call it before they offer, grant or release a device.
 
-`deviceplugin.register.question` decides. This module collects the records and evidence for the decision, and lets the
-store record the result. A process has one register for all its resources and drivers.
+`deviceplugin.register.question` decides. This module collects records and evidence of holders for the decision, and
+lets the store record the result. A process has one register for all its resources and DRA drivers.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
 
 
 class OtherSideError(DeviceConflictError):
-    """Raised when a pod by limits requests a device of the DRA side, or a claim one of the plugin side."""
+    """Raised when a pod's `limits` request a device of the DRA side, or a claim a device of the plugin side."""
 
 
 class HookWorksError(DeviceConflictError):
-    """Raised when a hook still works on the requested device after the hook's timeout."""
+    """Raised when a hook still runs for the requested device although the hook's timeout is over."""
 
 
 class UnknownHolderError(DeviceConflictError):
@@ -76,32 +76,32 @@ class UnknownHolderError(DeviceConflictError):
 
 
 class ResourceDevices(Protocol):
-    """The devices of one resource, for the register (`deviceplugin.node.service.Service`)."""
+    """What the register needs to know of one resource (implemented by `deviceplugin.node.service.Service`)."""
 
     source: DeviceSource
     inventory: Inventory
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
-        """Return the ids that the kubelet's device list has for a device now: its own, or those of its replicas."""
+        """Return a device's present ids at the kubelet: the device's own id, or the ids of its replicas."""
 
     def device_of(self, device_id: str) -> str:
-        """Return the device for which one of the kubelet's ids stands."""
+        """Return the device of a kubelet id: the id itself, or the device whose replica has this id."""
 
 
 class RegisterHost:
-    """The interface of a register to its process. The defaults here are for a process that serves no resource.
+    """What a register needs from its process. The defaults here are for a process without resources.
 
-    services: the resources that the process serves now, by name.
+    services: the present resources of the process, by name.
     """
 
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return the holdings of other drivers and plugins, as read from files. Same object until a holding changes."""
+        """Return the uses by other drivers and plugins, read from their files. Same object until a use changes."""
         return ()
 
     async def reread(self) -> None:
-        """Read the files behind `foreign_uses`, and the kubelet's checkpoint, again."""
+        """Read again the files for `foreign_uses`, and the kubelet's checkpoint."""
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
@@ -109,11 +109,11 @@ class RegisterHost:
 
 
 async def _tokens_now(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    """Return the tokens that devices have now, by the same keys. Raises LookTimeoutError."""
+    """Stat the devices' paths, and return each device's present tokens, by the same keys. Raises LookTimeoutError."""
     for device in devices.values():
         if device.nodes or device.identity.startswith("file:"):
             return await looks.at(kind, _read_tokens, devices, brief=True)
-    return _read_tokens(devices)  # These devices have no paths to look at.
+    return _read_tokens(devices)  # These devices have no paths, so no thread is needed.
 
 
 def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
@@ -124,7 +124,7 @@ def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
 
 
 class ListedHardware:
-    """The tokens of all devices that this process lists. served: the current resources by name."""
+    """The tokens of all devices of this process's sources. served: the present resources by name."""
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
@@ -136,12 +136,12 @@ class ListedHardware:
 
     @property
     def has_released(self) -> bool:
-        """Whether the source of any served resource has the hook `released`."""
+        """Whether the source of any resource has the hook `released`."""
         self.now()
         return self._has_released
 
     def now(self) -> HardwareIndex:
-        """Return the tokens of all listed devices. Same object until a device changes."""
+        """Return the tokens of all devices of the sources. Same object until a device changes."""
         services, version = self.served, list[object]()
         for name, service in services.items():
             version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
@@ -160,12 +160,12 @@ class ListedHardware:
         return self._hardware
 
     def has(self, key: DeviceKey) -> bool:
-        """Return whether a source lists the device now."""
+        """Return whether the resource's source lists the device now."""
         snapshot = self.served[key[0]].inventory.snapshot
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
-        """Return a device, and the devices of its driver that must move together with it. The first device leads."""
+        """Return a device and the devices of its driver that must move to another side with it, leader first."""
         services, hardware = self.served, self.now()
         if (resource, device) not in hardware.related:
             return ((resource, device),)
@@ -179,7 +179,7 @@ class ListedHardware:
 
 
 class Register:
-    """Records the holders of this node's devices by identity, and decides whether another holder may have a device.
+    """Records which pods and claims hold this node's devices, and decides whether another may get a device.
 
     host: the process that the register belongs to. store: keeps the records.
     """
@@ -201,7 +201,7 @@ class Register:
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self._granted_now: Counter[DeviceKey] = Counter()
         self._adopted: HardwareIndex | None = None
-        """The listed hardware when `adopt` last set identities."""
+        """The devices' tokens for which `adopt` last set identities."""
 
     @property
     def snapshot(self) -> RegisterSnapshot:
@@ -209,7 +209,7 @@ class Register:
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return the input of `refusal` besides the records. Same object until the input changes."""
+        """Return the input of `refusal` besides the register's records. Same object until the input changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
         unreleased = self.releases.unreleased() if self.listed.has_released else NONE
@@ -230,9 +230,9 @@ class Register:
         return self._view[1]
 
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
-        """Return uses of whole devices, and of devices that are parts of the same hardware.
+        """Return uses that hold these devices wholly, together with the devices of the same hardware.
 
-        kind: the first element of their units. devices: with reasons. held: the devices' former tokens.
+        kind: the first element of the uses' keys. devices: for each device, the reason. held: former tokens of devices.
         """
         hardware = self.listed.now()
         parts = {
@@ -247,7 +247,7 @@ class Register:
         ]
 
     def _possible_now(self) -> tuple[Use, ...]:
-        """Return uses of devices that pods may have got from another plugin."""
+        """Return a use for each device that a pod may have got from another plugin."""
         services, hardware, records = self.listed.served, self.listed.now(), self.store.snapshot.allocations
         if self._possible[0] is not hardware or self._possible[1] is not records:
             named = {
@@ -262,23 +262,23 @@ class Register:
         return self._possible[2]
 
     def hardware(self) -> HardwareIndex:
-        """Return the tokens of all listed devices, as `ListedHardware.now`."""
+        """Return the tokens of all devices of the sources, as `ListedHardware.now`."""
         return self.listed.now()
 
     def sources(self) -> Iterator[tuple[DeviceSource, InventorySnapshot]]:
-        """Yield the source of each served resource, with the devices that it lists now."""
+        """Yield the source of each resource, with the devices that the source lists now."""
         for service in self.listed.served.values():
             yield service.source, service.inventory.snapshot
 
-    # Identity and amount of a device.
+    # The identity of a device, and the amount of it that a holder gets.
 
     def times(self, resource: str, device: Device) -> int | None:
-        """Return how many containers may share a device; None if this process does not serve the resource."""
+        """Return how many containers may share a device; None if this process has no such resource."""
         service = self.listed.served.get(resource)
         return None if service is None else len(service.ids_now(device))
 
     def wanted(self, resource: str, device: str) -> Wanted:
-        """Return the identity and the amount that a holder would get now by one id of a device."""
+        """Return the identity and the amount that a container with one id of the device would get now."""
         key, served = (resource, device), self.listed.served.get(resource)
         tokens = self.listed.now().lasting.get(key)
         its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
@@ -298,23 +298,23 @@ class Register:
         return self.snapshot.state(*key).side
 
     def offers(self, resource: str, device: str) -> bool:
-        """Return whether the plugin side may list a device as Healthy, provided that no holder excludes it."""
+        """Return whether ListAndWatch may report a device as Healthy, provided that no holder excludes the device."""
         return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
     def withheld(self, resource: str, side: SideName) -> WithheldDevices:
-        """Return the listed devices of a resource that a side must leave out of its list or slices now."""
+        """Return the devices that ListAndWatch (side plugin) or the slices (side dra) must not offer now."""
         listed = {
             name: ListedResource(
                 service.inventory.snapshot, service.source.driver or "", service.source.replicas, service.ids_now
             )
             for name, service in self.listed.served.items()
         }
-        view = replace(self.view(), unreleased=NONE)  # They are released before the grant.
+        view = replace(self.view(), unreleased=NONE)  # `released` runs before the grant, if needed.
         asked = OfferQuestion(self.snapshot, view, self.listed.now(), listed, self.wanted)
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
-        """Record which devices the newest list or slices of a side leave out, and log newly withheld devices."""
+        """Record which devices the newest ListAndWatch or slices do not offer, and log the new devices among these."""
         before = self.last_withheld(resource, side).devices
         for name, why in withheld.devices.items():
             if before.get(name) != why:
@@ -323,18 +323,18 @@ class Register:
         self._withheld[resource, side] = withheld
 
     def last_withheld(self, resource: str, side: SideName = "plugin") -> WithheldDevices:
-        """Return which devices the last list or slices of a side left out. Any thread may call this method."""
+        """Return which devices the last ListAndWatch or slices did not offer. Any thread may call this method."""
         return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
-        """Return the listed devices that are the hardware which one of the kubelet's ids stood for at its grant."""
+        """Return the present devices that are the hardware which a kubelet id stood for when the id was granted."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
         found = {key for token in tokens for key in hardware.having(token)}
         return frozenset(key for key in found if identity.agree(tokens, hardware.tokens(key)))
 
     def held_twice(self, resource: str) -> frozenset[str]:
-        """Return the devices of a served resource whose holders together have more than the whole device."""
+        """Return the devices of a resource whose holders together have more than the whole device."""
         state, view, service = self.snapshot, self.view(), self.listed.served[resource]
         held = state.index.keys() | {point for use in view.others for point in use.points}
         return frozenset(
@@ -347,12 +347,12 @@ class Register:
     # Grants.
 
     async def grant(self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE) -> None:
-        """Record a grant of ids (device by id) to a container.
+        """Record a grant of kubelet ids to a container. ids: for each id, its device.
 
-        asked: the device and amount that each id stood for at the request; by default the present ones.
+        asked: what each id stood for at the request; by default what it stands for now.
 
-        Raises DeviceConflictError if an id stands for another device now, if the holders or the side of a device leave
-        too little of it, or if its holder is not known yet; LookTimeoutError if paths of a device do not answer; the
+        Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side exclude
+        the grant, or if the device's holder is not known yet; LookTimeoutError if paths of a device do not answer; the
         store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
@@ -373,9 +373,9 @@ class Register:
 
     @contextmanager
     def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
-        """Keep `released` hooks of devices from starting while the devices are granted.
+        """Keep the devices' hook `released` from starting while the devices are being granted.
 
-        A grant of a device without peers changes the offers of that device alone.
+        Subscribers are called unless only the offers of the granted devices themselves may have changed.
         """
         self._granted_now.update(keys)
         listed = self.listed.now()
@@ -385,7 +385,7 @@ class Register:
             self._granted_now.subtract(keys)
             now = self.listed.now()
             if self.listed.has_released:
-                self.releases.unreleased()  # Notes a new holder, even if it ends before anything else happens.
+                self.releases.unreleased()  # Notes each new holder now, because a holder may end before the next call.
             if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
 
@@ -394,17 +394,17 @@ class Register:
         return key in self.snapshot.index
 
     async def decide(self, keys: Collection[DeviceKey], operation: Callable[[View], Operation[_T]]) -> _T:
-        """Verify devices, then let the store execute an operation that grants the devices to a claim.
+        """Verify devices, then execute the operation that grants the devices to a claim, and return its result.
 
         Raises DeviceConflictError as `verify` does, and the store's errors.
         """
-        if keys:  # The devices of a prepared claim are not looked at again.
+        if keys:  # For an already prepared claim there are no devices to verify.
             await self.verify(keys)
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
-        """Return whether a device has no holder and no grant in progress, nor parts of it.
+        """Return whether a device, and every part of its hardware, has no holder and no grant in progress.
 
         units: holders that do not count.
         """
@@ -415,21 +415,21 @@ class Register:
         return not refusal([whole], self.snapshot, view, own=lambda use: use.unit in units or use.unit[0] == RELEASE)
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return the tokens of a device by its source's newest list."""
+        """Return the tokens that a device had when its source last listed the device."""
         return self.listed.now().tokens(key)
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return these devices, and the devices that are the same hardware or parts of it."""
+        """Return these devices, and the devices that share hardware with any of them."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
         """Prepare a grant of devices: read the evidence of other holders, and wait for the devices' hooks.
 
-        Return the listed hardware. The devices must still be that hardware.
+        Returns the tokens of all devices. Before the grant, the devices' tokens must still be these.
 
         Raises DeviceConflictError, or LookTimeoutError if the paths of a device do not answer.
 
-        resets: whether to wait for `reset` as well; False for a caller that calls `reset` itself.
+        resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
         await self._host.reread()
@@ -442,7 +442,7 @@ class Register:
         for resource, device in keys:
             names.setdefault(resource, []).append(device)
         for resource, of in names.items():
-            if (served := self.listed.served.get(resource)) is not None:  # A reload may remove the resource meanwhile.
+            if (served := self.listed.served.get(resource)) is not None:  # A reload may have removed it.
                 await self._verify(served.inventory, of)
         if self.hooks.running:
             try:
@@ -464,7 +464,7 @@ class Register:
             if (tokens or listed) and not identity.agree(tokens, listed):
                 other.append(name)
             elif not tokens <= listed and identity.is_port(tokens):
-                changed = True  # Another holder may have the hardware that is in the port now.
+                changed = True  # Another holder may have the hardware that is now in this USB port.
         if (other or changed) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
             await identity.publish(inventory, there, snapshot.replicas)
@@ -494,13 +494,13 @@ class Register:
                     raise DeviceConflictError(why)
 
     async def start(self, resource: str, ids: Mapping[str, str]) -> None:
-        """Check the devices (by id) of a container that starts, and record which nodes the container gets.
+        """Check the devices of a starting container, and record which device nodes the container gets.
 
-        At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes. A USB device can
-        have another number by then. An id that is not listed any more is checked under the present name of its device.
+        ids: device by id. At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes.
+        A USB device can have another device number by then. If the device has another name now, that name is checked.
 
-        Raises DeviceConflictError if a device is not the granted one, or if another holder has it; LookTimeoutError if
-        the paths of a device do not answer; the store's errors.
+        Raises DeviceConflictError if a device is not the granted device, or if another holder has the device;
+        LookTimeoutError if the paths of a device do not answer; the store's errors.
         """
         services, hardware = self.listed.served, self.listed.now()
         fixed: list[DeviceKey] = []
@@ -535,7 +535,7 @@ class Register:
     # Evidence.
 
     async def adopt(self) -> None:
-        """Give the present identity of its device to each holding without an identity of this boot."""
+        """Record the present identity of the device for each holder's record that has no identity of this boot."""
         state, hardware = self.snapshot, self.listed.now()
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
@@ -545,7 +545,7 @@ class Register:
         self._adopted = hardware
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
-        """Compare the allocations of a resource with a scan of the kubelet. Raises the store's errors."""
+        """Compare a resource's allocations with the evidence `seen`. Raises the store's errors."""
         return await self.store.do(operations.observe(resource, seen, time.time()))
 
     async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
@@ -556,11 +556,11 @@ class Register:
     # Changes.
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a change of holdings may change which devices are offered."""
+        """Call `callback` whenever a new or ended holder may change which devices are offered."""
         self._subscribers.append(callback)
 
     def notify(self) -> None:
-        """Call the subscribers if other devices may now be offered or withheld. Most grants change no other device."""
+        """Call the subscribers if other devices may be offered now. Most grants change no other device's offer."""
         self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view
@@ -580,7 +580,7 @@ class Register:
                 callback()
 
     def _of_another_driver(self, point: DeviceKey, entries: Iterable[tuple[str, DeviceKey]]) -> bool:
-        """Return whether a claim of a former driver holds a device, which the present driver must not offer yet."""
+        """Return whether a claim of the device's former driver holds it: the present driver must not offer it yet."""
         served = self.listed.served.get(point[0])
         return served is not None and any(
             table == "claims" and key[0] != served.source.driver for table, key in entries

@@ -1,10 +1,11 @@
-"""Calls the hook `released` for devices without a holder, and says which devices must not be granted before it.
+"""Calls the hook `released` for devices without a holder, and returns the devices that wait for this hook.
 
-A device counts as released once `released` of its source has succeeded for it after its last holder. It is not known
-what happened to a device before the agent's start, or before the source listed the device: it is not released then.
+A device counts as released when the hook `released` has succeeded for the device since its last holder. After the
+agent's start, or when a source first lists a device, the device does not count as released, because it may have been
+used before.
 
-Before a grant the hook is called if that has not happened yet. So the device stays offered meanwhile. If the hook
-fails, the device is withheld from pods and claims, and the hook is called again after a while.
+An unreleased device stays offered: the hook is called before the grant at the latest. If the hook fails, no pod or
+claim gets the device, and the hook is called again after a while.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 2.0
-"""Seconds from the first failed `released` of a device to the next call, at most."""
+"""Maximum seconds between a device's first failed `released` and the next call of the hook."""
 MOST: Final = 60.0
-"""Seconds from any failed `released` of a device to the next call, at most."""
+"""Maximum seconds between any failed `released` of a device and the next call of the hook."""
 
 
 @dataclass(slots=True)
 class FailedRelease:
-    """The failed `released` of a device. error: of the last call, as text. due: of the next (monotonic seconds)."""
+    """The failed `released` of a device. error: the last call's error. due: when to call again (monotonic seconds)."""
 
     error: str = ""
     due: float = 0.0
@@ -44,19 +45,19 @@ class FailedRelease:
 
     @property
     def reason(self) -> str:
-        """Why the device is withheld, for messages."""
+        """Why no pod or claim gets the device now, for messages."""
         return f"withheld until `released` succeeds: {self.error}"
 
 
 class _Moment(NamedTuple):
-    """A device's tokens and holders at one moment. A holder that comes later is not among them."""
+    """A device's tokens and holders when its hook was called. A holder that is not among them came later."""
 
     tokens: Tokens
     holders: frozenset[object]
 
 
 class ReleaseHost(Protocol):
-    """The owner of the devices (`deviceplugin.register.register.Register`)."""
+    """What this module needs of the register (implemented by `deviceplugin.register.register.Register`)."""
 
     @property
     def hooks(self) -> HookRuns:
@@ -64,28 +65,29 @@ class ReleaseHost(Protocol):
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """All present records."""
+        """The register's present records."""
 
     def hardware(self) -> HardwareIndex:
-        """Return all listed devices."""
+        """Return the tokens of all devices of the sources."""
 
     def sources(self) -> Iterable[tuple[DeviceSource, InventorySnapshot]]:
-        """Return the served sources with their devices."""
+        """Return the source of each resource, with the devices that the source lists now."""
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
-        """Return whether a device has no holder. units: holders that do not count."""
+        """Return whether a device has no holder. units: the keys of holders that do not count."""
 
     def notify(self) -> None:
-        """Handle that other devices have to be released, or are withheld."""
+        """Handle that other devices now wait for `released`, or may be granted again."""
 
 
 class Releases:
-    """The devices of a register whose sources have `released`. It belongs to one event loop.
+    """The state of the hook `released` for each device whose source has this hook.
 
-    statistics: of the calls of the hook, by resource. failed: devices whose last release has failed.
+    An instance belongs to one event loop. statistics: counts of the hook's calls, by resource. failed: devices whose
+    last call of the hook has failed.
     """
 
     def __init__(self, register: ReleaseHost) -> None:
@@ -93,21 +95,22 @@ class Releases:
         self.failed: dict[DeviceKey, FailedRelease] = {}
         self._register = register
         self._released: dict[DeviceKey, _Moment] = {}
-        """The released devices, with what was known when the hook began."""
+        """The released devices, with the device's tokens and holders when the hook was called."""
         self._used: set[DeviceKey] = set()
-        """The devices that had a holder since the start, and were not released since."""
+        """The devices that had a holder since the agent's start, and have not been released since that holder."""
         self._running: set[DeviceKey] = set()
-        """The devices whose hook runs."""
+        """The devices for which the hook is running."""
         self._tasks: set[asyncio.Task[str]] = set()
         self._noted: tuple[object, object] = (None, None)
         self._unreleased: Mapping[DeviceKey, str] = NONE
         self._listed: Mapping[DeviceKey, Device] = NONE
-        """The devices of sources with the hook."""
+        """The devices whose sources have the hook."""
 
     def unreleased(self) -> Mapping[DeviceKey, str]:
-        """Return the devices to release before their next grant, also under other names of the hardware, with reasons.
+        """Return, for each device that must be released before its next grant, the reason.
 
-        Devices with a holder are among them. The object stays the same until the devices change.
+        Devices of the same hardware under other names, and devices that still have a holder, are included. The returned
+        object stays the same until the devices change.
         """
         hardware, index = self._register.hardware(), self._register.snapshot.index
         if self._noted[0] is not hardware:
@@ -157,10 +160,10 @@ class Releases:
         return {device for of, device in unreleased if of == resource and (of, device) not in index}
 
     def look(self, resource: str, *, all_known: bool) -> None:
-        """Call the hook for the devices of a resource that have lost their last holder, or whose release has failed.
+        """Call the hook for a resource's devices whose last holder has ended, or whose last call has failed.
 
-        all_known: whether the pods of all running processes are known. Only then it is called for devices that had no
-        holder since the start.
+        all_known: whether the pods of all running processes are known. Only then the hook is also called for devices
+        that have had no holder since the agent's start.
         """
         if not (unreleased := self.unreleased()):
             return
@@ -171,14 +174,14 @@ class Releases:
             if key not in self.failed:
                 fresh.append(device)
             else:
-                self._start(resource, [device])  # Alone, because another device may be at fault.
+                self._start(resource, [device])  # A call of its own, because another device may be at fault.
         self._start(resource, fresh)
 
     def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
-        """Call the hook before a grant of devices, for those that are not released and have no holder.
+        """Before a grant, call the hook for those of the devices that are not released and have no holder.
 
-        The caller then waits for the devices' hooks. After a failure the hook is not called before its time. units:
-        holders that have ended.
+        The caller then waits for the hooks. After a failure the hook is not called before `FailedRelease.due`. units:
+        the keys of holders that have ended.
         """
         if not (unreleased := self.unreleased()):
             return

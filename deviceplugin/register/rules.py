@@ -1,4 +1,4 @@
-"""Decides whether an Allocate, a Prepare or the end of a move is granted. Pure functions of records and evidence."""
+"""Decides whether an Allocate, a Prepare, or the end of a move between plugin and DRA is permitted. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from deviceplugin.register.records import (
 )
 
 WELL_APART: Final = 3.0
-"""Minimum seconds between two checkpoints without a grant's container after which the grant counts as ended.
+"""Minimum seconds between two kubelet checkpoints without a granted id after which the grant counts as ended.
 
-The kubelet records an allocation some microseconds after the agent's answer, and then writes its checkpoint at once
-(kubelet 1.36, devicemanager/manager.go: allocateContainerResources). The kubelet composed both checkpoints at the
-agent's own requests, so other goroutines of the kubelet ran meanwhile. The seconds are for a busy node, on which the
-goroutine that records the allocation may not run for a second.
+The kubelet records an allocation some microseconds after the agent's AllocateResponse, and then writes its checkpoint
+at once (kubelet 1.36, devicemanager/manager.go: allocateContainerResources). The kubelet composed both checkpoints at
+the agent's own requests, so other goroutines of the kubelet ran meanwhile. Some seconds are needed because on a busy
+node the goroutine that records the allocation may not run for a second.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MoveWait:
-    """The event for which the move of a device waits. text: the event, for messages.
+    """The event for which the move of a device between plugin and DRA waits. text: the event, for messages.
 
-    on_holder: True if the event is the end of a holder, which may run for long; False if it is new evidence, which
-    takes a moment. pod, claim: namespace/name of the holder; "" if the holder is of the other kind, or has no known
-    name.
+    on_holder: True if the move waits for the end of a holder, which may run for long; False if it waits for new
+    evidence, which arrives soon. pod, claim: namespace/name of the holder; "" if the holder is of the other kind, or
+    has no known name.
     """
 
     text: str
@@ -52,22 +52,22 @@ class MoveWait:
 
     @staticmethod
     def for_pod(pod: str) -> MoveWait:
-        """Return the wait for a pod that holds the device. pod: namespace/name or UID, "" if it is not known."""
+        """Return the wait for the end of a pod that holds the device. pod: its namespace/name or UID, "" if unknown."""
         return MoveWait(f"pod {pod}" if pod else "its pod", on_holder=True, pod=pod)
 
     @staticmethod
     def for_claim(claim: str) -> MoveWait:
-        """Return the wait for a claim that has the device. claim: namespace/name."""
+        """Return the wait for the end of a claim that has the device. claim: namespace/name."""
         return MoveWait(f"claim {claim}", on_holder=True, claim=claim)
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedAllocation:
-    """A kubelet device id that containers hold, by the kubelet's checkpoint and the pods' cgroups.
+    """A kubelet device id that containers hold according to the kubelet's checkpoint and the pods' cgroups.
 
     pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
-    that is not sure counts as held, but does not contradict the register. reason: why the id counts as held, for
-    messages. identity, amount: from the answer to Allocate, if the checkpoint has that answer. ending, shown: see
+    that is not sure counts as held, but is no evidence against the register. reason: why the id counts as held, for
+    messages. identity, amount: of the grant, if the checkpoint has the AllocateResponse. ending, shown: see
     `AllocationRecord`.
     """
 
@@ -103,8 +103,8 @@ class KubeletSnapshot:
 class KubeletEvidence:
     """The evidence that the end of a move to DRA needs; times are monotonic seconds of one process.
 
-    sequence: the register's sequence before all evidence was read. shown: when ListAndWatch sent each device as
-    Unhealthy. snapshot: the holders, read after ListAndWatch had sent the devices as Unhealthy.
+    sequence: the register's sequence before all evidence was read. shown: for each device, when ListAndWatch sent the
+    device as Unhealthy. snapshot: the holders, read after that.
     """
 
     sequence: int
@@ -116,9 +116,9 @@ class KubeletEvidence:
 class ClusterEvidence:
     """The evidence that the end of a move to the plugin side needs; times are monotonic seconds of one process.
 
-    sequence: the register's sequence before all evidence was read. withdrawn: by device, when the API server accepted
-    the slice without the device. listed_at: when a consistent LIST of all claims began. allocated: namespace/name of
-    the claim whose allocation names a device, by device, whether or not the claim is prepared.
+    sequence: the register's sequence before all evidence was read. withdrawn: for each device, when the API server
+    accepted the slice without the device. listed_at: when a consistent LIST of all claims began. allocated: for each
+    device that a claim's allocation names, the claim's namespace/name, even if the claim is not prepared.
     """
 
     sequence: int
@@ -133,7 +133,8 @@ class ClaimEvidence:
 
     devices: the devices of one resource that the claim holds. prepared: whether the claim has files, or the kubelet
     counts the claim as prepared; namespace and name may then be unknown (""). pods: the known UIDs of the claim's pods.
-    granted: the known grants of the claim's devices, of all resources. A device without a grant is known by id only.
+    granted: the grants of the claim's devices of all resources, as far as evidence has them; of other devices only the
+    id is known.
     """
 
     driver: str
@@ -150,9 +151,9 @@ class ClaimEvidence:
 class Evidence:
     """The evidence of one resource's holders, from sources other than the register.
 
-    held: the held ids by the kubelet's checkpoint, by id. claims: from the API server, the kubelet's claim state and
-    the claims' files, the most reliable source first. current: whether the kubelet wrote the checkpoint at the agent's
-    own request. Otherwise, the absence of an id proves nothing.
+    held: the held ids according to the kubelet's checkpoint, by id. claims: the claims in the API server, the kubelet's
+    claim state and the agent's claim files, from the most reliable source first. current: whether the kubelet wrote the
+    checkpoint at the agent's own request. Otherwise, the absence of an id proves nothing.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
@@ -161,7 +162,7 @@ class Evidence:
 
     @property
     def merged(self) -> list[ClaimEvidence]:
-        """The claims, with the facts of all sources about one claim in one entry."""
+        """The claims, with one entry for each claim that has the facts of all sources."""
         merged: dict[RecordKey, ClaimEvidence] = {}
         for claim in self.claims:
             key = claim.driver, claim.uid
@@ -188,9 +189,10 @@ def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> 
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    record: of the device. holder: the pod that holds the device, for messages. moving: whether the device is moving to
-    the requested side, so that a later try can succeed. unmoved: a resource that prevents the move, because pods have
-    its devices by limits on both sides; "" if no resource does. outlook: whether the claim may get devices soon.
+    record: the device's record. holder: the pod that holds the device, for messages. moving: whether the device is
+    moving to the requested side, so that a later try can succeed. unmoved: a resource that prevents the device's move,
+    because pods have devices of this resource by `limits` from plugin and DRA; "" if there is none. outlook: whether
+    the refused claim may get its devices soon.
     """
 
     record: DeviceRecord
@@ -201,7 +203,7 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """The refusal as a message: device, side, since when, and the holder."""
+        """The refusal as a message with the device, its side, the time of its last move, and the holder."""
         record = self.record
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
         if record.since:  # 0 means that the device has always had this state.
@@ -220,32 +222,32 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim does not get a device: other holders leave too little of it. outlook: of the claim."""
+    """Why a pod or a claim gets no device: other holders leave too little. outlook: whether a claim may get it soon."""
 
     message: str
     outlook: Outlook = Outlook.FINAL
 
 
 def served_by_limits(claim: Claim, resource: str) -> int:
-    """Return how many devices of a resource a claim has for pods' `limits` (the scheduler made such a claim)."""
+    """Return how many devices of a resource a claim has for `limits`: 0 unless the scheduler created the claim."""
     return sum(device.limits and not device.admin and device.resource == resource for device in claim.devices)
 
 
 def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
-    """Return how many devices of a resource pods have by `limits`: from the plugin side, and from the DRA side."""
+    """Return two counts: the devices of a resource that pods have by `limits` from the plugin, and from DRA."""
     return len(now.allocations_of(resource)), sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
 def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:
-    """Return why the device's side refuses an Allocate; None in the states PLUGIN and TO_DRA."""
+    """Return why an Allocate is refused because of the device's state; None in the states PLUGIN and TO_DRA."""
     record = now.device(resource, device)
     return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
 
 def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
-    """Return why the device's side refuses a Prepare.
+    """Return why a Prepare is refused because of the device's state or driver, or because a pod holds the device.
 
-    None in the states DRA and TO_PLUGIN, for the driver that publishes the device, without a pod that holds it.
+    None if the state is DRA or TO_PLUGIN, the driver publishes the device, and no pod holds the device.
     """
     record = now.device(resource, device)
     pods = now.allocations_on(resource, (device,)) if (resource, device) in now.index else ()
@@ -256,13 +258,13 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
 
 
 def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
-    """Return a device that another claim, or this claim itself, has with other parameters; "" if there is none."""
+    """Return an error if a claim's parameters for a device differ from those of a claim with the device; else ""."""
     for device in claim.devices:
         name = device.resource, device.device
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
         for other in (claim, *others):
             if other is not claim and (other.driver, other.uid) == (claim.driver, claim.uid):
-                continue  # The parameters are the recorded ones.
+                continue  # This is the claim's own record; its parameters are not compared.
             for theirs in other.devices:
                 same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
                 if same and theirs.parameters != device.parameters:
@@ -316,8 +318,8 @@ def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: C
 def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
     """Return whether a grant has ended although no checkpoint has ever named its pod.
 
-    The kubelet may not have written the pod into its checkpoint yet. So two checkpoints without the id are needed, both
-    written at the agent's request, with at least WELL_APART seconds between the requests.
+    The first checkpoint without the id is not enough, because the kubelet may not have recorded the pod yet. A second
+    checkpoint without the id is needed; the agent requests the two with at least WELL_APART seconds between them.
     """
     return snapshot.current and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 
@@ -336,22 +338,25 @@ def with_outlook(
     if isinstance(decision.answer, Claim):
         return decision
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
-    # FREE contradicts the refusal: pods by limits on both sides may keep the device on its side. So it is FINAL.
+    # FREE contradicts the refusal. The device cannot move, say, because pods have devices by limits from plugin and
+    # DRA.
     return replace(decision, answer=replace(decision.answer, outlook=seen if seen.waits else Outlook.FINAL))
 
 
 def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
-    """Return whether a claim may get its devices soon. claim: as it would be recorded.
+    """Return whether a claim may get its devices soon. claim: the record to be made.
 
     A holder is about to end in these cases:
 
-    - It is a claim of the same driver. The scheduler gives a device to a claim only when the claims that it knows leave
-      enough of it. So the holder is deallocated or deleted at the API server, and its pod was deleted by force, say.
-    - It is a pod by limits which the kubelet's checkpoint does not name any more, or whose processes have ended.
-    - It is a grant whose pod is not known yet: the kubelet may have rejected the pod.
-    - It is a hook that still runs after its timeout, or a failed `released`, which is called again.
+    - The holder is a claim of the same driver. The scheduler gives a device to a claim only if all allocated claims
+      leave enough of the device. So the holder's claim was deallocated or deleted at the API server, for example after
+      its pod was deleted by force.
+    - The holder is a pod with `limits` that the kubelet's checkpoint does not name any more, or whose processes have
+      ended.
+    - The holder is a grant whose pod is not known yet: the kubelet may have rejected the pod.
+    - The holder is a hook that still runs after its timeout, or a failed `released`, which the agent calls again.
 
-    The node does not know whether a pod by limits is being deleted while the kubelet counts the pod as active.
+    A pod with `limits` that is being deleted is not such a case while the kubelet counts the pod as active.
     """
     sides = {_of_side(state, claim.driver, key) for key in claim.held}
     for worst in (Outlook.FINAL, Outlook.ENDING, Outlook.MOVING):
@@ -375,7 +380,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
 
 
 def _of_side(state: RegisterSnapshot, driver: str, key: DeviceKey) -> Outlook:
-    """Return the outlook of a claim for a device, by the device's side and the pods that have it."""
+    """Return whether a claim may get a device soon, as far as the device's state and pods with the device decide."""
     record, resource, device = state.device(*key), *key
     allocations = state.allocations_on(resource, (device,))
     if record.state is State.QUARANTINED or record.driver not in ("", driver) or not all(map(_ends, allocations)):

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Counts changes, and lets callers wait for the next change. An instance belongs to one event loop."""
+    """Counts changes of the register, and lets callers wait for the next change. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,7 +27,7 @@ class Changes:
             self._next = None
 
     async def after(self, count: int, timeout: float) -> None:
-        """Wait until the number of changes is larger than `count`, or until the timeout in seconds is over."""
+        """Wait until more than `count` changes are counted, at most `timeout` seconds."""
         if self.count == count and timeout > 0:
             if self._next is None:
                 self._next = asyncio.get_running_loop().create_future()
@@ -39,7 +39,7 @@ class Changes:
 class Store(Protocol):
     """Keeps the register's records: in memory, or in a file (`dra_bridge.ledger`).
 
-    changes: counts the changes of the snapshot, and of other inputs of the register.
+    changes: counts the changes of the records, and of other inputs of the register's decisions.
     """
 
     changes: Changes
@@ -49,18 +49,18 @@ class Store(Protocol):
         """All records after the last operation."""
 
     def do(self, operation: Operation[_T]) -> Awaitable[_T]:
-        """Execute an operation on the snapshot, record its changes, then return its answer."""
+        """Execute an operation on the snapshot, record its changes, then return its result."""
 
 
 class MemoryStore:
-    """A store for an agent without DRA. After a restart the kubelet's checkpoint replaces the records."""
+    """A store in memory, for an agent without DRA. After a restart, the kubelet's checkpoint replaces the records."""
 
     def __init__(self) -> None:
         self.snapshot = RegisterSnapshot()
         self.changes = Changes()
 
     async def do(self, operation: Operation[_T]) -> _T:
-        """Execute an operation on the snapshot, record its changes, then return its answer. Never waits."""
+        """Execute an operation on the snapshot, record its changes, then return its result. Never waits."""
         decision: Decision[_T] = operation(self.snapshot)
         if decision.changes:
             self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)

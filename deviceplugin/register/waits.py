@@ -1,4 +1,7 @@
-"""The devices for which an Allocate or Prepare waits. The agent reads the evidence about their holders more often."""
+"""The devices for which an Allocate or Prepare waits.
+
+While calls wait, the agent reads the evidence of the devices' holders more often.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ PROMPT: Final = 0.3
 
 
 class Waits:
-    """The awaited devices at present. An instance belongs to one event loop."""
+    """The devices for which a call waits now. An instance belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: Counter[DeviceKey] = Counter()
@@ -23,11 +26,11 @@ class Waits:
 
     @property
     def devices(self) -> Collection[DeviceKey]:
-        """The awaited devices."""
+        """The devices for which a call waits, or is expected to."""
         return self._waiting.keys()
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when a wait begins."""
+        """Call `callback` whenever a call begins to wait for a device."""
         self._subscribers.append(callback)
 
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
@@ -41,7 +44,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
-        """Count these devices as awaited inside the context."""
+        """Count these devices as awaited while the context manager is active."""
         self._waiting.update(keys)
         for callback in self._subscribers:
             callback()
