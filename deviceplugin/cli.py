@@ -148,14 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="output format (default: %(default)s)"
     )
-    examples = ("import generic-device-plugin.yaml > devices.yaml", "import nvidia-config.yaml > devices.yaml")
+    examples = ("import generic-device-plugin.yaml > devices.yaml", "import - <<< \"--device '{...}'\"")
     about = "Make a config file of another plugin's settings, and name what has no counterpart here."
     import_ = line.add("import", _import, about, examples)
     import_.description = (
-        f"{about} FILE is a config file, a ConfigMap or a DaemonSet of generic-device-plugin, smarter-device-manager "
-        "or NVIDIA's device plugin."
+        f"{about} FILE has settings of generic-device-plugin, smarter-device-manager or NVIDIA's device plugin: "
+        "a config file, flags, `args` of a container, a manifest, or values of a chart."
     )
-    import_.add_argument("file", type=Path, metavar="FILE", help="the settings (YAML), - for standard input")
+    import_.add_argument("file", type=Path, metavar="FILE", help="the settings, - for standard input")
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
     demo.add_argument("--hold", action="store_true", help="keep serving until interrupted")

@@ -139,9 +139,62 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
     if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
     if kind(node) == "str":  # The message does not repeat the text, because the text may be a password.
-        raise file_error(file, "is a text without keys; this is not a config file, which begins with `resources:`", 1)
-    _check_kind(node, file)
+        how = "; `deviceplugin import` takes generic-device-plugin's flags" * bool(FLAG.search(scalar_text(node)))
+        message = f"is a text without keys; this is not a config file, which begins with `resources:`{how}"
+        raise file_error(file, message, 1)
     return node
+
+
+def compose_all(text: str) -> list[yaml.Node]:
+    """Return the root nodes of a text's documents. Raises yaml.YAMLError, and ConfigError beyond the limits."""
+    _bound(text, "<text>")
+    return [node for node in yaml.compose_all(text, Loader=Loader) if node is not None]
+
+
+def plain(root: yaml.Node, file: str = "<text>") -> Any:
+    """Return a node's value: text, int, bool, None, list or dict with text as keys. Other scalars are text.
+
+    A collection with several aliases is one object. Raises ConfigError if merge keys add too many keys.
+    """
+    made: dict[int, Any] = {}
+    added = 0
+
+    def merge(node: yaml.Node, pairs: dict[str, Any]) -> None:
+        nonlocal added
+        for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            merged = value(part) if isinstance(part, yaml.MappingNode) else {}
+            added += len(merged)
+            if added > MAX_VALUES:
+                raise file_error(
+                    file, f"has more than {MAX_VALUES} values once its aliases are followed", line_of(node)
+                )
+            pairs |= merged | pairs
+
+    def value(node: yaml.Node) -> Any:
+        text = scalar_text(node)
+        match kind(node):
+            case _ if id(node) in made:
+                return made[id(node)]
+            case "seq":
+                items: list[Any] = made.setdefault(id(node), [])
+                items += map(value, node.value)
+                return items
+            case "map":
+                pairs: dict[str, Any] = made.setdefault(id(node), {})
+                pairs.update({scalar_text(key): value(below) for key, below in node.value if kind(key) != "merge"})
+                for key, below in node.value:
+                    if kind(key) == "merge":
+                        merge(below, pairs)
+                return pairs
+            case "int" if len(text) <= 40:
+                return int(text)
+            case "bool":
+                return text.lower() == "true"
+            case "null":
+                return None
+        return text
+
+    return value(root)
 
 
 def _bound(text: str, file: str) -> None:
@@ -163,10 +216,16 @@ def _bound(text: str, file: str) -> None:
                 raise file_error(file, message, line)
 
 
+def line_of(node: yaml.Node) -> int:
+    """Return the line of a node's beginning, from 1."""
+    return int(node.start_mark.line) + 1
+
+
 def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
+    shown = "" if mark is None else text.splitlines()[min(mark.line, text.count("\n"))]
     if "maximum nesting depth" in message:  # This is libyaml's own limit: libyaml reads ahead of the checked events.
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
@@ -175,8 +234,12 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
         message = "a second document begins here; one file holds one document"
     elif "undefined alias" in message:
         message += "; an anchor (&name) comes before its alias (*name); put a pattern that begins with * in quotes"
-    elif mark is not None and (glob := _GLOB.search(text.splitlines()[min(mark.line, text.count("\n"))])):
+    elif FLAG.search(shown):
+        message += "; `deviceplugin import` makes a config file of generic-device-plugin's flags"
+    elif glob := _GLOB.search(shown):
         message += f'; inside of [...] and {{...}} put a glob with brackets in quotes: "{glob[0]}"'
+    elif named := _PLACEHOLDER.search(shown):
+        message += f'; put a text with {named[1]} in quotes: "{named[0]}"'
     elif "mapping values are not allowed" in message or "did not find expected" in message:
         message += "; keys of one mapping, and dashes of one list, begin in the same column"
     return file_error(file, f"is not valid YAML: {message}", line)
@@ -184,18 +247,25 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
 
 _GLOB: Final = re.compile(r"(?<![^\s\[{,:])/[^\s\"',\[\]{}]*\[[^\]\s\"']*\][^\s\"',\]}]*")
 """Matches a glob with brackets that is not in quotes."""
+_PLACEHOLDER: Final = re.compile(r"(?<![^\s\[{,:])[^\s\"',\[\]{}]*(\{(?:id|path|name|node)\})[^\s\"',\[\]{}]*")
+"""Matches a text with a placeholder that is not in quotes."""
+FLAG: Final = re.compile(r"(?<!\S)--(device|domain|config|listen|log-level|plugin-directory)(?:=|[ \t]*\n|[ \t]+|$)")
+"""Matches a flag of generic-device-plugin, up to its value."""
 
 
-def _check_kind(node: yaml.Node, file: str) -> None:
+def keys(node: yaml.Node) -> dict[str, yaml.Node]:
+    """Return the values of a mapping by key; nothing for another node."""
+    return {scalar_text(key): value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
+
+
+def check_kind(node: yaml.Node, file: str) -> None:
     """Raise ConfigError for files that contain a config file: Kubernetes objects, and values of the Helm chart."""
-    keys = {key.value: value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
-    if "resources" in keys:
-        return
-    if {"apiVersion", "kind"} <= keys.keys():
-        what = scalar_text(keys["kind"])
+    given = keys(node)
+    if {"apiVersion", "kind"} <= given.keys():
+        what = scalar_text(given["kind"])
         how = "" if what != "ConfigMap" else "; the config file is a text under its `data`, save that text as a file"
         raise file_error(file, f"is a Kubernetes object ({what[:63]}), not a config file{how}", 1)
-    if {"config", "groups"} & keys.keys():
+    if {"config", "groups"} & given.keys():
         how = "the config file is what `config` has; `helm template` shows the ConfigMaps that the chart makes of it"
         raise file_error(file, f"looks like values of the Helm chart; {how}", 1)
 

@@ -7,17 +7,28 @@ smarter-device-manager's conf.yaml, and the config file of NVIDIA's plugin (api/
 from __future__ import annotations
 
 import re
+import shlex
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import yaml
 
+from deviceplugin.config import document
+from deviceplugin.config.document import ConfigError
+from deviceplugin.device import printable
+
 GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
 OTHER_IDS: Final = (
-    "{} uses other device ids: end its pods before the first start of this agent (docs/existing-plugin.md)"
+    "{}: its device ids. Its pods run on, and what they hold is known by their device nodes; if it gave them a "
+    "directory or a mount, the resource has no device for others until they end (docs/existing-plugin.md)"
 )
+DIRECTORIES: Final = frozenset({"/dev/snd", "/dev/dri", "/dev/input", "/dev/bus/usb", "/dev/net", "/dev/vfio"})
+"""Directories that the settings of other plugins name as a device."""
+CORAL: Final = ({"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"})
+"""The ids of one accelerator, before and after its firmware is loaded."""
 
 
 class Imported(NamedTuple):
@@ -37,78 +48,181 @@ class UnknownSettingsError(ValueError):
 def imported(text: str) -> Imported:
     """Convert the settings of another device plugin to those of a config file.
 
-    text: the plugin's own file, a ConfigMap that contains it, or a DaemonSet with generic-device-plugin's flags. Raises
-    UnknownSettingsError.
+    text: the plugin's own file, its flags, or YAML with these at any place: a ConfigMap, a DaemonSet, the `args` of a
+    container, values of a Helm chart. Raises UnknownSettingsError.
     """
     made = Imported([], [])
     try:
-        for document in yaml.safe_load_all(text):
-            for settings in _settings(document):
-                _take(settings, made)
-    except yaml.YAMLError as error:
+        for take, settings in _in_text(text, whole=True):
+            take(settings, made)
+    except (yaml.YAMLError, ConfigError) as error:
         raise UnknownSettingsError(f"it is not YAML: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnknownSettingsError(f"its settings have another form: {type(error).__name__}: {error}") from error
     if not made.resources:
         known = "generic-device-plugin, smarter-device-manager, NVIDIA's device plugin"
         raise UnknownSettingsError("\n".join(["it has no devices of a plugin that is known: " + known, *made.notes]))
-    return Imported(made.resources, list(dict.fromkeys(made.notes)))
+    resources: dict[str, dict[str, Any]] = {}
+    for one in made.resources:
+        if resources.setdefault(one["name"], one) != one:
+            made.notes.append(f"{one['name']}: other settings under the same name; the first are taken")
+    return Imported(list(resources.values()), list(dict.fromkeys(made.notes)))
+
+
+def has_settings(node: yaml.Node, file: str) -> bool:
+    """Return whether a file's node has the settings of a known plugin at any place. Raises ConfigError."""
+    return any(True for _ in _in_node(node, file))
 
 
 def as_file(made: Imported) -> str:
     """Return the text of a config file. Its comments name the settings that were not imported."""
-    notes = "".join(f"# not imported: {note}\n" for note in made.notes)
-    return notes + yaml.safe_dump({"resources": made.resources}, sort_keys=False)
+    notes = "".join(f"# not imported: {printable(note)}\n" for note in made.notes)
+    return notes + yaml.dump({"resources": made.resources}, Dumper=_ConfigDumper, sort_keys=False)
 
 
-def _settings(document: Any) -> Iterator[Any]:
-    """Yield the settings of a plugin that a YAML document has.
+class _ConfigDumper(yaml.SafeDumper):
+    """Puts texts in quotes that are numbers by YAML 1.1, and those that are numbers by the rules of a config file."""
 
-    The settings are the document itself, the values of a ConfigMap, or the flags of a workload's containers.
+
+_ConfigDumper.add_implicit_resolver(
+    f"{document.TAG}float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+# Functions that find the settings of plugins.
+
+_Take = Callable[[Any, Imported], None]
+"""A function that takes the settings of one kind of plugin."""
+
+
+def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
+    """Yield the settings in a text: YAML that contains settings, or a command line with generic-device-plugin's flags.
+
+    whole: whether this is the text to import, and not a value in it. Raises yaml.YAMLError and ConfigError if the whole
+    text is neither.
     """
-    kind = document.get("kind") if isinstance(document, dict) else None
-    if kind == "List":
-        for item in document.get("items") or ():
-            yield from _settings(item)
-    elif kind == "ConfigMap":
-        for value in (document.get("data") or {}).values():
-            yield from yaml.safe_load_all(value)
-    elif kind in ("DaemonSet", "Deployment", "Pod"):
-        pod = document["spec"] if kind == "Pod" else document["spec"]["template"]["spec"]
-        for container in pod.get("containers") or ():
-            yield _flags([*(container.get("command") or ()), *(container.get("args") or ())])
-    else:
-        yield document
+    try:
+        nodes = document.compose_all(text)
+    except (yaml.YAMLError, ConfigError):
+        if whole and not document.FLAG.search(text):
+            raise
+        nodes = []
+    nodes = [
+        node for node in nodes if document.kind(node) in {"map", "seq"} or document.scalar_text(node) != text.strip()
+    ]
+    if not nodes and document.FLAG.search(text):
+        yield _flags, _words(text)
+    for node in nodes:
+        yield from _in_node(node)
 
 
-def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return generic-device-plugin's settings, as in its config, from its flags."""
+def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any]]:
+    """Yield the settings that a node is, or that it contains at any place, each once."""
+    left, seen = [document.plain(root, file)], set[int]()
+    while left:
+        node = left.pop()
+        if take := _taker(node):
+            yield take, node
+        elif isinstance(node, str):
+            yield from _in_text(node)
+        elif isinstance(node, (list, dict)) and id(node) not in seen:
+            seen.add(id(node))
+            left += reversed(_parts(node))
+
+
+def _parts(node: list[Any] | dict[str, Any]) -> list[Any]:
+    """Return the values of a collection in which settings may be. The flags of a container are one value."""
+    if isinstance(node, list):
+        return node
+    flags = [key for key in ("command", "args") if _taker(node.get(key)) is _flags]
+    # The metadata of an object may have a copy of it, the configuration that was applied last.
+    values = [value for key, value in node.items() if key != "metadata" and key not in flags]
+    return [[word for key in flags for word in node[key]], *values]
+
+
+def _taker(node: Any) -> _Take | None:
+    """Return the function that takes a node if it is the settings of a plugin, else None."""
+    if isinstance(node, list):
+        if node and all(isinstance(one, dict) and "devicematch" in one for one in node):
+            return _smarter
+        flags = (document.FLAG.match(one) for one in node if isinstance(one, str))
+        return _flags if any(flag and flag[1] in {"device", "config"} for flag in flags) else None
+    if not isinstance(node, dict):
+        return None
+    if "devicematch" in node:
+        return lambda node, made: _smarter([node], made)
+    if _is_spec(node):
+        return lambda node, made: _generic(node, GENERIC_DOMAIN, made)
+    specs = node.get("devices", node.get("device"))
+    if isinstance(specs, list) and any(map(_is_spec, specs)):
+        return _generic_file
+    if node.get("version") == "v1" and (len(node) == 1 or {"flags", "sharing"} & node.keys()):
+        return _nvidia
+    sharing = (node.get("timeSlicing"), node.get("mps"))
+    if any(isinstance(one, dict) and "resources" in one for one in sharing):
+        return lambda node, made: _nvidia({"sharing": node}, made)
+    return None
+
+
+def _is_spec(node: Any) -> bool:
+    """Return whether a node describes a resource as generic-device-plugin does."""
+    groups = node.get("groups") if isinstance(node, dict) and "name" in node else None
+    return isinstance(groups, list) and any(isinstance(one, dict) and {"paths", "usb"} & one.keys() for one in groups)
+
+
+def _words(text: str) -> list[str]:
+    """Return the flags of a command line, and their values without quotes, in turn."""
+    _, *parts = document.FLAG.split(text.replace("\\\n", " "))
+    return [word for name, value in zip(parts[::2], parts[1::2], strict=True) for word in (f"--{name}", _plain(value))]
+
+
+def _plain(value: str) -> str:
+    return shlex.split(value)[0] if value.startswith(("'", '"')) else textwrap.dedent(value).strip()
+
+
+# generic-device-plugin.
+
+
+def _flags(words: Sequence[Any], made: Imported) -> None:
+    """Take generic-device-plugin's flags, each with its value in one word or in two."""
     settings: dict[str, Any] = {"devices": []}
     pairs = iter(words)
     for word in pairs:
-        name, equals, value = str(word).partition("=")
-        if name in ("--device", "--domain"):
-            value = value if equals else next(pairs, "")
-            if name == "--domain":
-                settings["domain"] = value
-            else:
-                settings["devices"].append(yaml.safe_load(value))
-    return settings
+        if not (flag := document.FLAG.match(str(word))):
+            continue
+        name, (_, equals, value) = flag[1], str(word).partition("=")
+        value = value if equals else str(next(pairs, ""))
+        if name == "device":
+            settings["devices"] += _specs(value, made)
+        elif name == "domain":
+            settings["domain"] = value
+        elif name == "config":
+            made.notes.append(f"generic-device-plugin: --config {value}: import that file, or its ConfigMap")
+        else:
+            made.notes.append(f"generic-device-plugin: --{name} {value}")
+    _generic_file(settings, made)
 
 
-def _take(settings: Any, made: Imported) -> None:
-    if isinstance(settings, list) and all(isinstance(one, dict) and "devicematch" in one for one in settings):
-        _smarter(settings, made)
-    elif isinstance(settings, dict) and isinstance(devices := settings.get("devices", settings.get("device")), list):
-        for spec in devices:
-            _generic(str(settings.get("domain") or GENERIC_DOMAIN), spec, made)
-    elif isinstance(settings, dict) and settings.get("version") == "v1":
-        _nvidia(settings, made)
+def _specs(value: str, made: Imported) -> list[Any]:
+    """Return the devices of the flag --device; in its first form this was a name and globs."""
+    name, *globs = value.split(",")
+    if globs and re.fullmatch(r"[a-z0-9-]+", name):
+        return [{"name": name, "groups": [{"paths": [{"path": glob.strip()}]} for glob in globs]}]
+    try:
+        return list(map(document.plain, document.compose_all(value)))
+    except (yaml.YAMLError, ConfigError):
+        made.notes.append(f"generic-device-plugin: --device {value}: it is not YAML")
+        return []
 
 
-def _generic(domain: str, spec: Any, made: Imported) -> None:
+def _generic_file(settings: Mapping[str, Any], made: Imported) -> None:
+    for spec in settings.get("devices", settings.get("device")) or ():
+        _generic(spec, str(settings.get("domain") or GENERIC_DOMAIN), made)
+
+
+def _generic(spec: Any, domain: str, made: Imported) -> None:
     if not isinstance(spec, dict) or "name" not in spec:
-        made.notes.append(f"generic-device-plugin: {spec!r} is an older form of --device; write it as YAML first")
+        made.notes.append(f"generic-device-plugin: {spec!r} has another form; write it as YAML with a name and groups")
         return
     name = f"{domain}/{spec['name']}"
     note = _noting(name, made)
@@ -117,26 +231,20 @@ def _generic(domain: str, spec: Any, made: Imported) -> None:
     for group in spec.get("groups") or ():
         counts.add(int(group.get("count") or 1))
         paths = group.get("paths") or ()
-        for path in paths:
-            permissions.add("".join(one for one in "rwm" if one in (path.get("permissions") or "mrw")))
-            for key in ("readOnly", "limit"):
-                if path.get(key):
-                    note(f"{key} of {path['path']}")
-            if path.get("type") == "Mount":
-                note(f"type Mount of {path['path']}: files and sockets are mounted, directories are left out")
-        parts = [{"path": str(path["path"])} | _container(path) for path in paths]
+        permissions |= {"".join(one for one in "rwm" if one in (path.get("permissions") or "mrw")) for path in paths}
+        parts = [_path(path, note) for path in paths]
         if len(parts) == 1:
-            entries += parts
+            entries.append({key: value for key, value in parts[0].items() if key != "optional"})
         elif parts:
-            entries.append({"group": [part if "container" in part else part["path"] for part in parts]})
-        for usb in group.get("usb") or ():
-            entry = {key: str(usb[key]) for key in ("vendor", "product", "serial") if usb.get(key)}
-            entries.append({"usb": {key: one.zfill(4) if key != "serial" else one for key, one in entry.items()}})
-        if group.get("usb"):
-            note("that all USB devices of a group are one device (here each is one)")
+            if all("optional" in part for part in parts):  # A device needs a part that is always there.
+                del parts[0]["optional"]
+            entries.append({"group": [part if len(part) > 1 else part["path"] for part in parts]})
+        entries += _usb(group.get("usb") or (), note)
     if not entries:
         note("it has no devices")
         return
+    if all({"usb": one} in entries for one in CORAL):  # In groups of their own.
+        entries = [entry for entry in entries if entry.get("usb") not in CORAL] + [{"usb": list(CORAL)}]
     resource: dict[str, Any] = {"name": name, "devices": entries}
     if len(permissions) > 1:
         note(f"permissions of each path ({', '.join(sorted(permissions))}); all get the first")
@@ -148,11 +256,39 @@ def _generic(domain: str, spec: Any, made: Imported) -> None:
         resource["sharing"] = {"replicas": min(counts)}
     made.resources.append(resource)
     made.notes.append(OTHER_IDS.format("generic-device-plugin"))
+    if domain == GENERIC_DOMAIN:
+        made.notes.append(f"the domain, if it was not given: {domain} is that of version 0.1, later ones have devic.es")
 
 
-def _container(path: Mapping[str, Any]) -> dict[str, str]:
-    inside = path.get("mountPath")
-    return {"container": str(inside)} if inside else {}
+def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
+    """Return a path as the entry of a group, and note what has no counterpart."""
+    host, inside = str(path["path"]), str(path.get("mountPath") or "")
+    for key in ("readOnly", "limit"):
+        if path.get(key):
+            note(f"{key} of {host}")
+    if path.get("type") == "Mount":
+        note(f"type Mount of {host}: files and sockets are mounted, directories are left out")
+    elif host.rstrip("/") in DIRECTORIES:
+        note(f"{host} as a directory: name its nodes, by `path` or `group`")
+    part: dict[str, Any] = {"path": host}
+    if inside:
+        part["container"] = f"{inside}{{name}}" if inside.endswith("/") else inside
+    return part | ({"optional": True} if path.get("optional") else {})
+
+
+def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the entry of a group's USB devices. Several ids are a list, the ids that one device has in turn."""
+    keys = ("vendor", "product", "serial")
+    given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
+    ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]
+    if len(ids) > 1:
+        note("several USB devices as one; here the ids of a group are those that one device has in turn")
+    elif ids:
+        note("all USB devices of a group as one (here each is one)")
+    return [{"usb": ids if len(ids) > 1 else ids[0]}] if ids else []
+
+
+# smarter-device-manager and NVIDIA's plugin.
 
 
 def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:
@@ -170,7 +306,8 @@ def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:
         if re.search(r"[*\[]", glob):
             note("a resource for each device, such as ...0; pods ask for any device of this one")
         made.resources.append(resource)
-        made.notes.append("smarter-device-manager: a directory such as /dev/snd: name its nodes, by `path` or `group`")
+        if f"/dev/{glob}" in DIRECTORIES:
+            note(f"/dev/{glob} as a directory: name its nodes, by `path` or `group`")
     made.notes.append(OTHER_IDS.format("smarter-device-manager"))
 
 

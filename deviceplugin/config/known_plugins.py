@@ -44,7 +44,7 @@ PLUGINS: Final = (
         "both",
     ),
     KnownPlugin("HabanaAI/gaudi-device-plugin", ("habana.ai/*",), "both"),
-    KnownPlugin("squat/generic-device-plugin", ("squat.ai/*",), "both"),
+    KnownPlugin("squat/generic-device-plugin", ("squat.ai/*", "devic.es/*"), "both"),
     KnownPlugin("smarter-project/smarter-device-manager", ("smarter-devices/*",), "both"),
     KnownPlugin("Mellanox/k8s-rdma-shared-dev-plugin", ("rdma/*",), "both"),
     KnownPlugin(

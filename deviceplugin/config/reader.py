@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Final
 import yaml
 
 from deviceplugin.config import document
-from deviceplugin.config.document import ConfigError
+from deviceplugin.config.document import ConfigError, line_of
 from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import ConfigRules, any_of
 from deviceplugin.config.types import KINDS, Config, DeviceEntry
@@ -39,7 +40,15 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
     Raises ConfigError if the config cannot be served, or names something that `lock` forbids.
     """
     reader = Reader(file, lock)
-    config = reader.read(document.compose(text, file), _type_info(), "$")
+    node = document.compose(text, file)
+    if isinstance(node, yaml.CollectionNode) and "resources" not in document.keys(node):
+        from deviceplugin.config import foreign
+
+        if foreign.has_settings(node, file):
+            how = "`deviceplugin import` makes a config file of them"
+            raise document.file_error(file, f"has the settings of another device plugin; {how}", 1)
+        document.check_kind(node, file)
+    config = reader.read(node, _type_info(), "$")
     if reader.problems.found:
         raise ConfigError(file, reader.problems.found)
     assert isinstance(config, Config)
@@ -71,8 +80,8 @@ class Reader:
         self._rules = ConfigRules(self.problems, lock)
         self._values = 0
         self._merging: set[int] = set()
-        self._above: list[tuple[str, Collection[str]]] = []
-        """The path and the known keys of each mapping that contains the present node, the outermost mapping first."""
+        self._above: list[tuple[str, Mapping[str, Any]]] = []
+        """The path and the known fields of each mapping that contains the present node, the outermost mapping first."""
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
         """Return a node's value; if it is wrong, report the problem and return `_BAD`.
@@ -80,11 +89,13 @@ class Reader:
         info: msgspec's description of the value's type. Raises ConfigError if there are too many values or problems.
         """
         self._count(node)
-        self.problems.lines[path] = _line(node)
+        self.problems.lines[path] = line_of(node)
         options = _options(info)
         what, value = document.kind(node), document.scalar_text(node)
         if what == "null":
             return self._report(path, f"has no value; expected {_expected(options)}")
+        if "str" in options and (text := _placeholder(node)):
+            return self._report(path, f'{text} is a mapping in YAML; write "{text}" in quotes')
         if what not in options:
             return self._report(path, _mismatch(node, options, path))
         info, advice = options[what]
@@ -108,14 +119,14 @@ class Reader:
         return self._report(path, _mismatch(node, {what: (info, advice)}, path))
 
     def _report(self, path: str, message: str, node: yaml.Node | None = None) -> Any:
-        self.problems.report(path, message, 0 if node is None else _line(node))
+        self.problems.report(path, message, 0 if node is None else line_of(node))
         return _BAD
 
     def _count(self, node: yaml.Node) -> None:
         self._values += 1
         if self._values > document.MAX_VALUES:
             message = f"has more than {document.MAX_VALUES} values once its aliases are followed; use fewer aliases"
-            raise document.file_error(self.problems.file, message, _line(node))
+            raise document.file_error(self.problems.file, message, line_of(node))
 
     def _string(self, value: str, info: Any, path: str, advice: _Advice) -> Any:
         if info.max_length is not None and len(value) > info.max_length:
@@ -153,12 +164,17 @@ class Reader:
         values: dict[str, Any] = {}
         meant: set[str | None] = set()
         strange: list[yaml.Node] = []
-        self._above.append((path, fields.keys()))
-        for key, value in self._pairs(node, path):
+        self._above.append((path, fields))
+        pairs = self._pairs(node, path)
+        given = {str(key.value) for key, _ in pairs}
+        for key, value in pairs:
             name = str(key.value)
             if name in fields:
                 values[name] = self.read(value, fields[name].type, _place_below(path, name))
-            elif place := self._place_of(name, fields):
+            elif own := next((own for own in _OTHER_NAMES.get(name, ()) if own in fields), None):
+                meant.add(own)
+                self._report(_place_below(path, name), f"unknown key {name!r}; write `{_pair(own, value)}`", key)
+            elif place := self._place_of(name, value, given):
                 meant.add(None)
                 self._report(_place_below(path, name), f"unknown key {name!r}; {place}", key)
             else:
@@ -184,13 +200,29 @@ class Reader:
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
-    def _place_of(self, key: str, fields: Mapping[str, Any]) -> str:
-        """Return advice on where a misplaced key belongs; "" if no mapping around or below has such a key."""
-        if below := [name for name, field in fields.items() if key in _keys_below(field.type)]:
-            return f"it belongs under {any_of(f'`{name}`' for name in below)}; indent it by more spaces than that"
-        for path, keys in reversed(self._above[:-1]):
-            if key in keys:
-                return f"it is a key of {path}; indent it like the other keys of that"
+    def _place_of(self, key: str, value: yaml.Node, given: Collection[str]) -> str:
+        """Return advice on where a misplaced key of the present mapping belongs; "" if no mapping has such a key.
+
+        given: the keys of the present mapping.
+        """
+        if key in _FOREIGN:
+            return "it is a key of another device plugin, whose settings `deviceplugin import` converts"
+        (_, fields), *above = reversed(self._above)
+        words = {key} if _below(fields, key, value).keys() & given else {*_OTHER_NAMES.get(key, ()), key}
+        for word in sorted(words, key=key.__eq__):
+            below = _below(fields, word, value)
+            if present := [name for name in below if name in given and word == key]:
+                return f"it belongs under {any_of(f'`{name}`' for name in present)}; indent it by more spaces than that"
+            for path, outer in above:
+                if word in outer:
+                    return f"it is a key of {path}; indent it like the other keys of that"
+            if below:
+                return f"write {any_of(f'`{form}`' for form in below.values())}"
+            for path, outer in above:
+                if forms := _below(outer, word, value):
+                    return f"write {any_of(f'`{form}`' for form in forms.values())} in {path}"
+            if forms := _below(fields, word, value, levels=2):
+                return f"write {any_of(f'`{form}`' for form in forms.values())}"
         return ""
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
@@ -206,7 +238,7 @@ class Reader:
             elif document.kind(key) != "str":
                 self._report(path, f"a key must be text, not {_got(key)}; put it in quotes", key)
             elif key.value in pairs:
-                message = f"the key {key.value!r} is given twice, first on line {_line(pairs[key.value][0])}"
+                message = f"the key {key.value!r} is given twice, first on line {line_of(pairs[key.value][0])}"
                 self._report(_place_below(path, key.value), message, key)
             else:
                 pairs[key.value] = key, value
@@ -272,7 +304,7 @@ def _described(info: Any) -> str:
         if info.cls is DeviceEntry:
             return f"a mapping with one of {any_of(KINDS)}"
         required = [field.encode_name for field in info.fields if field.required]
-        return f"a mapping with {' and '.join(required or [field.encode_name for field in info.fields])}"
+        return f"a mapping with {' and '.join(required) or any_of(field.encode_name for field in info.fields)}"
     return _KINDS[kind][1]
 
 
@@ -286,17 +318,54 @@ def _got(node: yaml.Node) -> str:
     return words.get(document.kind(node), f"something tagged {node.tag}")
 
 
-def _keys_below(info: Any) -> set[str]:
-    """Return the keys of the mapping that a value may be, or of the mappings in its list."""
-    keys: set[str] = set()
-    for option, _ in _options(info).values():
-        if type(option).__name__ == "StructType":
-            keys.update(field.encode_name for field in option.fields)
-        elif type(option).__name__ == "VarTupleType":
-            keys |= _keys_below(option.item_type)
-    return keys
+def _below(fields: Mapping[str, Any], key: str, value: yaml.Node, levels: int = 1) -> dict[str, str]:
+    """Return, by name, the fields that have a key in the mapping or list of mappings below them, as YAML with the key.
+
+    levels: how deep the key may be.
+    """
+    forms: dict[str, str] = {}
+    for name, field in fields.items():
+        for option, _ in _options(field.type).values():
+            item = option.item_type if type(option).__name__ == "VarTupleType" else option
+            begin, end = ("{", "}") if item is option else ("[{", "}]")
+            for inner, _ in _options(item).values() if type(item).__name__ in _KINDS else ():
+                if type(inner).__name__ != "StructType":
+                    continue
+                inside = {field.encode_name: field for field in inner.fields}
+                if key in inside:
+                    forms.setdefault(name, f"{name}: {begin}{_pair(key, value)}{end}")
+                elif levels > 1:
+                    for names, form in _below(inside, key, value, levels - 1).items():
+                        forms.setdefault(f"{name}.{names}", f"{name}: {begin}{form}{end}")
+    return forms
 
 
+def _pair(key: str, value: yaml.Node) -> str:
+    text = document.scalar_text(value)
+    quoted = isinstance(value, yaml.ScalarNode) and value.style in ("'", '"')
+    return f"{key}: {json.dumps(text) if quoted else text[:60] or '...'}"
+
+
+def _placeholder(node: yaml.Node) -> str:
+    """Return the text for which YAML read a mapping, because it is a placeholder without quotes; "" for other nodes."""
+    if not isinstance(node, yaml.MappingNode) or not node.flow_style or len(node.value) != 1:
+        return ""
+    key, value = node.value[0]
+    known = document.kind(value) == "null" and document.scalar_text(key) in _PLACEHOLDERS
+    return f"{{{key.value}}}" if known else ""
+
+
+_PLACEHOLDERS: Final = {"id", "path", "name", "node"}
+_OTHER_NAMES: Final = {
+    "mountPath": ("container",),
+    "containerPath": ("container",),
+    "hostPath": ("host", "path"),
+    "readOnly": ("readonly",),
+    "count": ("replicas",),
+}
+"""Keys of Kubernetes and of other device plugins, and their names here."""
+_FOREIGN: Final = {"groups", "devicematch", "nummaxdevices", "timeSlicing"}
+"""Keys that only other device plugins have."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -312,6 +381,11 @@ def _meant(path: str, value: str) -> str:
         return f"write {{host: {value}, container: {value}}}"
     if key == "probe" and value.startswith("/"):
         return f"write {{command: [{', '.join(value.split())}]}}"
+    ids = re.fullmatch(r"([0-9a-fA-F]{4}):([0-9a-fA-F]{4})", value)
+    if ids and key in {"usb", "pci"}:
+        return f'write {{vendor: "{ids[1]}", {"product" if key == "usb" else "device"}: "{ids[2]}"}}'
+    if key == "pci" and re.fullmatch(r"[0-9a-fA-F*?]+:[0-9a-fA-F*?:.]+", value):
+        return f'write {{address: "{value}"}}'
     if key == "health" and value in {"open", "none"}:
         return f"write {{probe: {value}}}"
     if key == "sharing" and value.isdecimal():
@@ -342,10 +416,6 @@ def _mismatch(node: yaml.Node, options: _Options, path: str) -> str:
     if DeviceEntry in classes and what == "str" and value.startswith("/"):
         return f"{message}; write path: {value}"
     return message
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
 
 
 def _place_below(path: str, key: str) -> str:

@@ -75,6 +75,12 @@ def _pattern_advice(pattern: str) -> str:
     return f"{pattern!r} has a `[` without its `]`; write [[] for the character itself"
 
 
+def _id_advice(value: str) -> str:
+    if ids := re.fullmatch(r"([0-9a-fA-F]{4}):([0-9a-fA-F]{4})", value):
+        return f'{value!r} is two ids; write "{ids[1]}" as `vendor`, "{ids[2]}" as `product` (of pci: `device`)'
+    return f'{value!r} is not an id of four hexadecimal digits; write it in quotes, such as "8086"'
+
+
 RESOURCE_NAME = _text(
     naming.RESOURCE,
     naming.resource_advice,
@@ -143,7 +149,7 @@ SEMVER = _text(
 ATTRIBUTE_TEXT = _text(r"[\s\S]*", "is not text", "Text.", longest=64)
 HEX_ID = _text(
     r"(?:0x)?[0-9a-fA-F]{4}",
-    '{!r} is not an id of four hexadecimal digits; write it in quotes, such as "8086"',
+    _id_advice,
     "An id of four hexadecimal digits, with or without 0x before it; quote it, or YAML may take it for a number.",
     examples=["8086", "0x10de"],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deviceplugin import cli, config
 from deviceplugin.config.foreign import UnknownSettingsError, as_file, imported
@@ -98,7 +99,7 @@ def test_generic_device_plugin() -> None:
     assert made["example.com/ch340"]["devices"] == [{"usb": {"vendor": "1a86", "product": "7523"}}]
     notes = imported(GENERIC).notes
     assert any(note == "example.com/capture: limit of /dev/snd/controlC0" for note in notes)
-    assert any("other device ids" in note for note in notes)
+    assert any(note.startswith("generic-device-plugin: its device ids. Its pods run on") for note in notes)
 
 
 def test_flags_of_a_daemonset() -> None:
@@ -106,6 +107,127 @@ def test_flags_of_a_daemonset() -> None:
     made = resources(FLAGS)
     assert made["squat.ai/video"]["devices"] == [{"path": "/dev/video0"}]
     assert made["squat.ai/kvm"]["sharing"] == {"replicas": 2}
+
+
+SPEC = '{"name": "video", "groups": [{"count": 2, "paths": [{"path": "/dev/video0"}]}]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"--device '{SPEC}'",
+        f"--device='{SPEC}' --domain=squat.ai\n",
+        f"--device={SPEC}",
+        f"  --domain squat.ai \\\n  --device {SPEC}",
+        f"docker run --rm x generic-device-plugin --device '{SPEC}' --log-level debug",
+        SPEC,
+        f"'{SPEC}'",
+        "Args:\n  --device\n  name: video\n  groups:\n    - count: 2\n      paths:\n        - path: /dev/video0\n",
+        f"[--device, '{SPEC}']",
+        f"- --device\n- |\n  {SPEC}\n",
+        f"args:\n- --domain\n- squat.ai\n- '--device={SPEC}'\n",
+        f"command: [generic-device-plugin, --domain, squat.ai]\nargs: [--device, '{SPEC}']",
+        f"controllers: {{main: {{containers: {{main: {{args: [--device, '{SPEC}']}}}}}}}}",
+        f"config:\n  data: |\n    devices:\n      - {SPEC}\n",
+        f"kind: DaemonSet\nmetadata: {{annotations: {{last: '--device {{}}'}}}}\nspec: {{args: [--device, '{SPEC}']}}",
+        f"a: &a {SPEC}\n---\nb: [&b [*b], {SPEC}]",
+        f"base: &base {SPEC}\ndevices: [{{<<: *base}}]",
+    ],
+)
+def test_flags_at_any_place(text: str) -> None:
+    """One flag, a command line, a list of arguments and values of a chart give the same entry."""
+    made = resources(text)
+    assert made == {
+        "squat.ai/video": {
+            "name": "squat.ai/video",
+            "devices": [{"path": "/dev/video0"}],
+            "permissions": "rwm",
+            "sharing": {"replicas": 2},
+        }
+    }
+    assert any("devic.es" in note for note in imported(text).notes)
+
+
+def test_first_form_of_a_flag() -> None:
+    """The form NAME,GLOB,GLOB of the first versions has one device for each match."""
+    made = resources("--device serial,/dev/ttyUSB*,/dev/ttyACM*  --device video,/dev/video0")
+    assert made["squat.ai/serial"]["devices"] == [{"path": "/dev/ttyUSB*"}, {"path": "/dev/ttyACM*"}]
+    assert made["squat.ai/video"]["devices"] == [{"path": "/dev/video0"}]
+
+
+def test_flags_without_a_counterpart_are_named() -> None:
+    """Each flag that is not a device or domain is named, and so is a device that is not YAML."""
+    notes = imported(f"--listen :8080 --device '{{a: [' --config /etc/x.yaml --device '{SPEC}'").notes
+    assert "generic-device-plugin: --listen :8080" in notes
+    assert "generic-device-plugin: --device {a: [: it is not YAML" in notes
+    assert "generic-device-plugin: --config /etc/x.yaml: import that file, or its ConfigMap" in notes
+
+
+CORAL = [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"}]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        '[{"usb": [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18D1", "product": "9302"}]}]',
+        '[{"usb": [{"vendor": "1a6e", "product": "089A"}]}, {"usb": [{"vendor": "18d1", "product": 9302}]}]',
+    ],
+    ids=["one group", "two groups"],
+)
+def test_ids_of_one_usb_device(groups: str) -> None:
+    """Both ids of a Coral accelerator are one entry, because they are one device."""
+    text = f'devices: [{{"name": "coral", "groups": {groups}}}]'
+    assert resources(text)["squat.ai/coral"]["devices"] == [{"usb": CORAL}]
+
+
+def test_several_usb_ids_of_a_group() -> None:
+    """Several ids of a group are a list, and a note says when this is wrong; 0403 and 1e68 are ids and not numbers."""
+    text = "devices: [{name: x, groups: [{usb: [{vendor: 0403}, {vendor: 1e68, product: ea60, serial: A}]}]}]"
+    wanted = [{"vendor": "0403"}, {"vendor": "1e68", "product": "ea60", "serial": "A"}]
+    assert resources(text)["squat.ai/x"]["devices"] == [{"usb": wanted}]
+    assert any("the ids of a group are those that one device has in turn" in note for note in imported(text).notes)
+
+
+def test_parts_of_a_group() -> None:
+    """Optional parts stay optional, a mountPath with a slash at its end is a directory, and directories are named."""
+    paths = "[{path: /dev/a*, mountPath: /dev/in/}, {path: /dev/b*, optional: true}]"
+    text = f"devices: [{{name: x, groups: [{{paths: {paths}}}, {{paths: [{{path: /dev/snd, optional: true}}]}}]}}]"
+    assert resources(text)["squat.ai/x"]["devices"] == [
+        {"group": [{"path": "/dev/a*", "container": "/dev/in/{name}"}, {"path": "/dev/b*", "optional": True}]},
+        {"path": "/dev/snd"},
+    ]
+    assert "squat.ai/x: /dev/snd as a directory: name its nodes, by `path` or `group`" in imported(text).notes
+    text = text.replace("mountPath: /dev/in/", "optional: true")
+    assert resources(text)["squat.ai/x"]["devices"][0] == {"group": ["/dev/a*", {"path": "/dev/b*", "optional": True}]}
+
+
+def test_other_settings_under_the_same_name() -> None:
+    """Of several settings under one name, as in a chart's map of configs, the first are taken; the others are named."""
+    slices = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: %d}]}}\n"
+    one, other = (yaml.safe_dump(slices % number) for number in (4, 8))
+    text = f"config: {{map: {{a: {one.strip()}, b: {other.strip()}, c: {one.strip()}}}}}"
+    assert resources(text)["nvidia.com/gpu"]["sharing"] == {"replicas": 4}
+    named = [note for note in imported(text).notes if "same name" in note]
+    assert named == ["nvidia.com/gpu: other settings under the same name; the first are taken"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}",
+        "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}",
+    ],
+)
+def test_nvidia_sharing_alone(text: str) -> None:
+    """The sharing section of NVIDIA's file is enough."""
+    assert resources(text)["nvidia.com/gpu"]["sharing"] == {"replicas": 4}
+
+
+def test_smarter_entry_alone() -> None:
+    """One entry of smarter-device-manager's list is enough; a directory is named."""
+    made = imported("devicematch: ^snd$\nnummaxdevices: 2\n")
+    assert [one["name"] for one in made.resources] == ["smarter-devices/snd"]
+    assert any("/dev/snd as a directory" in note for note in made.notes)
 
 
 def test_smarter_device_manager() -> None:
