@@ -1,4 +1,4 @@
-"""The node agent serves many resources in one process and one event loop: it starts, reloads and ends services."""
+"""The agent of a node: one process and event loop that starts, reloads and ends the services of many resources."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class AgentError(Exception):
 
 
 class Agent:
-    """Serves sources, one for each resource, on this node until it is stopped.
+    """Serves the devices of sources (one source for each resource) on this node until `stop` is called.
 
     period: seconds between two scans for holders, while a device may have a holder. report_holders: whether metrics
-    show the holders; then the agent scans even if no device is held, and reads the names of pods. claim_side: serves
-    claims in this process; None if the process serves no claims. vendors: the vendors' plugins that register with this
-    agent. providers: other components of this process that metrics and status pages show. claims: claims of drivers
-    that this process does not serve.
+    show the holders; then the agent scans even if no device is held, and reads the names of pods. claim_side: the DRA
+    part of this process, which gives devices to claims; None for an agent without DRA. vendors: the vendors' plugins
+    that register with this agent. providers: other components of this process whose state metrics and status pages
+    show. claims: claims of DRA drivers that this process does not run.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Agent:
         self._stopped = asyncio.Event()
         self._stop_asked = False
         self.begun = asyncio.Event()
-        """Set when `run` has begun to serve."""
+        """An event that is set when `run` has begun to serve."""
         self.config_error, self.former_config = "", False
         """See `AgentStatus`."""
         self._error: AgentError | None = None
@@ -93,7 +93,7 @@ class Agent:
         self.register.subscribe(self._refresh)
 
     def status(self) -> AgentStatus:
-        """Return the agent's present status. The call is cheap, and any thread may make it."""
+        """Return the agent's present status. Quick. Any thread may call this method."""
         return AgentStatus(
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
@@ -110,7 +110,7 @@ class Agent:
         )
 
     async def run(self) -> None:
-        """Serve until `stop`; then end the service for claims, wait for running calls, and remove the sockets.
+        """Serve until `stop` is called; then end the DRA part, wait for running calls, and remove the sockets.
 
         Raises AgentError if a resource cannot be served at all.
         """
@@ -128,7 +128,8 @@ class Agent:
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
-                await cancel_all([adopting])  # The plugins end last, because running calls are forwarded to them.
+                # The connections to vendors' plugins end last, because running calls are forwarded to these plugins.
+                await cancel_all([adopting])
         if self._error is not None:
             raise self._error
 
@@ -161,7 +162,7 @@ class Agent:
         self._stopped.set()
 
     def _accept_stop(self) -> None:
-        """Make this loop's wait end when `stop` is called, or at once if `stop` was called before."""
+        """Make `stopping` return in this event loop when `stop` is called, or at once if `stop` was called before."""
         self.loop = asyncio.get_running_loop()
         if self._stop_asked:
             self._stopped.set()
@@ -172,15 +173,17 @@ class Agent:
         await self._stopped.wait()
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
-        """Serve these sources from now on. Resources in `unchanged` keep their sources; all other resources end.
+        """Serve these sources from now on.
 
-        A served resource gets its new source without an interruption. Waits until `run` has begun to serve.
+        Resources in `unchanged` keep their sources; the service of all other resources ends. A served resource gets its
+        new source without an interruption. Waits until `run` has begun to serve.
         """
         await self.begun.wait()
         wanted = dict(wanted)
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
         for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
-            wanted[resource] = AdoptedSource(resource, self._vendors)  # The config does not name the resource.
+            # The config file does not name this resource of a vendor's plugin.
+            wanted[resource] = AdoptedSource(resource, self._vendors)
         await self.supervisor.reconfigure(wanted, unchanged)
         for resource in self._vendors.registered_resources - self.services.keys():
             self._vendor_registered(resource)  # The plugin registered while its resource's former service was ending.
@@ -188,16 +191,16 @@ class Agent:
     def _held_by_claims(self) -> set[str]:
         """Return the resources of which claims hold devices whose identity is unknown.
 
-        Such devices may be devices of vendors' plugins.
+        Such devices may belong to vendors' plugins.
         """
         held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
         return {device.resource for device in held if not device.identity.tokens}
 
     def keep_from_pods(self) -> None:
-        """Serve adopted resources that no config names, while claims hold their devices. Call it before `run`.
+        """Serve resources of vendors' plugins that no config names, while claims hold their devices. Call before `run`.
 
-        The resource's plugin may have registered with the kubelet. An agent that serves the resource notices this
-        registration, even if the agent no longer adopts plugins.
+        Otherwise the vendor's plugin could register with the kubelet, and give these devices to pods. An agent that
+        serves the resource notices such a registration, even if the agent no longer adopts plugins.
         """
         for resource in self._held_by_claims() - self.services.keys():
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
@@ -219,7 +222,7 @@ class Agent:
     def _vendor_registered(self, resource: str) -> None:
         """Serve a resource that a vendor's plugin has registered.
 
-        If no config names the resource, the agent serves it for pods by limits only.
+        If no config names the resource, only pods (by `limits`) get its devices.
         """
         if resource not in self.services:
             text = "the config does not name it; its plugin serves pods by limits only"
@@ -241,7 +244,7 @@ class Agent:
         return resource in self.services and isinstance(self.services[resource].source, AdoptedSource)
 
     def resend(self) -> bool:
-        """Send the device lists again. Return whether the kubelet receives the list of any resource."""
+        """Send the device lists to the kubelet again. Return whether any resource has an open ListAndWatch stream."""
         return any(
             service.endpoint.streams.resend() for service in self.services.values() if service.endpoint.streams.live
         )

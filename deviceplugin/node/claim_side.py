@@ -1,4 +1,4 @@
-"""The interface between an agent and the DRA side of its process, which serves claims."""
+"""The interface between an agent and the DRA part of its process, which gives devices to claims."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import ClassVar
 
 
 class ClaimSide:
-    """The DRA side of an agent's process, which serves claims.
+    """The DRA part of an agent's process, which gives devices to claims.
 
-    The methods of this class are for a process without a DRA side, in which only pods get devices, by limits.
+    The methods of this class are for a process without DRA, in which only pods get devices (by `limits`).
 
-    agent_name: the file name for the copy of the agent's allocations, "" for no copy. drivers: the drivers that this
-    process serves now. node_name: the node's name, "" if only an environment variable names it.
+    agent_name: the file name for the copy of its allocations that the agent writes for other agents, "" for no copy.
+    drivers: the DRA drivers that this process runs now. node_name: the node's name, "" if only an environment variable
+    names it.
     """
 
     serves_claims: ClassVar[bool] = False
@@ -25,13 +26,13 @@ class ClaimSide:
         return ()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Handle a resource that a source serves in addition (`child_sources`). parent: the resource of that source.
+        """Handle a further resource that a source has yielded (`child_sources`). parent: the resource of that source.
 
         parent is "" for a resource that a vendor's plugin has registered and no config names.
         """
 
     def contested(self, resource: str, reason: str) -> None:
-        """Handle that another plugin has registered a resource with the kubelet. reason: the proof."""
+        """Handle that another plugin has registered a resource with the kubelet. reason: the evidence."""
 
     async def end(self) -> None:
-        """Prepare no more claims. The service for pods ends next."""
+        """Stop preparing claims. Afterwards the agent ends its service for pods."""

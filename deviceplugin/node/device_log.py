@@ -1,4 +1,4 @@
-"""Logs when devices are listed, appear, vanish, become unhealthy, recover, are allocated, or come free."""
+"""Logs when devices are first listed, appear, vanish, become unhealthy, recover, are allocated, or are freed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deviceplugin.register.records import Allocation
 _LOG: Final = logging.getLogger(__name__)
 
 SHOWN: Final = 8
-"""Maximum number of devices of one change that are logged at INFO. Further devices are logged at DEBUG."""
+"""Maximum number of devices with the same change that are logged at INFO; the others are logged at DEBUG."""
 
 
 class InventoryLog:
-    """Logs the changes of one resource's inventory, as its subscriber.
+    """Logs the changes of one resource's inventory (its present devices), to which an instance subscribes.
 
     holder: returns the holder of a device as text; "" if the device has no holder.
     """
@@ -52,7 +52,7 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got devices and gave them back, as scans find it. Devices in the first scan were held before.
+    """Logs which pods got or released devices since the last scan. Pods in the first scan are logged as older holders.
 
     title: returns a pod's name by its UID, or the UID if the name is not known.
     """
@@ -61,7 +61,7 @@ class HolderLog:
         self._title = title
         self._before: frozenset[Allocation] | None = None
         self._titles: dict[str, str] = {}
-        """By UID, the names (or UIDs) of pods that have devices, as last logged."""
+        """By pod UID, the names of pods with devices as they were last logged; the UID if the name was unknown."""
 
     def __call__(self, held: Collection[Allocation]) -> None:
         """Log the changes since the previous scan."""
@@ -77,7 +77,7 @@ class HolderLog:
                 by_pod[allocation.resource, allocation.pod_uid].add(allocation.device_id)
             for (resource, pod_uid), ids in sorted(by_pod.items()):
                 pod = self._title(pod_uid)
-                if pod == pod_uid:  # The name is unknown, or its log directory is gone.
+                if pod == pod_uid:  # The name is unknown, or the pod's log directory is gone.
                     pod = self._titles.get(pod_uid, pod)
                 self._titles[pod_uid] = pod
                 extra = {"resource": resource, "pod": pod}

@@ -1,4 +1,4 @@
-"""Gives the register the evidence about the holders of devices: pods, and claims of drivers that are not served."""
+"""Gives the register evidence about holders of devices: pods, and claims of DRA drivers outside this process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from deviceplugin.register.register import Register, RegisterHost, ResourceDevic
 
 @dataclass(slots=True, eq=False)
 class DriverEvidence:
-    """The devices of one driver for which this process has compared the evidence of holders with the ledger.
+    """The devices of one DRA driver whose recorded holders this process has compared with evidence since its start.
 
-    The ledger may have lost its last changes, so no other device is offered or granted. reconciled: these devices.
-    reasons: by resource and device, why the evidence about another device could not be compared.
+    The ledger (the file of records) may have lost its last changes, so no other device is offered or granted.
+    reconciled: these devices. reasons: by resource and device, why the comparison was not possible.
     """
 
     reconciled: set[DeviceKey] = field(default_factory=set)
@@ -70,14 +70,14 @@ class NodeEvidence(RegisterHost):
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return devices in use through other drivers and plugins. The returned object stays until a use changes."""
+        """Return the uses of devices through other drivers and plugins. Same object until a use changes."""
         pods, claims = self.tracker.foreign(), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)
         return self._foreign[2]
 
     async def reread(self) -> None:
-        """Read the checkpoint, the copies of other agents, and the files of claims again if they have changed."""
+        """Read the kubelet's checkpoint, other agents' copies of allocations, and claim files again, if changed."""
         await self.tracker.reread()
         await self.claims.reread()
 

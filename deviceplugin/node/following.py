@@ -1,4 +1,4 @@
-"""Reads the lists of a resource's source, which its `watch` yields as an async or as a plain generator."""
+"""Reads the device lists that the `watch` of a resource's source yields, as an async or as a plain generator."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from deviceplugin.source_check import checked_list, not_yielding
 _LOG: Final = logging.getLogger(__name__)
 
 TAKE_OVER: Final = 3.0
-"""Seconds within which a new source should list its devices. Until its first list, the old source's hooks are called.
+"""Seconds within which a new source should yield its first device list. Until then, the old source's hooks are called.
 """
 
 
 class ListReceiver(Protocol):
-    """The receiver of what a followed source yields (`deviceplugin.node.service.Service`)."""
+    """The object that is called when a source yields devices (implemented by `deviceplugin.node.service.Service`)."""
 
     def take_source(self, source: DeviceSource) -> None:
-        """Use the hooks of another source."""
+        """Call the hooks of this source from now on."""
 
     def listed(self) -> None:
-        """Handle that the inventory has a new list."""
+        """Handle that the inventory has the devices of a new list."""
 
 
 @dataclass(eq=False)
 class SourceFollower:
-    """Publishes the lists of a resource's source in its inventory, and starts a failed source again.
+    """Writes the lists of a resource's source to the resource's inventory, and starts a failed source again.
 
-    failure: the exception of `watch`; None once the source has listed its devices again.
+    failure: the exception that the source's `watch` raised; None once the source has listed its devices again.
     """
 
     source: DeviceSource
@@ -51,7 +51,7 @@ class SourceFollower:
 
     @property
     def error(self) -> str:
-        """The exception of `watch` as text; "" if there is none."""
+        """The exception that the source's `watch` raised, as text; "" if there is none."""
         return f"{type(self.failure).__name__}: {self.failure}" if self.failure is not None else ""
 
     def start(self) -> None:
@@ -65,10 +65,10 @@ class SourceFollower:
             await asyncio.wait((self._task,), timeout=1.0)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source for the same resource. The service and the registration continue.
+        """Replace the resource's source. The service and the registration with the kubelet continue.
 
-        The old source's hooks are called until the new source has listed its devices. The inventory stays, so devices
-        that the new source does not list become unhealthy, and do not vanish while they have holders.
+        The old source's hooks are called until the new source has listed its devices. The inventory is not emptied:
+        devices that the new source does not list become unhealthy, and stay while they have holders.
         """
         if self._task is None:
             self._take_over(source)
@@ -78,9 +78,9 @@ class SourceFollower:
             self._follow(source)
 
     async def replaced(self, source: DeviceSource) -> None:
-        """Wait until this source, given to `replace`, is used.
+        """Wait until the resource uses this source, which was given to `replace`.
 
-        A source that does not list its devices within TAKE_OVER seconds is used without a list.
+        A source without a device list after TAKE_OVER seconds is used without a list.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKE_OVER):
@@ -120,7 +120,7 @@ class SourceFollower:
 
 
 async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
-    """Yield a source's lists, each checked.
+    """Yield a source's device lists, and check each of them.
 
     Raises TypeError if `watch` is no generator, or yields anything but lists of devices.
     """
@@ -151,9 +151,9 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # The reader of the lists gets the exception of the author's code.
+        except Exception as error:  # The generator's reader gets the exception, which comes from the author's code.
             end = error
-        except BaseException as error:  # SystemExit and similar exceptions must not end the thread without a result.
+        except BaseException as error:  # SystemExit, for example: the reader needs a result.
             end = RuntimeError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # The loop is closed already.
             loop.call_soon_threadsafe(queue.put_nowait, end)

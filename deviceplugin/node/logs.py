@@ -16,7 +16,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 
 _LOG: Final = logging.getLogger(__name__)
 _SUBJECTS: Final = ("resource", "driver")
-"""Names in `extra`: if the first name there is one of these, a text line begins with its value."""
+"""Names of values in `extra`: if the first value there has one of these names, a text line begins with the value."""
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -32,7 +32,7 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # Otherwise, unhandled exceptions would be written as bare tracebacks, not in the log's format.
+    # Without these hooks, unhandled exceptions would be written as bare tracebacks, not in the log's format.
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
@@ -65,12 +65,12 @@ def _unraisable(args: sys.UnraisableHookArgs) -> None:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # The arguments may not fit the message, or a library's argument may raise anything.
+    except Exception:  # The arguments may not fit the message, or an argument's `__str__` may raise any exception.
         return str(record.msg)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the values given as `extra`: the resource, driver, device, claim and pod of the log line."""
+    """Return the values that the caller passed as `extra`: resource, driver, device, claim and pod of the log line."""
     return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
@@ -80,7 +80,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        # These fields come first, because users read JSON logs as well.
+        # These fields are first in the line, because users read JSON logs as well.
         own = {
             "ts": at.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
@@ -92,14 +92,14 @@ class JsonFormatter(logging.Formatter):
             line["exc"] = exc
         try:
             return json.dumps(line, default=str, allow_nan=False)
-        except Exception:  # JSON cannot represent some keys, cycles and numbers.
+        except Exception:  # JSON cannot represent some values: other keys than text, cycles, some numbers.
             return json.dumps({name: _text(value) for name, value in line.items()})
 
 
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception:  # An object of a library may raise any exception.
+    except Exception:  # The `__str__` of a library's object may raise any exception.
         return f"<{type(value).__name__}>"
 
 

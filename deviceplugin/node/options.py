@@ -1,4 +1,4 @@
-"""The options that all agents have: paths, metrics, logs. Command lines and authors' plugins use these options."""
+"""The command-line options of all agents, also of plugins that authors write: paths, metrics, logs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def metrics_config(
     client_ca: str | Path | None = None,
     token: str | Path | None = None,
 ) -> MetricsConfig | None:
-    """Return the settings by which an author's own agent protects its metrics; None if no file is given.
+    """Return the settings that protect the metrics of an author's own agent; None if no file is given.
 
-    Raises ValueError if a path is not absolute, or if a key or client authorities are given without a certificate.
+    Raises ValueError if a path is not absolute, or if `key` or `client_ca` is given without `certificate`.
     """
     files = {"certificate": certificate, "key": key, "client_ca": client_ca, "token": token}
     given = {name: path for name, path in files.items() if path is not None}
@@ -127,7 +127,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lock_of(options: argparse.Namespace) -> Lock:
-    """Return the lock (what the config file may name) from the options that `add_config_options` has added."""
+    """Return the lock (the commands and paths that the config file may name) from options of `add_config_options`."""
     from deviceplugin.config import Lock
 
     return Lock.resolved(options.allow_commands, options.allow_host_path, options.adopt is not None)

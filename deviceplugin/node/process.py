@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
-"""Seconds in which cancelled tasks should end when the agent ends. After that, the process ends without these tasks."""
+"""Seconds in which cancelled tasks should end when the agent ends. After that, the process ends without waiting for
+them."""
 ENDING: Final = 25
-"""Seconds after SIGTERM within which the agent ends by itself. The kubelet kills a pod 30 s after SIGTERM.
+"""Seconds after SIGTERM in which the agent should end: less than the 30 s after which the kubelet kills a pod.
 
 After ENDING seconds, the kernel ends the process by SIGALRM. This is necessary because gRPC removes a socket in the
 loop's thread, and that call has no deadline if the file system does not answer.
@@ -48,12 +49,13 @@ DEBOUNCE: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A config file that the agent follows.
+    """A config file whose changes the agent applies.
 
     lock: the commands and paths that the file may name. content: the file's bytes (None: unreadable). config: the
-    parsed content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the config
-    is not served. kept: the path of the saved last valid file, None if no file is saved. former: whether `config` comes
-    from the saved file. vendors: the adopted plugins. looks, kept_looks: run reads of the file, and of the saved file.
+    parsed content. refused: why the last change of the file was refused, "" if it was applied. unserved: why a part of
+    the config is not applied. kept: the path of the copy of the last valid file, None if no copy is saved. former:
+    whether `config` comes from this copy. vendors: the vendors' plugins that register with the agent. looks,
+    kept_looks: threads that read the file and the copy.
     """
 
     path: Path
@@ -70,13 +72,14 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
-        """Read a config file. If the file is invalid, log the error and use the last valid file, saved at `kept`.
+        """Read a config file. If the file is invalid, log the error and use the copy of the last valid file (`kept`).
 
-        Raises ConfigError if both are invalid, or name a command or path that the lock forbids.
+        Raises ConfigError if file and copy are invalid, or name a command or path that the lock forbids.
         """
         from deviceplugin import config
 
-        content = _content(path)  # The content is read first, so that later changes are noticed.
+        # The bytes are read before they are parsed, so that a change meanwhile is noticed later.
+        content = _content(path)
         try:
             return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
         except config.ConfigError as error:
@@ -91,7 +94,7 @@ class ConfigFile:
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
     async def keep(self) -> None:
-        """Save the config file if all of it is served, for a later start with an invalid file."""
+        """Save a copy of the config file if all of it is applied, for a later start with an invalid file."""
         if self.kept is None or self.content is None or self.refused or self.unserved:
             return
         try:
@@ -125,7 +128,7 @@ class ConfigFile:
 
 
 class Program:
-    """The program of a process: an agent that serves pods by limits. node: the node's name, for the log."""
+    """What a process runs: an agent that gives devices to pods by `limits`. node: the node's name, for the log."""
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent
@@ -136,7 +139,7 @@ class Program:
         await self.agent.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve a new config. changed: the new and changed sources by resource."""
+        """Apply a new config. changed: the new and changed sources by resource."""
         await self.agent.reconfigure(changed, unchanged)
 
 
@@ -174,8 +177,8 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
     """Serve the resources of a config file until SIGTERM or SIGINT. Apply the file's changes. Return the exit status.
 
     adopt: the directory where vendors' plugins register with this agent, None for none. Raises ConfigError if the file
-    is invalid at the start, or names something that `lock` forbids. Such errors in a later version of the file are only
-    logged.
+    is invalid at the start, or names something that `lock` forbids. If a later version of the file has such errors,
+    they are only logged.
     """
     vendors = VendorPlugins(adopt) if adopt is not None else None
     file = ConfigFile.read(path, lock, vendors=vendors)
@@ -226,7 +229,8 @@ async def _serve(
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
-        # This function runs even while a coroutine blocks the loop. Then SIGALRM or a second signal ends the process.
+        # This signal handler runs even while a coroutine blocks the loop. In that case SIGALRM, or a second signal,
+        # ends the process.
         signal.alarm(ENDING)
         signal.signal(number, signal.SIG_DFL)
         loop.call_soon_threadsafe(stop, signal.Signals(number).name)
@@ -245,10 +249,10 @@ async def _serve(
                 stack.enter_context(collectors.serving(metrics_address, program.agent, metrics))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
-            # Another thread renders the metrics page. With Python's default of 5 ms, each step of the other threads
-            # could wait 5 ms for that thread.
+            # Another thread renders the metrics page. With Python's default switch interval of 5 ms, each step of
+            # another thread could wait 5 ms for that thread.
             sys.setswitchinterval(0.0005)
-        gc.freeze()  # The loaded objects stay. Without them, a garbage collection takes 5 ms instead of 35.
+        gc.freeze()  # Loaded modules stay. Without their objects, a garbage collection takes 5 ms instead of 35.
         following = [follow_config(program, config, reload), _keep(program, config)] if config else []
         if manager.there:
             following.append(manager.follow(program.agent.status))
@@ -275,9 +279,9 @@ async def _end_without_others() -> None:
 
 
 async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
-    """Apply the config file again at SIGHUP and whenever it changes, also by a swap of a ConfigMap's `..data`.
+    """Apply the config file at SIGHUP and whenever it changes; a swap of a ConfigMap's `..data` is a change.
 
-    reload: set if SIGHUP came before this function began.
+    reload: an event that is set if SIGHUP arrived before this function began.
     """
     path, content = file.path, file.content
     _tell(program.agent, file)
@@ -313,9 +317,9 @@ def _tell(agent: Agent, file: ConfigFile) -> None:
 
 
 async def _keep(program: Program, file: ConfigFile) -> None:
-    """Save the config file once its resources are served."""
+    """Save a copy of the config file once its resources are served."""
     await program.agent.begun.wait()
-    await file.keep()  # The save of a later change comes after this one, because `kept_looks` has one thread.
+    await file.keep()  # A later change is saved after this content, because `kept_looks` has only one thread.
 
 
 def _on_one_line(error: Exception) -> str:
@@ -339,7 +343,10 @@ def _content(path: Path) -> bytes | None:
 
 
 async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
-    """Apply the config file's present content; return the new state. An invalid file changes nothing."""
+    """Apply the config file's present content; return the file's new state.
+
+    If the content is invalid, the old config stays in use.
+    """
     from deviceplugin import config
 
     path, current = file.path, file.config

@@ -1,4 +1,4 @@
-"""Scans for the holders of devices, and passes the results to the services and to the observers."""
+"""Scans for the holders of devices, and passes the results to the services of resources and to observers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _FIELDS: Final = ("resource", "device")
 SOON: Final = 0.3
 """Seconds between a grant and the scan that finds the pod of the grant."""
 BURST: Final = 0.9
-"""Seconds after the first of several grants, after which further grants no longer delay the scan."""
+"""Seconds after the first of several grants from which further grants do not delay the scan any more."""
 
 
 class HolderObserver(Protocol):
     """A component of the process that uses the results of scans for holders."""
 
     def observed(self, resource: str, done: Observed) -> None:
-        """Handle the changes of the register that the evidence about a resource has caused. done: these changes."""
+        """Handle that a scan has changed the register. done: the changed ids and devices of the resource."""
 
 
 @dataclass(eq=False)
 class HolderScanner:
-    """Scans periodically while there may be holders, and soon after a grant.
+    """Scans for holders of devices: periodically while there may be holders, and soon after each grant.
 
     wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan even
-    if no device is held or awaited. claims: claims of drivers that are not served; missing evidence about them is
-    counted with that about pods.
+    if no device has a holder or a waiting claim. claims: claims of drivers outside this process; evidence that is
+    missing about these claims is counted like evidence that is missing about pods.
     """
 
     services: Mapping[str, Service]
@@ -56,7 +56,7 @@ class HolderScanner:
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     _asked: set[tuple[str, str]] = field(default_factory=set, init=False)
-    """The (resource, id) pairs that callers of `scan` have passed since the last reading of the evidence began."""
+    """The (resource, id) pairs that callers have passed to `scan` since the last reading of the evidence began."""
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
@@ -64,10 +64,10 @@ class HolderScanner:
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Find the holders (`HolderTracker.scan`), compare the register's records with them, and return them.
+        """Find the holders of devices (`HolderTracker.scan`), compare the register with them, and return the holders.
 
-        wanted: (resource, device id) that may be free. All evidence is read after the call. Calls that arrive before a
-        reading begins share this reading.
+        wanted: (resource, device id) that a caller hopes to find free. All evidence is read after the call. Calls that
+        arrive before the reading begins get the result of one reading.
         """
         self._asked |= set(wanted)
         return await self._reading()
@@ -89,7 +89,7 @@ class HolderScanner:
         return now
 
     async def observe(self, now: HolderSnapshot, sequence: int) -> None:
-        """Compare the register's allocations with the holders that a scan has found.
+        """Compare the register's allocations with the holders that a scan has found, and record the changes.
 
         sequence: the register's sequence before the scan.
         """
@@ -125,7 +125,7 @@ class HolderScanner:
 
     @property
     def _pending(self) -> set[tuple[str, str]]:
-        """The granted (resource, id) pairs whose containers no checkpoint has named yet."""
+        """The granted (resource, id) pairs whose containers no checkpoint of the kubelet has named yet."""
         return {key for key, allocation in self.register.snapshot.allocations.items() if allocation.pending}
 
     @property
@@ -144,8 +144,8 @@ class HolderScanner:
     async def _run(self) -> None:
         backoff = Backoff(first=1.0, most=30.0)
         while True:
-            # A grant whose container no checkpoint names is ended after some time, even if its resource is no longer
-            # served.
+            # A grant whose container no checkpoint names ends after some time, even if this process no longer serves
+            # the resource.
             awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
             awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
@@ -154,18 +154,18 @@ class HolderScanner:
                 async with asyncio.timeout(period):
                     await self.wanted.wait()
             except TimeoutError:
-                # Holdings of other agents and claims become known without a scan: by a grant, or by a check for other
-                # plugins.
+                # Holders of other agents and claims become known without a scan: each grant, and each check for other
+                # plugins, reads them.
                 if not (self.always or awaited or held):
                     continue
             else:
-                # The kubelet writes its checkpoint some milliseconds after the answer to Allocate.
+                # The kubelet writes its checkpoint some milliseconds after the AllocateResponse.
                 until = time.monotonic() + BURST - SOON
                 while self.wanted.is_set() and time.monotonic() <= until:
                     self.wanted.clear()
                     await asyncio.sleep(SOON)
-                # Before the pod's processes run, only a requested checkpoint proves which pod a grant was for. The
-                # register needs this proof soon, because the agent and the checkpoint may be lost together.
+                # Before the pod's processes run, only a requested checkpoint shows which pod a grant was for. The
+                # register must learn this soon, because the agent's records and the checkpoint may be lost together.
                 awaited = self._pending
             self.wanted.clear()
             try:
@@ -179,7 +179,7 @@ class HolderScanner:
 
 
 class ScanLog:
-    """Logs what scans find, each finding once while it lasts."""
+    """Logs what scans for holders find; each finding is logged once while it lasts."""
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0
@@ -191,7 +191,7 @@ class ScanLog:
         self._problem_before = False
 
     def withheld(self, resources: Iterable[str]) -> None:
-        """Log once why an id is withheld: its device is held, but the kubelet may allocate the id."""
+        """Log once, for each id that is not offered although the kubelet counts it as free, why its device is held."""
         now = {
             (name, device_id): why
             for name in resources
@@ -209,8 +209,8 @@ class ScanLog:
     def problem(self, now: HolderSnapshot | None) -> None:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row failed to read it.
 
-        The kubelet of a new node has no checkpoint until the first plugin has registered. Only the cause is compared,
-        because the text after it changes each time that the agent asks the kubelet to write the checkpoint.
+        The kubelet of a new node has no checkpoint until the first plugin has registered. A problem is logged again
+        only if its cause changes: the rest of the text changes with each request for a checkpoint.
         """
         problem = now.problem.partition("; ")[0] if now is not None and now.registered is None else ""
         first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)

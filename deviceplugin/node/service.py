@@ -59,7 +59,7 @@ class ServiceContext:
 
 
 class Service(EndpointHost):
-    """Serves one resource: reads its source's lists, registers it, and calls `released` for devices that are free."""
+    """Serves one resource: reads the source's lists, registers with the kubelet, calls `released` for free devices."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
@@ -77,14 +77,16 @@ class Service(EndpointHost):
         self.registration = PluginRegistration(self.endpoint, context.plugins, context.timing)
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
-        """Ended allocations whose devices were released before a new grant, until a scan no longer finds them."""
+        """Ended allocations for whose devices `released` was called before a new grant; kept until a scan no longer
+        finds them."""
         context.register.releases.statistics[source.resource] = self.endpoint.statistics.hooks
         self.existing: frozenset[str] = frozenset()
-        """Ids that pods got before this process began, and whose devices the source has not listed yet."""
+        """Ids that pods got before this process started, and whose devices the source has not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        """The gone devices, and the legacy ids, at the last scan. The next scan forgets those that are still there."""
+        """The vanished devices and the legacy ids (of a former configuration) at the last scan. The next scan removes
+        those that still exist and have no holder."""
 
     async def run(self) -> None:
         """Serve until cancelled. Raises RegistrationError if the resource cannot be served on this node at all."""
@@ -98,14 +100,14 @@ class Service(EndpointHost):
         finally:
             await self.follower.end()
 
-    # The endpoint and its registration call the following methods.
+    # Methods that the endpoint and its registration call (EndpointHost).
 
     def granted(self) -> None:
-        """Request a scan, which will find out to which pod the granted ids belong."""
+        """Request a scan, to find out which pod got the granted ids."""
         self._context.scan_wanted.set()
 
     def draining(self) -> Collection[str]:
-        """Return the devices that a configured change moves from pods to claims once they are free."""
+        """Return the devices that will move to DRA once they are free, because the configuration has changed."""
         return self._context.claim_side.draining(self.resource)
 
     async def recorded(self) -> KubeletRecord | None:
@@ -113,7 +115,7 @@ class Service(EndpointHost):
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     def contested(self, reason: str) -> None:
-        """Handle that another plugin has registered the resource. reason: the proof."""
+        """Handle that another plugin has registered the resource. reason: the evidence."""
         self._context.scan_wanted.set()
         self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
@@ -129,7 +131,7 @@ class Service(EndpointHost):
         by_limits = device_metadata.by_limits
         return await self.inventory.looks.at("metadata", by_limits, *where, pool, names, brief=True)
 
-    # The follower of the source calls the following methods.
+    # Methods that the source's follower calls (ListReceiver).
 
     def take_source(self, source: DeviceSource) -> None:
         """Use the hooks and settings of another source."""
@@ -140,7 +142,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Keep offering ids that pods already have: the number of replicas may have changed while no agent ran."""
+        """Keep in the device list the ids that pods got before the agent's start, perhaps from other replica counts."""
         if self.existing:
             before, self.existing = self.existing, self.endpoint.ids.adopt_existing(self.existing)
             self.endpoint.refresh()
@@ -148,13 +150,13 @@ class Service(EndpointHost):
                 self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
-        """Make `released` run for devices that became free while their holders were unknown, once these are known."""
+        """Request a scan if `released` is due for devices that became free while their holders were unknown."""
         if self._register.releases.pending(self.resource):
             self._context.scan_wanted.set()
 
     @property
     def _ids(self) -> frozenset[str]:
-        """The ids of this resource that pods hold, by the register."""
+        """The ids of this resource that pods hold according to the register."""
         return frozenset(allocation.device_id for allocation in self._register.snapshot.allocations_of(self.resource))
 
     @property
@@ -163,7 +165,7 @@ class Service(EndpointHost):
         return bool(self._ids)
 
     def _holder(self, device: str) -> str:
-        """Return a device's holders as text: pods by the last scan, or by the register; "" if there are none."""
+        """Return a device's holders as text, from the last scan or from the register; "" if there are none."""
         tracker = self._context.tracker
         held = [allocation for allocation in tracker.snapshot.held if allocation.resource == self.resource]
         if pods := {
@@ -188,10 +190,10 @@ class Service(EndpointHost):
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The kubelet's ids that are dropped or released once they have no holder.
+        """The kubelet ids for which the agent has work to do once they have no holder.
 
-        Ids of removed devices and of former numbers of replicas are dropped. For devices that are not released yet,
-        `released` is called.
+        Ids of removed devices, and ids from a former number of replicas, are removed from the device list. For devices
+        that wait for the hook `released`, the hook is called.
         """
         snapshot, ids_now, releases = self.inventory.snapshot, self.endpoint.ids, self._register.releases
         failed = {device for of, device in releases.failed if of == self.resource}
@@ -200,7 +202,7 @@ class Service(EndpointHost):
         return ids | ids_now.legacy.keys()
 
     def observe(self, now: HolderSnapshot) -> None:
-        """Apply the result of a scan: call `released` for free devices, and drop ids that are no longer needed."""
+        """Apply the result of a scan: call `released` for free devices, remove unneeded ids from the device list."""
         ids, register = self.endpoint.ids, self._register
         in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
@@ -208,12 +210,12 @@ class Service(EndpointHost):
         snapshot = self.inventory.snapshot
         register.releases.look(self.resource, all_known=self._context.tracker.all_pods_listed)
         if now.current and now.registered is not None and self.endpoint.streams.live:
-            # Drop only devices that were gone at the previous scan too. A grant between the scans would be known by
-            # now.
+            # Remove only devices that had vanished at the previous scan already: a grant between the two scans would be
+            # known by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            if self.endpoint.ready:  # Otherwise all listed devices may belong to another plugin.
+            if self.endpoint.ready:  # Otherwise the devices in the checkpoint may be another plugin's.
                 ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
@@ -232,7 +234,7 @@ class Service(EndpointHost):
         self.endpoint.refresh()
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Call `released` for devices whose former holders have ended; called before these ids are granted.
+        """Before a grant of these ids, call `released` for their devices whose former holders have ended.
 
         The kubelet may allocate an id to the next pod before a scan notices the end of the id's holder. Raises Refusal
         if `released` failed, or is still running for one of the devices.
@@ -265,7 +267,7 @@ class Service(EndpointHost):
 
     @property
     def vendor(self) -> VendorConnection | None:
-        """The connection to the vendor's plugin that lists the devices; None if no vendor's plugin does."""
+        """The connection to the vendor's plugin that lists the devices; None if the resource has no vendor's plugin."""
         return self.source.plugins.connection(self.resource) if isinstance(self.source, AdoptedSource) else None
 
     def status(self) -> ResourceStatus:
@@ -308,10 +310,10 @@ class Service(EndpointHost):
 
 @dataclass(eq=False)
 class Supervisor:
-    """Starts, replaces and ends services, and restarts failed ones.
+    """Starts, replaces and ends the services of resources, and restarts failed services.
 
-    services: by resource; only this class changes them once the agent runs. fail: called with the reason when a
-    resource cannot be served on this node at all.
+    services: the services by resource; only this class changes the mapping once the agent runs. fail: called with the
+    reason when a resource cannot be served on this node at all.
     """
 
     services: dict[str, Service]
@@ -320,7 +322,7 @@ class Supervisor:
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _child_tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _parents: dict[str, str] = field(default_factory=dict, init=False)
-    """By the resource of a child source, the resource of its parent source."""
+    """For the resource of each child source, the resource of its parent source."""
 
     def start(self, service: Service, *, fatal: bool = True) -> None:
         """Start a resource's service. fatal: whether the agent ends if the first registration fails."""
@@ -334,7 +336,7 @@ class Supervisor:
         await cancel_all((*self._child_tasks.values(), *self._tasks.values()))
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve these sources, and end other resources; see `Agent.reconfigure`."""
+        """Serve these sources, and end the services of other resources; see `Agent.reconfigure`."""
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
         # An endpoint either calls a source's hooks or forwards calls, so a change between the two needs a new endpoint.
@@ -362,7 +364,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Serve the child sources of a source, instead of those of its predecessor."""
+        """Serve the child sources that this source yields, instead of the child sources of the replaced source."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
@@ -373,7 +375,7 @@ class Supervisor:
             self._child_tasks[name] = asyncio.create_task(work, name=f"child sources of {name}")
 
     def _end_children(self, parent: str, kept: Collection[str]) -> None:
-        """End child resources of the source's predecessor, except those that the new source yields (`kept`)."""
+        """End the child resources of the replaced source, except `kept`, which the new source yields as well."""
         for name in [name for name, of in self._parents.items() if of == parent and name not in kept]:
             self._tasks[name].cancel()
 
@@ -406,9 +408,9 @@ class Supervisor:
                 await asyncio.sleep(delay)
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
-        """Run a service. Restart it after an error, except at the start if only the user can correct the error.
+        """Run a service, and restart it after an error.
 
-        fatal: see `start`.
+        fatal: whether the agent ends if the service's first registration fails.
         """
         backoff = Backoff(first=1.0, most=30.0)
         name = service.resource

@@ -1,7 +1,7 @@
 """Notifies systemd of the agent's state, if the agent is a unit of `Type=notify`: sd_notify(3), without a library.
 
-READY=1 is sent when the sockets exist and each resource has its first list. A kubelet that starts after READY=1 can
-admit the pods from before a reboot. Units that are ordered after the agent's unit, such as the kubelet's, start at
+READY=1 is sent when the sockets exist and each resource has its first device list. A kubelet that starts after READY=1
+can admit the pods from before a reboot. Units that are ordered after the agent's unit, such as the kubelet's, start at
 READY=1. `systemctl status` shows the text of STATUS=. The event loop sends WATCHDOG=1, so systemd restarts an agent
 whose loop no longer runs.
 """
@@ -33,8 +33,8 @@ TICK: Final = 5.0
 class ServiceManager:
     """The service manager (systemd) that has started this process.
 
-    watchdog: seconds within which the manager expects each WATCHDOG=1, None for no watchdog. This class removes the
-    manager's variables from the environment, so that programs which the agent runs cannot send notifications.
+    watchdog: seconds within which the manager expects each WATCHDOG=1, None for no watchdog. This class removes
+    systemd's environment variables, so that programs which the agent runs cannot send notifications.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -59,7 +59,7 @@ class ServiceManager:
             sending.sendto(text.encode(), self._address)
 
     async def follow(self, status: Callable[[], AgentStatus]) -> None:
-        """Notify the service manager of the agent's state until cancelled. Sends the first notification as well."""
+        """Notify the service manager of the agent's state (READY=1 included) until cancelled."""
         begun, ready, said, beaten = time.monotonic(), False, "", 0.0
         # The unit's TimeoutStartSec= includes the time in which Python loads the agent, which is long on a slow disk.
         self.tell(EXTEND_TIMEOUT_USEC=int(2 * START * 1e6))
@@ -82,7 +82,7 @@ class ServiceManager:
 
 
 def summary(status: AgentStatus, missing: tuple[str, ...] = ()) -> str:
-    """Summarize the agent's state in one line. missing: what must be served before READY=1 is sent."""
+    """Return the agent's state in one line. missing: what must exist before READY=1 is sent."""
     if missing:
         return f"starts: {missing[0]}" + (f"; and {len(missing) - 1} more" if missing[1:] else "")
     served = f"serves {len(status.resources)} resource{'' if len(status.resources) == 1 else 's'}"

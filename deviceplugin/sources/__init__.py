@@ -1,4 +1,4 @@
-"""Sources of devices: one class for each kind of entry in the config file, and one for all entries of a resource."""
+"""Sources of devices: a class for each kind of device entry in the config file, and a class for a whole resource."""
 
 from deviceplugin.sources.configured import ConfiguredSource, overlaps
 

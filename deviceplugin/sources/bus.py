@@ -19,15 +19,16 @@ _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 LONGEST_VALUE: Final = 64
 """Maximum bytes of an attribute's value."""
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
-"""By the ids of vendor and device (four lower-case digits each), the names of both; None if the file has no name."""
+"""For each pair of a vendor's and a device's id (four lower-case hex digits), the pair of names; None for a missing
+name."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
-    """Lists the devices of one bus that a filter selects.
+    """Lists the devices of one bus (PCI or USB) that a filter selects.
 
-    wanted: the filter; a field that is None allows any value. sysfs_root, dev: directories of sysfs and device nodes.
-    ids: paths of files with the names of vendors and products; the first existing file is used. The other arguments are
-    those of `ScannedSource`.
+    wanted: the filter; a field that is None allows any value. sysfs_root, dev: the directories of sysfs and of device
+    nodes. ids: paths of files with the names of vendors and products; the first existing file is used. The other
+    arguments are those of `ScannedSource`.
     """
 
     BUS: ClassVar[str]
@@ -55,7 +56,10 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         return f"{type(self).__name__}({self.wanted})"
 
     def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
-        """Return the names of vendor and device for these pairs of ids. The file is read only for new pairs of ids."""
+        """Return the names for these pairs of a vendor's and a device's id.
+
+        The file of names is read only for new pairs.
+        """
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
             self._known |= next(
@@ -65,7 +69,7 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
 
 
 def missing(nodes: Iterable[str], maker: str = "udev") -> str:
-    """Return which node of a device is missing, for messages; "" if no node is missing. Blocks.
+    """Return a message that names the first device node that does not exist; "" if all exist. Blocks.
 
     maker: the program that creates the nodes.
     """
@@ -79,14 +83,14 @@ def missing(nodes: Iterable[str], maker: str = "udev") -> str:
 def ids_files(bus: str, package: str) -> tuple[str, ...]:
     """Return the paths at which distributions install the names of a bus's vendors and products.
 
-    package: the package that updates the names.
+    package: the package that installs newer names.
     """
     directories = ("/usr/share/misc", "/usr/share/hwdata", "/usr/share", f"/var/lib/{package}")
     return tuple(f"{directory}/{bus}.ids" for directory in directories)
 
 
 def hex_digits(text: str | None) -> str | None:
-    """Return hexadecimal digits in the form that sysfs has: lower case, without 0x."""
+    """Convert hexadecimal digits to the form in sysfs: lower case, without 0x."""
     return text.lower().removeprefix("0x") if text is not None else None
 
 
@@ -96,20 +100,21 @@ def pcie_root(directory: str) -> str | None:
 
 
 def pci_address(directory: str) -> str | None:
-    """Return the PCI address of a device with this sysfs directory, or of the nearest PCI function above it."""
+    """Return the PCI address of the device with this sysfs directory, or of the nearest PCI function above it."""
     return next(filter(sysfs.PCI_ADDRESS.fullmatch, reversed(directory.split("/"))), None)
 
 
 def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    """Return the attributes that have a value."""
+    """Return the attributes whose value is not None."""
     return {name: value for name, value in attributes.items() if value is not None}
 
 
 def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:
-    """Read the names for these pairs of ids from a file in the form of pci.ids; None if there is no such file.
+    """Read the names for these pairs of a vendor's and a device's id from a file like pci.ids; None without a file.
 
-    A line without a tab is a vendor, a line with one tab a device of this vendor, a line with two tabs a subsystem.
-    After the vendors, the file has other lists, whose lines begin with a capital letter and a space; they are not read.
+    In such a file, a line without a tab is a vendor, a line with one tab is a device of this vendor, and a line with
+    two tabs is a subsystem. The lists after the vendors, whose lines begin with a capital letter and a space, are not
+    read.
     """
     vendors = {vendor for vendor, _ in wanted}
     names: _NamesById = {}
@@ -133,11 +138,11 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
 
 
 def in_words(wanted: msgspec.Struct) -> str:
-    """Return the fields of a filter that are set, in the words of the config file: vendor 8086, class 02."""
+    """Return a filter as text for messages, in the words of the config file: vendor 8086, class 02."""
     fields = [(field, getattr(wanted, field.name)) for field in msgspec.structs.fields(wanted)]
     return ", ".join(f"{field.encode_name} {value}" for field, value in fields if value != field.default) or "anything"
 
 
 def attribute_text(text: str) -> str | None:
-    """Return the text, shortened to the 64 bytes that an attribute's value may have; None if it is empty."""
+    """Return a text, shortened to the 64 bytes that an attribute's value may have; None for an empty text."""
     return text.strip().encode()[:LONGEST_VALUE].decode(errors="ignore").strip() or None

@@ -1,8 +1,8 @@
-"""The source of a resource in the config file: it lists the devices of all its entries, with the resource's settings.
+"""The source of a resource in the config file: lists the devices of all the resource's entries, with its settings.
 
-Each entry has a source of its own, whose async `watch` yields devices. An entry's source may have `notes`: sentences
-for the log, for example about a glob that matches nothing. The source may also have the hooks `edits` and `measure`,
-which are called only with devices of this entry.
+Each entry has a source of its own, whose async `watch` yields the entry's devices. This source may have `notes`:
+sentences for the log, for example about a glob that matches nothing. It may also have the hooks `edits` and `measure`,
+which are called only with devices of the entry.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 _PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
 FIRST_LIST: Final = 2.0
-"""Seconds that the first list waits for all entries. The devices of a slower entry are in a later list."""
+"""Seconds that a resource's first device list waits for all entries. Devices of a slower entry are added in a later
+list."""
 RETRY: Final = (1.0, 30.0)
-"""Seconds before a failed entry is read again: after its first failure, and at most."""
+"""Seconds before the source of a failed entry is started again: after its first failure, and the maximum."""
 FIRST_PROBE: Final = 2.0
-"""Seconds that a new device's list waits for its first probe. Until a slower probe ends, the health is unknown."""
+"""Seconds that a device list with a new device waits for the device's first probe. If the probe is slower, the device's
+health is unknown until the probe ends."""
 OPEN_TIMEOUT: Final = 5.0
-"""Seconds within which a device's nodes must open, otherwise the probe fails."""
+"""Seconds within which the probe must have opened a device's nodes; otherwise the probe fails."""
 
 
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
-    """Return the source of one of a resource's entries. index: the entry. This loads NVML if the entry needs it."""
+    """Return the source of one entry of a resource. index: the entry's position. Loads NVML for an NVIDIA entry."""
     entry, permissions = resource.devices[index], resource.permissions
     if entry.parts:
         return PathSource(*entry.parts, permissions=permissions, resource=resource.name)
@@ -74,7 +76,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each two ids of one device, and the sentences of `nodeless` for each resource. Blocks."""
+    """Return sentences about devices that resources list under two ids, and about devices without nodes. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
@@ -100,7 +102,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
 
 
 def nodeless(devices: Iterable[Device]) -> list[str]:
-    """Return a sentence about paths that are no device nodes, and a sentence about devices that have no path."""
+    """Return sentences about devices without device nodes: their paths are no device nodes, or they have no path."""
     devices = list(devices)
     mounted = [mount.host for device in devices for mount in device.edits.mounts]
     empty = [device.id for device in devices if not device.container_edits]
@@ -117,7 +119,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def is_wanted(device: Device, resource: ResourceConfig) -> bool:
-    """Return whether the `include` and `exclude` of a resource select a device."""
+    """Return whether a resource's settings `include` and `exclude` select a device."""
     if not (resource.include or resource.exclude):
         return True
     names = _names(device)
@@ -126,7 +128,7 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A served device. entry: its entry. listed: the device in the entry's list. device: in the resource's list."""
+    """A device of the resource. entry: its entry's source. listed: as the entry lists it. device: with all settings."""
 
     entry: DeviceSource
     listed: Device
@@ -134,7 +136,7 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """Lists the devices of all entries of a resource. lock: devices at paths that the lock forbids are left out."""
+    """Lists the devices of all entries of a resource. lock: devices at paths that the lock forbids are not listed."""
 
     def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
         self.config = config
@@ -164,27 +166,27 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the log about the last lists of the entries and about devices that were left out."""
+        """Sentences for the log about the entries' last device lists, and about devices that are not listed."""
         return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._left_out)
 
     @property
     def nodeless(self) -> Sequence[str]:
-        """Sentences about devices without device nodes. Devices of entries with the hook `edits` are left out."""
+        """Sentences about devices without device nodes, except devices of entries that have the hook `edits`."""
         return nodeless(served.listed for served in self._served.values() if "edits" not in served.entry.hooks)
 
     @functools.cached_property
     def hooks(self) -> frozenset[str]:
-        """The names of the hooks that at least one entry has."""
+        """The names of the hooks that the source of at least one entry has."""
         hooks = {name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"}}
         return frozenset(hooks | {"edits"} if self._templates else hooks)
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """By pair of devices, how close their connection is, as far as the entries know it."""
+        """For each pair of devices whose connection the entries know, how close it is."""
         return {pair: score for entry in self.entries for pair, score in entry.links.items()}
 
     def replicas_of(self, device: Device) -> int:
-        """Return to how many containers this device is offered, by the resource's `sharing`."""
+        """Return how many containers may share this device, by the resource's setting `sharing`."""
         replicas = self.config.sharing.replicas
         if isinstance(replicas, int):
             return replicas
@@ -193,7 +195,10 @@ class ConfiguredSource(DeviceSource):
         return next(fitting, 1)
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the edits of the entries' hooks for one container. The resource's own edits take precedence."""
+        """Return the edits by the entries' hooks for one container.
+
+        The edits in the resource's settings take precedence.
+        """
         edits = await self._ask("edits", devices)
         names = sorted((device.id for device in devices), key=natural)  # The kubelet passes the devices in any order.
         listed = [self._served[name].listed for name in names if name in self._served]
@@ -203,14 +208,14 @@ class ConfiguredSource(DeviceSource):
         return ContainerEdits.merge(edits, winner=ContainerEdits.merge([self._edits, ContainerEdits(env=env)]))
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return what the entries' hooks measured of these devices."""
+        """Return the measured values of these devices, from the entries' hooks."""
         measured_parts = await self._ask("measure", devices)
         return {name: values for measured in measured_parts for name, values in measured.items()}
 
     async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
-        """Call a hook of each entry that has the hook; return the answers.
+        """Call a hook of each entry that has this hook; return the hooks' results.
 
-        The hook gets those of these devices that the entry has listed, as they are in the entry's list.
+        The hook gets those of the devices that its entry lists, without the resource's settings.
         """
         own: dict[DeviceSource, list[Device]] = {}
         for device in devices:
@@ -223,10 +228,10 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield sources of further resources that entries define: MIG partitions by profile, for pods by limits only.
+        """Yield the sources of further resources of the entries: one for each MIG profile, for pods' `limits` only.
 
-        The published names of a driver's devices contain names made from the driver's resources. A resource that is
-        added later would rename devices, so these resources have no driver.
+        These resources have no DRA driver, because the names under which a driver publishes its devices depend on the
+        names of the driver's resources: a resource that is added later would rename devices.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -273,11 +278,11 @@ class ConfiguredSource(DeviceSource):
             await cancel_all(tasks)
 
     def _listed(self) -> list[Device]:
-        """Return the devices as in their entries' lists, because a probe must not open the resource's mounts."""
+        """Return the devices without the resource's settings, because a probe must not open the resource's mounts."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
-        """Keep one entry's list up to date. If the entry fails, the others continue, and the entry is read again."""
+        """Keep one entry's device list up to date. If the entry's source fails, it is started again."""
         entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:
@@ -286,7 +291,7 @@ class ConfiguredSource(DeviceSource):
                         lists[index] = devices
                         changed.set()
                         backoff.reset()
-                return  # The entry's last list stays valid.
+                return  # The source has ended, and its last list stays valid.
             except Exception:
                 delay = backoff.next()
                 _LOG.exception(
@@ -298,12 +303,12 @@ class ConfiguredSource(DeviceSource):
             await asyncio.sleep(delay)
 
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
-        """Return the devices to serve: each selected device once, with the resource's settings.
+        """Return the resource's device list: each selected device once, with the resource's settings.
 
-        lists: the list of each entry, None before an entry's first list.
+        lists: for each entry, its device list; None before its first list.
         """
         served: dict[str, _Served] = {}
-        owners: dict[str, str] = {}  # By the host path of a node or mount, its device's id.
+        owners: dict[str, str] = {}  # For each host path of a node or mount, the id of its device.
         left_out: dict[str, None] = {}
         pairs = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
         for entry, device in pairs:
@@ -321,7 +326,7 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # The id that is already served stays, because a pod may hold it. The new id is for the same device.
+                # Both ids are for the same device. An id that was listed before stays, because a pod may hold it.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
@@ -338,7 +343,7 @@ class ConfiguredSource(DeviceSource):
         return [kept.device for kept in served.values()]
 
     def _with_settings(self, device: Device) -> Device:
-        """Return a device with the resource's edits, attributes and capacity in addition to its own."""
+        """Return a device with its own and the resource's configured edits, attributes and capacity."""
         if not (self._edits or self.config.attributes or self.config.capacity):
             return device
         return dataclasses.replace(
@@ -350,7 +355,7 @@ class ConfiguredSource(DeviceSource):
 
 
 def _filled(value: str, device: Device) -> str:
-    """Return an environment variable's value for a device. {name} of a device without a path is its id."""
+    """Return a variable's value with the placeholders of a device filled. {name}: the id if the device has no path."""
     edits = device.container_edits
     nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
     host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
@@ -358,7 +363,10 @@ def _filled(value: str, device: Device) -> str:
 
 
 class ProbedHealth:
-    """Probes the devices of one resource and judges their health; `config.probe` is "open" or a command."""
+    """Probes the devices of one resource and judges their health.
+
+    `config.probe`: "open" (opens the nodes) or a command.
+    """
 
     def __init__(self, resource: str, config: HealthConfig) -> None:
         self._resource = resource
@@ -368,17 +376,16 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command's own time limit comes first, because its message has more details.
+            # The command's own timeout expires first, because the message about that has more details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()
-        """Ids of devices whose first probe has not ended."""
+        """Ids of devices whose first probe has not ended yet."""
 
     async def probe_new(self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
         """Probe the new devices, and forget devices that are gone.
 
-        If this takes longer than FIRST_PROBE seconds, the probe continues as one of `tasks` and sets `changed` at its
-        end.
+        A probe that takes longer than FIRST_PROBE seconds continues as one of `tasks`, and sets `changed` at its end.
         """
         new = [device for device in devices if device.id not in self._histories.keys() | self._pending]
         self._histories = {device.id: self._histories.get(device.id, health.HealthHistory()) for device in devices}
@@ -395,19 +402,19 @@ class ProbedHealth:
             first.add_done_callback(lambda _: changed.set())
 
     def judged(self, device: Device) -> Device:
-        """Return the device with the worse of two healths: that from its source, and that from its probes."""
+        """Return the device with the worse of two states of health: by its source, and by its probes."""
         history = self._histories[device.id]
         return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
 
     async def run(self, devices: Callable[[], Sequence[Device]], changed: asyncio.Event) -> None:
-        """Probe the current devices every period. Set `changed` when the health of a device changes."""
+        """Probe the present devices periodically. Set `changed` when the health of a device changes."""
         while True:
             await asyncio.sleep(self._period)
             if await self._probe([device for device in devices() if device.id not in self._pending]):
                 changed.set()
 
     async def _probe(self, devices: Sequence[Device]) -> bool:
-        """Probe devices once; return whether the health or the message of any device changed."""
+        """Probe each device once; return whether the health or the health message of any device has changed."""
         findings = await self._prober.check(devices)
         now, changed = time.monotonic(), False
         for name, (verdict, message) in findings.items():
@@ -423,7 +430,7 @@ class ProbedHealth:
 
 
 def _names(device: Device) -> list[str]:
-    """Return the names of a device that patterns can match: its id, PCI address, and paths on host and in container."""
+    """Return the names that patterns can match: a device's id, PCI address, and paths on the host and in containers."""
     edits = device.container_edits
     names = [device.id]
     if address := device.attributes.get(PCI_BUS_ID):

@@ -1,8 +1,8 @@
-"""Decides which paths of a group of globs form one device. Pure functions.
+"""Decides which of the paths that several globs match form one device. Pure functions.
 
-If sysfs names the hardware of paths, these paths form a device if the hardware is one USB device or PCI function. Other
-paths form a device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one
-match. Paths without a partner are left out. Paths are never paired by their order alone.
+Paths whose hardware sysfs names form a device if they belong to the same USB device or PCI function. Other paths form a
+device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match. Paths
+without a partner belong to no device. Paths are never paired by their order alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 
 class PairedBy(enum.Enum):
-    """The evidence that paths form one device. The value is for messages."""
+    """The reason why paths form one device. The value is a text for messages."""
 
     HARDWARE = "the device in sysfs"
     TEXT = "the text of the wildcards"
@@ -27,7 +27,7 @@ class Part:
     """A path that a glob matches.
 
     hardware: the sysfs directory of the path's USB device or PCI function, "" if sysfs names neither. text: the texts
-    that the wildcards of the glob match.
+    in the path that the wildcards of the glob match.
     """
 
     path: str
@@ -41,13 +41,13 @@ Group = tuple[Part | None, ...]
 
 @dataclass(slots=True)
 class Pairing:
-    """The devices that paths form, with the evidence for this, and the paths without a partner (`left`)."""
+    """The devices that paths form, with the reason why, and the paths without a partner (`left`)."""
 
     groups: list[tuple[Group, PairedBy]] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences about the evidence by which paths form devices, and about paths without a partner."""
+        """Yield sentences for the log: why paths form devices, and which paths have no partner."""
         for how in PairedBy:
             firsts = [next(part for part in group if part is not None) for group, by in self.groups if by is how]
             if firsts:
@@ -62,7 +62,7 @@ class Pairing:
 
 
 def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> Pairing:
-    """Return which paths form devices. columns: for each glob, its matches.
+    """Return which paths form devices. columns: for each glob, the paths that it matches.
 
     optional: for each glob, whether it may match nothing.
     """
@@ -83,7 +83,8 @@ def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> 
 def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
     """Yield the paths of each USB device or PCI function as a group.
 
-    If the hardware has several paths of each glob, they are grouped by text, otherwise by order.
+    If each glob matches several paths of the same hardware, paths with the same wildcard text form a group; if texts
+    differ, the groups follow the order of the paths.
     """
     for hardware in dict.fromkeys(part.hardware for part in _first(columns, needed) if part.hardware):
         own = [[part for part in column if part.hardware == hardware] for column in columns]
@@ -118,8 +119,8 @@ def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterato
 def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> bool:
     """Return whether all needed paths exist, and sysfs does not name different hardware for them.
 
-    named: whether the globs have no wildcards. Then the author of the config wants these paths together, whatever their
-    hardware is.
+    named: whether the globs have no wildcards: the author of the config then wants these paths to be one device, even
+    of different hardware.
     """
     whole = all(part is not None for part, must in zip(group, needed, strict=True) if must)
     hardware = {part.hardware for part in group if part is not None and part.hardware}
@@ -127,7 +128,7 @@ def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> b
 
 
 def _first(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterable[Part]:
-    """Return the matches of the first glob whose path a device must have."""
+    """Return the matches of the first glob that is not optional."""
     return columns[list(needed).index(True)]
 
 

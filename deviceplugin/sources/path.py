@@ -1,11 +1,11 @@
 """Makes devices from paths: each match of a glob is a device, or the paired matches of several globs (`pairing`).
 
-The device of a symlink has the name of the link: /dev/serial/by-id/... always leads to the same stick, /dev/ttyUSB0
-does not. The runtime resolves the symlink each time that it creates a container (containerd 2.1,
+A device that is found by a symlink has the link's name, because /dev/serial/by-id/... always leads to the same stick,
+but /dev/ttyUSB0 does not. The runtime resolves the symlink each time that it creates a container (containerd 2.1,
 internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
 specAddContainerConfigDevices), so a container that restarts gets the link's target at that time. No runtime resolves a
-symlink in a CDI file (`dra_bridge.driver.cdi_files`). A plain file, a socket or a pipe is mounted, because runtimes
-accept only device nodes as devices. A directory is left out.
+symlink in a CDI file (`dra_bridge.driver.cdi_files`). A plain file, a socket or a pipe is mounted into the container,
+because runtimes accept only device nodes as devices. A directory is no device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from deviceplugin.sysfs import ROOT, device_above, directory_of, numa_node_above
 
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52
-"""Maximum characters of a device's id. With the suffix of a replica, the id fits into the kubelet's 63 characters."""
+"""Maximum characters of a device's id, so that the id of a replica (with a suffix) has at most the kubelet's 63
+characters."""
 _MAGIC: Final = re.compile(r"[*?[]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
@@ -40,8 +41,8 @@ _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
 def device_id(path: str) -> str:
     """Return the id of the device at this path: readable, at most 52 characters, and different for each path.
 
-    The id of /dev/ttyUSB0 is ttyUSB0, that of /dev/snd/pcmC0D0c is snd--pcmC0D0c. A name that is longer, or has other
-    characters, is shortened and ends in a hash.
+    The id of /dev/ttyUSB0 is ttyUSB0, the id of /dev/snd/pcmC0D0c is snd--pcmC0D0c. If a path is too long for an id, or
+    has characters that ids cannot have, the id is shortened and ends in a hash.
     """
     inside = path.removeprefix("/dev/")
     steps = inside.strip("/").split("/")
@@ -49,13 +50,13 @@ def device_id(path: str) -> str:
     if inside != path and len(name) <= LONGEST_ID and all(map(_PLAIN.fullmatch, steps)) and not _HASHED.fullmatch(name):
         return name
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    # Long names differ more often in their last characters than in their first.
+    # Long names often have the same first characters, so the last characters are kept.
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", name)[-(LONGEST_ID - 9) :].strip("-_.")
     return f"{readable or 'x'}-{digest}"
 
 
 def filled(text: str, device: str, name: str, path: str = "") -> str:
-    """Return a text of the config, with {id} replaced by `device`, {name} by `name` and {path} by `path`."""
+    """Return a text of the config with the placeholders {id}, {name} and {path} replaced by the arguments."""
     return text.replace("{id}", device).replace("{name}", name).replace("{path}", path)
 
 
@@ -81,10 +82,11 @@ def hardware_of(mode: int, rdev: int, sysfs: str = ROOT) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches (`alias`), and its target (`host`) at the last scan.
+    """A path that a glob matches (`alias`), and the target of this path (`host`) at the last scan.
 
     seen: a hash of the target's status. identity: the target's identity token. hardware: the sysfs directory of its USB
-    device or PCI function, "" if there is none. container: the path in the container by the config; "" for `alias`.
+    device or PCI function, "" if there is none. container: the configured path in the container; "" if it is the same
+    as `alias`.
     """
 
     alias: str
@@ -99,12 +101,12 @@ class _Match:
 
 @dataclass(slots=True)
 class _PathScan(Scan):
-    """A running scan, which reads no directory and no symlink twice. real: by directory, its real path."""
+    """A running scan, which reads each directory and symlink only once. real: for each directory, its real path."""
 
     real: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
-        """Return a directory's real path; add the directories whose changes can change that path to `directories`."""
+        """Return a directory's real path. Directories whose changes can change that path are added to `directories`."""
         real = self.real.get(directory)
         if real is None:
             looked_at.at(directory)
@@ -118,7 +120,7 @@ class _PathScan(Scan):
         return real
 
     def follow(self, path: str) -> str:
-        """Return the target of a path; add the directories of all symlinks on the way to `directories`."""
+        """Return the target of a path. The directories of all symlinks on the way are added to `directories`."""
         for _ in range(40):  # The kernel also follows at most 40 symlinks.
             directory, name = os.path.split(path)
             directory = self.resolve(directory)
@@ -134,11 +136,11 @@ class _PathScan(Scan):
 class PathSource(ScannedSource):
     """Lists each match of a glob as a device. With several globs, paired matches form a device (`pairing`).
 
-    The first path of a device gives the device its name. Paths without a partner are left out.
+    A device is named after its first path. Paths without a partner belong to no device.
 
-    parts: globs of absolute paths, or `PartConfig` with a path in the container, or for a path that a device need not
-    have. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted. The other
-    arguments are those of `ScannedSource`.
+    parts: globs of absolute paths; a `PartConfig` instead of a glob can set another path in the container, or mark a
+    path as optional. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted. The
+    other arguments are those of `ScannedSource`.
     """
 
     def __init__(
@@ -152,14 +154,15 @@ class PathSource(ScannedSource):
         super().__init__(permissions, resource, rescan)
         made = [PartConfig(path=part) if isinstance(part, str) else part for part in parts]
         self._parts = sorted(made, key=lambda part: part.optional)
-        """The globs whose matches form a device. The first glob's path names the device, so a needed glob is first."""
+        """The globs whose matches form a device. The match of the first glob names the device, so this glob is not
+        optional."""
         self.globs = tuple(part.path for part in self._parts)
         for glob in self.globs:
             if not glob.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
-        """The devices of the last scan, by the paths that form them."""
+        """The devices of the last scan, by the paths of each device."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"
@@ -208,7 +211,7 @@ class PathSource(ScannedSource):
         )
 
     def _matching(self, part: PartConfig, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
-        """Return the present matches of a glob by path, in natural order: 2 before 10."""
+        """Return the present matches of a glob, by path and in natural order (2 before 10)."""
         glob, inside = part.path, part.container or ""
         matches = [self._match(alias, inside, scan, before.get(alias)) for alias in _expand(glob, scan)]
         by_alias = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
@@ -219,7 +222,7 @@ class PathSource(ScannedSource):
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
     def _match(self, alias: str, container: str, scan: _PathScan, before: _Match | None) -> _Match | None:
-        """Return the present target of a path; `before` if the target has not changed, None if there is no target."""
+        """Return a match for a path's present target; `before` if nothing has changed, None if there is no target."""
         host = scan.follow(alias)
         try:
             status = looked_at.stat(alias)
@@ -238,9 +241,9 @@ class PathSource(ScannedSource):
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
-    """Return the paths that an absolute glob matches, as glob.glob does; a path without wildcards need not exist.
+    """Return the paths that an absolute glob matches, like glob.glob; but a path without wildcards need not exist.
 
-    The directories that were read are added to `scan.directories`.
+    All directories that this function reads are added to `scan.directories`.
     """
     *steps, last = glob.strip("/").split("/")
     bases = [""]
@@ -272,19 +275,20 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    # Names that are no UTF-8 are left out: the kubelet needs UTF-8. Python decodes their other bytes to surrogates.
+    # File names that are not UTF-8 are left out, because the kubelet requires UTF-8. Python decodes invalid bytes of
+    # file names to surrogates.
     return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
 def _text(glob: str, path: str) -> tuple[str, ...]:
-    """Return the texts that the wildcards of a glob match in a path."""
+    """Return the texts in a path that the wildcards of a glob match."""
     found = _captures(glob).fullmatch(path)
     return found.groups() if found is not None else ()
 
 
 @functools.cache
 def _captures(glob: str) -> re.Pattern[str]:
-    """Return a pattern whose groups match the texts that the wildcards of a glob match."""
+    """Convert a glob to a regular expression that has a group for each wildcard."""
     parts = re.split(r"(\*|\?|\[[!^]?\]?[^]/]*\])", glob)
     wild = (
         ("([^/]*)" if part == "*" else "([^/])") if index % 2 else re.escape(part) for index, part in enumerate(parts)

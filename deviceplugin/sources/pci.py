@@ -1,10 +1,11 @@
 """PCI devices, selected by their properties in sysfs: vendor, device, class, driver, address.
 
-A container gets /dev/vfio/<group> and /dev/vfio/vfio of a device that is bound to vfio-pci, and of any other device the
-nodes that the device's driver made (/dev/dri/renderD128). A network function has no node: the container finds the
-function's address in an environment variable.
+If a device is bound to vfio-pci, a container with the device gets /dev/vfio/<group> and /dev/vfio/vfio. Otherwise the
+container gets the nodes that the device's driver has made (/dev/dri/renderD128). A network function has no node; the
+container gets the function's address in an environment variable.
 
-sysfs causes no inotify events. New nodes under /dev cause such events; the next scan finds all other changes.
+Changes in sysfs cause no inotify events. New nodes under /dev cause such events, and so a scan; all other changes are
+found by the next periodic scan.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ VFIO: Final = "vfio-pci"
 _BRIDGE: Final = "0604"
 """The class of PCI bridges, which may stay bound to a driver of the host because that driver does no DMA of its own."""
 _HARMLESS: Final = re.compile(r".*vfio.*|pci-stub")
-"""Drivers whose functions do not keep a group from being given to a virtual machine (Linux, drivers/vfio)."""
+"""Names of drivers that may be bound to other functions of an IOMMU group of a virtual machine (Linux,
+drivers/vfio)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class _Function:
 class PciSource(bus.SysfsSource[PciConfig]):
     """Lists the PCI devices that a filter selects, with their addresses (0000:3b:00.0) as ids.
 
-    resource: also makes the name of the environment variable with the addresses.
+    resource: the resource's name, from which the name of the environment variable with the addresses is made.
     """
 
     BUS = "pci"
@@ -72,9 +74,9 @@ class PciSource(bus.SysfsSource[PciConfig]):
         )
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return an environment variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""
+        """Return an environment variable with the devices' addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,..."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        # The order of `devices` is arbitrary, but the variable should not change.
+        # The order of `devices` is arbitrary, but the same devices should give the same value.
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:

@@ -17,19 +17,19 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 15.0
-"""Seconds after which the devices of an unfinished scan count as unhealthy. A network file system may hang."""
+"""Seconds after which the listed devices count as unhealthy if a scan has not ended, because a file system may hang."""
 UNWATCHED: Final = 5.0
-"""Seconds between two scans if a directory causes no events."""
+"""Seconds between two scans if a directory's file system causes no inotify events."""
 MAX_PAUSE: Final = 0.5
-"""Maximum seconds between two scans while the watched directories change again and again, but the devices do not."""
+"""Maximum pause between two scans (seconds) while watched directories keep changing, but no device changes."""
 
 
 @dataclass(slots=True)
 class Scan:
     """The result of one scan. directories: directories to watch until the next scan. notes: sentences for the log.
 
-    seen: a value that changes with the hardware behind an unchanged list, because a node that was created again may
-    lead to other hardware.
+    seen: a value that changes if the hardware of the devices changes although the list is equal: a node that was
+    created again may lead to other hardware.
     """
 
     devices: list[Device] = field(default_factory=list)
@@ -39,15 +39,15 @@ class Scan:
 
 
 class ScannedSource(DeviceSource):
-    """Finds devices by scans: at once, after each change in a watched directory, and periodically.
+    """Finds devices by scans: one at the start, one after each change in a watched directory, and periodic ones.
 
     permissions: the container's permissions for the nodes, out of r, w and m. resource: the resource's name, if the
-    source is used alone or a hook needs the name. rescan: seconds, plus or minus a fifth, after which the next scan
-    begins without a change.
+    source is used alone or a hook needs the name. rescan: seconds between two scans without a change, varied by up to a
+    fifth.
     """
 
     DEBOUNCE: ClassVar[float] = 0.0
-    """Seconds between a change and the scan, because a driver creates some nodes later than the device's entry in
+    """Seconds from a change to the scan, because a driver creates device nodes some time after the device's entry in
     sysfs."""
 
     def __init__(self, permissions: str, resource: str, rescan: float) -> None:
@@ -95,7 +95,7 @@ class ScannedSource(DeviceSource):
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
                 if pause:
-                    # A directory with many unrelated changes must not keep a CPU busy.
+                    # Many changes of other files in a directory must not keep a CPU busy with scans.
                     await asyncio.sleep(pause)
                 rescan = self._rescan * random.uniform(0.8, 1.2)  # noqa: S311  # no secret
                 hinted = await watch.wait(rescan, unwatched=UNWATCHED)

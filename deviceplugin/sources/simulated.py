@@ -17,11 +17,12 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class SimulatedSource(DeviceSource):
-    """Lists simulated devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
+    """Lists simulated devices sim-0, sim-1, ...; each NUMA node has a block of consecutive devices.
 
-    count: number of devices at the beginning. numa: number of NUMA nodes; None leaves the devices' NUMA nodes unknown.
-    unhealthy_file: the path of a file as in the config file, with comments after #. resource: the resource's name, if
-    the source is used alone. rescan: seconds between two reads of the file.
+    # begins a comment. resource: the resource's name, if
+    count: number of devices at the beginning. numa: number of NUMA nodes; None if the devices' NUMA nodes are unknown.
+    unhealthy_file: the path of a file with the ids of unhealthy devices, as in the config file; the source is used
+    alone. rescan: seconds between two reads of the file.
     """
 
     def __init__(

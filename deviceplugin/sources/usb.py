@@ -1,10 +1,11 @@
 """USB devices, selected by their properties in sysfs: vendor, product, serial number.
 
-A container gets the device's own node, /dev/bus/usb/001/004, and the nodes of its drivers (/dev/ttyUSB0). A device that
-is plugged in again gets another device number, but keeps its id, which consists of vendor, product and serial number.
-If the serial number is missing, or two devices have the same serial number, the id has the port instead. The first of
-two such devices keeps its id while it is plugged in, because a pod may hold it, and under a second id the device would
-be allocated twice. If both exist when the agent starts, both ids have the port.
+A container gets the device's own node (/dev/bus/usb/001/004) and the nodes that its drivers have made (/dev/ttyUSB0). A
+device that is plugged in again gets another device number, but keeps its id, which consists of vendor, product and
+serial number. If the serial number is missing, or two devices have the same serial number, the id has the port instead.
+If a second device with the same serial number is plugged in, the first device keeps its id, because a pod may hold the
+device, and under a second id it would be allocated twice. If both devices exist when the agent starts, both ids have
+the port.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
 _Plugged = tuple[str, str, str, str]
-"""Port, node, vendor and product of a device, which stay the same while the device is plugged in."""
+"""A device's port, node, vendor and product, which stay the same while the device is plugged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,16 @@ class _Usb:
 
     @property
     def plugged(self) -> _Plugged:
-        # The serial number is left out, because a read of the serial number may fail once.
+        # The serial number is not compared, because a read of it may fail now and then.
         return self.port, self.node, self.vendor, self.product
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
     """Lists the USB devices that a filter selects, without hubs.
 
-    wanted: the filter. Several filters are for a device that changes its vendor or product id: then all devices in a
-    port count as one device, and the port is its id and identity. options: those of `SysfsSource`.
+    wanted: the filter. Several filters are for a device that changes its vendor or product id: all devices that appear
+    in one port then count as the same device, and the port is the device's id and identity. options: those of
+    `SysfsSource`.
     """
 
     BUS = "usb"
@@ -73,7 +75,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         try:
             ports = sorted(os.listdir(self.root))
         except FileNotFoundError:
-            ports = []  # There is no USB until a controller is plugged in.
+            ports = []  # A node without a USB controller has no such directory.
         except OSError as error:
             return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
@@ -128,7 +130,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
 
 
 def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugged, str]:
-    """Return the id of each device. A device that was there at the last scan keeps its id."""
+    """Return the id of each device. A device that was plugged in at the last scan keeps its id."""
     ids = {usb.plugged: before[usb.plugged] for usb in there if usb.plugged in before}
     taken = set(ids.values())
     plain = Counter(_plain_id(usb) for usb in there)
@@ -145,7 +147,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
 
 
 def _plain_id(usb: _Usb) -> str:
-    """Return a device's id by vendor, product and serial number, or by its port if the serial number is unusable."""
+    """Return an id made from vendor, product and serial number, or from the port if the serial number is unusable."""
     serial = re.sub(r"[^A-Za-z0-9_.]+", "-", usb.serial).strip("-")
     name = f"{usb.vendor}-{usb.product}-{serial}"
     return name if serial and len(name) <= LONGEST_ID else _port_id(usb)

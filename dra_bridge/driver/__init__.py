@@ -1,6 +1,7 @@
-"""The DRA driver: claims, their preparation, and registration with the kubelet.
+"""The DRA driver: prepares claims, and registers with the kubelet.
 
-`Driver` is the entry point. `Registrar` serves it to the kubelet. `preparation` prepares and unprepares one claim.
+`Driver` is the entry point. `Registrar` serves the driver's gRPC API to the kubelet. `preparation` prepares and
+unprepares one claim.
 """
 
 from dra_bridge.driver.claim_api import ClusterClaims as ClusterClaims

@@ -17,20 +17,21 @@ from dra_bridge.driver.records import ClaimRecords, Prepared
 _LOG: Final = logging.getLogger(__name__)
 
 AGAIN: Final = 60.0
-"""Seconds without another write of `status.devices` after the API server refused one: the agent may lack the right.
+"""Seconds to wait after the API server refused a write of `status.devices`, because the agent may lack the right to
+write.
 """
 
 
 class ClusterClaims:
-    """Reads claims at the API server, and writes their status and Events. node: this node's name, for Events."""
+    """Reads claims from the API server, and writes their status and Events. node: this node's name, for Events."""
 
     def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
         self._without_status: dict[str, float] = {}
-        """By driver, the time of the last refusal or drop of the driver's entries (monotonic seconds).
+        """For each driver, when the API server last refused or dropped the driver's entries (monotonic seconds).
 
-        The agent has no right to write the entries of a former driver.
+        Former drivers are included, because the agent has no right to write their entries.
         """
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
@@ -43,7 +44,7 @@ class ClusterClaims:
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
         """Replace this driver's entries in the `status.devices` of a claim.
 
-        For `AGAIN` seconds after the API server has dropped or refused entries, the function writes none.
+        The function does nothing for `AGAIN` seconds after the API server has dropped or refused entries.
         """
         if time.monotonic() < self._without_status.get(driver, -AGAIN) + AGAIN:
             return
@@ -80,9 +81,9 @@ class ClusterClaims:
 
 @dataclass(frozen=True, slots=True)
 class ClaimEvents:
-    """Writes Events and conditions of claims in the background. A write that fails is not repeated.
+    """Writes Events and conditions of claims in background tasks. A failed write is not repeated.
 
-    report: whether to write `status.devices`. refusals: by claim UID, the kind of the last refusal that has an Event.
+    report: whether to write `status.devices`. refusals: for each claim UID, the kind of the last refusal with an Event.
     """
 
     records: ClaimRecords
@@ -92,13 +93,13 @@ class ClaimEvents:
     refusals: dict[str, str] = field(default_factory=dict)
 
     def refused(self, ref: ClaimRef, kind: str, message: str) -> None:
-        """Write an Event about a claim that was refused its devices, once for refusals of one kind."""
+        """Write an Event about a claim that was refused its devices; consecutive refusals of one kind get one Event."""
         if self.refusals.get(ref.uid) != kind:
             self.refusals[ref.uid] = kind
             self._start(self.api.claim_event, ref, "DeviceNotAvailable", message)
 
     def forget(self, uid: str) -> None:
-        """Make the next refusal of this claim write an Event, of whatever kind it is."""
+        """Forget a claim's last refusal, so that the next refusal of any kind gets an Event."""
         self.refusals.pop(uid, None)
 
     def prepared(self, ref: ClaimRef, prepared: Prepared) -> None:
@@ -128,7 +129,7 @@ class ClaimEvents:
         async def attempt() -> None:
             try:
                 await write(ref, *args)
-            except Exception as error:  # These writes are not essential, so a failure is only logged.
+            except Exception as error:  # Claims work without these writes, so a failure is only logged.
                 extra = {"driver": self.records.driver, "claim": ref.title}
                 _LOG.debug("cannot write the status or an Event of claim %s: %s", ref.title, error, extra=extra)
 

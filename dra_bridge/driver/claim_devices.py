@@ -1,4 +1,4 @@
-"""Grants devices to claims through the register, and calls the hooks around the use of the devices."""
+"""Grants devices to claims through the register, and calls sources' hooks before and after their use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dra_bridge.driver.served import RequestDevices, ServedDevices
 from dra_bridge.driver.statistics import ClaimStatistics
 
 Made = Sequence[tuple[RequestDevices, ContainerEdits]]
-"""Pairs: the devices that one request gets from one source, and the container edits of these devices."""
+"""A list of pairs: the devices that one request gets from one source, and the container edits for these devices."""
 _Decided = Operation[Claim | Refused | Excluded]
 _SETUP: Final = frozenset({"reset", "edits", "prepare"})
 """The hooks that are called while a claim's devices are set up."""
@@ -38,13 +38,13 @@ _SETUP: Final = frozenset({"reset", "edits", "prepare"})
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevices:
-    """Grants devices to claims through the register, and calls the sources' hooks around their use.
+    """Grants devices to claims through the register, and calls sources' hooks before and after the use of devices.
 
-    If a claim needs an idle device of the device plugin, the register begins to move this device to DRA.
+    If a claim needs a device that is on the plugin side and idle, the register begins to move this device to DRA.
 
-    register, host: see `Driver`. events: receives the refusals. statistics: receives the durations of hooks. ending:
-    UIDs of the claims that are being unprepared. If several claims share a device and end together, the hook
-    `unprepare` is still called.
+    register, host: see `Driver`. events: writes Events about refusals. statistics: stores the durations of hooks.
+    ending: UIDs of the claims that are being unprepared; they do not count as further users of a shared device, so the
+    hook `unprepare` is called even if all claims of a device end together.
     """
 
     records: ClaimRecords
@@ -66,7 +66,7 @@ class ClaimDevices:
 
     @staticmethod
     def changed_by(groups: Sequence[RequestDevices]) -> bool:
-        """Return whether setting up these devices calls foreign code: hooks of sources, or vendors' plugins."""
+        """Return whether the setup of these devices calls foreign code: hooks of sources, or vendors' plugins."""
         for group in groups:
             source = group.served.source
             if isinstance(source, AdoptedSource) or not _SETUP.isdisjoint(source.hooks):
@@ -74,7 +74,7 @@ class ClaimDevices:
         return False
 
     async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
-        """Reserve a claim's devices in the register while they are set up. `confirm` completes the grant.
+        """Reserve a claim's devices in the register, before their setup. `confirm` completes the grant.
 
         durable: see `operations.reserve`. Raises ClaimError if a device cannot be granted, or is set up with other
         parameters.
@@ -82,9 +82,9 @@ class ClaimDevices:
         await self._decide(ref, record, sorted(record.held), partial(operations.reserve, durable=durable))
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
-        """Record a reserved claim with its answer, if each device is still the hardware that was reserved.
+        """Record a reserved claim with its Prepare response, if each device is still the reserved hardware.
 
-        Raises ClaimError if a device has changed, or the register no longer grants it.
+        Raises ClaimError if a device is other hardware now, or if the register does not grant the device any more.
         """
         try:
             await self.register.verify_granted(record.held)
@@ -93,7 +93,7 @@ class ClaimDevices:
         await self._decide(ref, record, (), operations.prepare)
 
     async def grant(self, ref: ClaimRef, record: Claim) -> None:
-        """Verify a claim's devices, then record the claim with its answer, if no other holder excludes the devices.
+        """Verify a claim's devices, then record the claim with its Prepare response, unless other holders exclude it.
 
         Raises ClaimError if a device cannot be granted, or is set up with other parameters.
         """
@@ -125,7 +125,7 @@ class ClaimDevices:
         raise self._refused(ref, kind, answer.message, self._awaited(record) if answer.outlook.waits else None)
 
     def _check_identities(self, record: Claim) -> None:
-        """Raise DeviceConflictError if a device is by now other hardware than at the time when the claim was read."""
+        """Raise DeviceConflictError if a device is other hardware now than when the claim was read."""
         for device in record.devices:
             key, was = (device.resource, device.device), device.identity.tokens
             served = self.register.listed.served.get(device.resource)
@@ -142,13 +142,13 @@ class ClaimDevices:
         return ClaimError(Reason.REFUSED, message, awaited)
 
     async def edits(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Set up a claim's devices and return the edits of the containers that use these devices.
+        """Set up a claim's devices, and return the edits for the containers that use these devices.
 
-        The answers of vendors' plugins must not contradict each other, because it is not known which container gets
-        which answer.
+        The AllocateResponses of vendors' plugins must not contradict each other, because the driver does not know which
+        container gets which response.
 
-        Raises HookError if a hook failed. Raises ClaimError if edits contradict each other, a hook returned a value of
-        a wrong type, or a plugin refuses.
+        Raises HookError if a hook failed. Raises ClaimError if edits contradict each other, if a hook returned a value
+        of a wrong type, or if a plugin refuses.
         """
         made: list[tuple[RequestDevices, ContainerEdits]] = []
         adopted: list[RequestDevices] = []
@@ -160,7 +160,7 @@ class ClaimDevices:
         return [*made, *await self._answers(uid, adopted)] if adopted else made
 
     async def _answers(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Return the answers of vendors' plugins to requests for devices of adopted resources."""
+        """Return the edits in the AllocateResponses of vendors' plugins, for requests of adopted resources' devices."""
         calls: dict[object, list[RequestDevices]] = {}
         for number, group in enumerate(groups):
             source = group.served.source
@@ -190,7 +190,7 @@ class ClaimDevices:
             raise ClaimError(Reason.PLUGIN, f"request {group.request!r}: {source.resource}: {error}") from error
 
     async def _edits(self, uid: str, group: RequestDevices) -> ContainerEdits:
-        """Set up a group's devices for a claim. Return the edits of the devices, merged with the edits of the hooks.
+        """Set up the devices of one request. Return the edits of the devices, merged with the edits of the hooks.
 
         For a claim with administrative access, only the hook `edits` is called, because other claims may use the
         devices.
@@ -214,13 +214,13 @@ class ClaimDevices:
             raise ClaimError(Reason.CONFLICT, f"request {group.request!r}: the devices' edits: {error}") from error
 
     def forget(self, uid: str) -> None:
-        """Make vendors' plugins drop answers that arrive after their claim has ended."""
+        """Drop AllocateResponses of vendors' plugins that arrive for this claim after it has ended."""
         for served in self.served.resources:
             if isinstance(served.source, AdoptedSource):
                 served.source.forget(uid)
 
     async def unprepare(self, claim: Claim) -> None:
-        """Undo the changes of `prepare` hooks to the claim's devices, except devices that another claim holds.
+        """Undo the changes that hooks `prepare` made to the claim's devices, except devices that another claim holds.
 
         Raises HookError if a hook failed.
         """
@@ -229,7 +229,7 @@ class ClaimDevices:
                 await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
 
     def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
-        """Return those of the devices that no other claim holds. Claims that are being unprepared do not count."""
+        """Return those of these devices that no other claim holds. Claims that are being unprepared do not count."""
         mine = {(self.records.driver, claim_uid) for claim_uid in (uid, *self.ending)}
         others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
         held: frozenset[DeviceKey] = frozenset().union(*others)
@@ -248,8 +248,8 @@ def granted_device(
 ) -> ClaimDevice:
     """Return the record of a claim's device that the register is asked to grant, made from the present inventory.
 
-    asked: the request that gets the device. boot: the node's boot. times: how many shares the device is published with;
-    None: as many as its inventory states. limits: whether the claim stands for a pod's `limits`.
+    asked: the request that gets the device. boot: the node's boot. times: how many claims may share the published
+    device; None: as many as its inventory states. limits: whether the claim stands for a pod's `limits`.
     """
     now, admin = asked.served.inventory.snapshot, asked.admin
     tokens = now.identities.get(device.id, frozenset())
@@ -267,7 +267,7 @@ def granted_device(
 
 
 def _part(times: int, result: Result) -> str:
-    """Return a claim's part of a device: the claim's shares divided by all shares of the device; "" if not known."""
+    """Return the fraction of a device that a claim has: its consumed shares divided by all shares; "" if unknown."""
     if not result.share_id:
         return "1"
     capacity = result.consumed_capacity or {}

@@ -1,8 +1,8 @@
 """The device metadata (KEP-5304) of one driver's claims: the content of each request's file, and the files on the host.
 
 The metadata files are in the directory of the agent's claim files (`deviceplugin.register.claim_files`). They are
-written before the CDI file that mounts them, and removed after it. The ledger has their content as a part of the
-claim's answer, so that lost files can be written again.
+written before the CDI file that mounts them, and removed after this file. The ledger has their content in the claim's
+recorded response, so that lost files can be written again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ClaimMetadata:
         return f"{self._directory}/{self._driver}_{uid}_{request}.metadata"
 
     def text(self, ref: ClaimRef, groups: Sequence[RequestDevices], pod_claim: str) -> str:
-        """Return the content of a request's metadata file; "" if no resource of its devices has metadata."""
+        """Return the content of a request's metadata file; "" if no resource of the request's devices has metadata."""
         devices, name = dict[str, device_metadata.Described](), ""
         for group in groups:
             for device, result in group.members if group.served.source.metadata else ():
@@ -47,12 +47,12 @@ class ClaimMetadata:
         return device_metadata.stream(about, name, list(devices.values()), pod_claim).decode()
 
     def mount(self, ref: ClaimRef, request: str, pod_claim: str) -> ContainerEdits:
-        """Return the mount of a request's metadata file into containers."""
+        """Return the container edits that mount a request's metadata file."""
         inside = device_metadata.claim_path(self._driver, ref.name, request, pod_claim)
         return ContainerEdits(mounts=[Mount(self.path(ref.uid, request), inside, readonly=True)])
 
     def write(self, uid: str, texts: Mapping[str, str]) -> bool:
-        """Write a claim's metadata files; return whether one was missing. Blocks. Raises CdiError.
+        """Write a claim's metadata files; return whether any file was missing. Blocks. Raises CdiError.
 
         texts: the files' contents by request.
         """
@@ -75,14 +75,14 @@ class ClaimMetadata:
                     raise cdi.CdiError(f"cannot remove {self._directory}/{name}: {error.strerror}") from error
 
     def list(self) -> dict[str, set[str]]:
-        """Return the requests that have a metadata file, by the UID of their claim. Blocks."""
+        """Return, for each claim UID, the requests that have a metadata file. Blocks."""
         found: dict[str, set[str]] = {}
         for uid, request in self._names().values():
             found.setdefault(uid, set()).add(request)
         return found
 
     def _names(self) -> dict[str, tuple[str, str]]:
-        """Return the names of metadata files and their leftover drafts, each with its claim's UID and its request."""
+        """Return, for each file name of a metadata file or leftover draft, the claim's UID and the request."""
         try:
             names = os.listdir(self._directory)
         except OSError:

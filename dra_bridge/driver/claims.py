@@ -1,4 +1,4 @@
-"""Parses claims of the kubelet and the API server, and the parameters of their requests. Pure."""
+"""Parses claims of the kubelet and the API server, and the parameters of claims' requests. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _T = TypeVar("_T")
 
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
-"""The form in which msgspec names a field in an error: at `$.field`."""
+"""Matches the name of a field in an error of msgspec: at `$.field`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What a refused claim waits for.
+    """The event for which a refused claim waits.
 
-    devices: the devices that the claim is to get, or had before. outlook: returns whether the claim may get these
+    devices: the devices that the claim should get, or had before. outlook: returns whether the claim may get these
     devices soon.
     """
 
@@ -69,7 +69,7 @@ class Reason(enum.StrEnum):
 class ClaimError(Exception):
     """Raised when a claim cannot be prepared or unprepared. `kubectl describe pod` shows the text.
 
-    awaited: what the claim waits for, None if the refusal is final.
+    awaited: the event for which the claim waits; None if the refusal is final.
     """
 
     def __init__(self, reason: Reason, message: str, awaited: Awaited | None = None) -> None:
@@ -87,7 +87,7 @@ class ClaimRef(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Namespace and name, for messages."""
+        """The claim's namespace and name, for messages."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -105,7 +105,7 @@ class _Meta(msgspec.Struct):
 
 
 class Result(msgspec.Struct, frozen=True, rename="camel"):
-    """One allocated device (resource.k8s.io, DeviceRequestAllocationResult; the same in v1beta1 to v1)."""
+    """One device of an allocation (resource.k8s.io, DeviceRequestAllocationResult; equal in v1beta1 to v1)."""
 
     request: str
     driver: str
@@ -118,7 +118,7 @@ class Result(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Opaque(msgspec.Struct, frozen=True):
-    """Parameters for one driver (resource.k8s.io, OpaqueDeviceConfiguration)."""
+    """Parameters in a claim or class for one driver (resource.k8s.io, OpaqueDeviceConfiguration)."""
 
     driver: str
     parameters: Any = None
@@ -161,8 +161,8 @@ class _Claim(msgspec.Struct):
 class ClaimAllocation:
     """The devices of a claim from one driver on one node.
 
-    config: configurations for this driver only, those of the class before those of the claim. reserved: whether the
-    claim is reserved for a pod or another object. pods: UIDs of the pods for which it is reserved. limits: whether the
+    config: the configurations for this driver, first of the class, then of the claim. reserved: whether the claim is
+    reserved for a pod or another object. pods: UIDs of the pods for which the claim is reserved. limits: whether the
     scheduler made the claim for the `limits` of a pod (resource.k8s.io, 1.34 and later). pod_claim: the claim's name in
     the pod's spec if the claim was made from a template, else "".
     """
@@ -176,7 +176,7 @@ class ClaimAllocation:
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
-        """The request (without the subrequest), pool, device and share of each device."""
+        """For each device: the request (without the subrequest), the pool, the device's name, and the share ID."""
         return frozenset(
             (result.request.partition("/")[0], result.pool, result.device, result.share_id or "")
             for result in self.results
@@ -184,7 +184,7 @@ class ClaimAllocation:
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:
-    """Return the devices of this driver and pool that a claim is allocated.
+    """Return the devices of this driver and pool in a claim's allocation.
 
     Raises ClaimError if the claim does not exist, has another UID, is not allocated, or is allocated on another node.
     """
@@ -212,7 +212,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     if not results:
         raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
     of_class: list[ClaimConfig] = []
-    # Within the configurations of the class, and within those of the claim, the API server keeps the author's order.
+    # Configurations of the class come before those of the claim. Otherwise, the API server keeps the author's order.
     of_claim: list[ClaimConfig] = []
     for config in devices.config or ():
         if config.opaque is not None and config.opaque.driver == driver:
@@ -230,9 +230,10 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
 def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], request: str) -> _T | None:
     """Return the parameters of one request as an object of the driver's configuration type.
 
-    Parameters of the claim override those of the class. `apiVersion` and `kind` are allowed; any other field that the
-    type lacks is an error. config_type: None if the driver accepts no parameters. config: this driver's configurations,
-    those of the class first. request: the name in the allocation, with its subrequest ("gpu/big").
+    Parameters of the claim override those of the class. `apiVersion` and `kind` are accepted; any other field that the
+    type does not have is an error. config_type: None if the driver accepts no parameters. config: this driver's
+    configurations, first of the class, then of the claim. request: the request's name in the allocation, with the
+    subrequest ("gpu/big").
 
     Raises ClaimError with the name of a field that is unknown, missing, of a wrong type, or has an invalid value.
     """
@@ -276,9 +277,9 @@ def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]
 
 
 def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
-    """Yield the fields that the type lacks. msgspec refuses unknown fields only if the type's author demands it."""
+    """Yield the fields that the type does not have: msgspec ignores them unless the type's author forbids them."""
     if isinstance(info, msgspec.inspect.UnionType):
-        # If several types of objects are allowed, assume the type with the fewest unknown fields.
+        # If objects of several types are permitted, assume the type with the fewest unknown fields.
         problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]
         yield from min(problems, key=len, default=[])
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""One DRA driver of this node: answers the kubelet's calls, and returns which devices its claims hold."""
+"""One DRA driver of this node: handles the kubelet's calls, and returns which devices the driver's claims hold."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from dra_bridge.driver.waiting import MARGIN, WaitLimit
 _T = TypeVar("_T")
 
 DEADLINE: Final = 30.0
-"""Seconds in which one claim must be prepared or unprepared. The kubelet waits 45 s for a call with several claims
-(kubelet 1.36, cm/dra/plugin)."""
+"""Maximum seconds to prepare or unprepare one claim. The kubelet waits 45 s for a call with several claims (kubelet
+1.36, cm/dra/plugin)."""
 
 CALL_DEADLINE: Final = 43.0
-"""Seconds until a call is answered: less than the kubelet's 45, and more than `DEADLINE`, so that a claim that failed
-at its deadline can still be undone; its hooks may hang again.
+"""Maximum seconds of a call: less than the kubelet's 45, and more than `DEADLINE`, so that the changes for a claim that
+failed at its deadline can still be undone, by hooks that may hang again.
 """
 
 RESERVE: Final = 2.0
-"""Seconds before the deadline of the kubelet's call at which unfinished claims get an error as their answer."""
+"""Seconds before the deadline of the kubelet's call at which the response states an error for each unfinished claim."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverNode:
     """The objects that the DRA drivers of a node share.
 
-    pool: the pool's name, which is the node's name. agent: the name of the agent, for the claims' files. report:
-    whether to write `status.devices` of claims, which costs a GET and a PATCH for each claim. boot: identifies the
-    node's boot; "" for the kernel's own identifier. cdi_looks: runs all reads and writes of `cdi_directory`.
+    pool: the pool's name, which is the node's name. agent: the agent's name, which the claims' files state. report:
+    whether to write `status.devices` of claims, which costs a GET and a PATCH for each claim. boot: the id of the
+    node's boot; "" for the kernel's boot id. cdi_looks: runs all reads and writes of `cdi_directory`.
     """
 
     pool: str
@@ -65,8 +65,8 @@ class DriverNode:
 class Driver:
     """One DRA driver of this node. It belongs to one event loop.
 
-    host: the agent that the driver belongs to. deadline: seconds for one claim. call_deadline: seconds for a call. A
-    claim that is unfinished at the call's deadline gets an error in the answer, but its preparation continues.
+    host: the agent that the driver belongs to. deadline: seconds for one claim. call_deadline: seconds for a call. For
+    a claim that is unfinished at the call's deadline, the response states an error, but the preparation continues.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Driver:
         self.waits: Final = register.waits
         self._call_deadline, self._register = call_deadline, register
         self._limits: set[WaitLimit] = set()
-        """The time limits of the running calls to prepare claims."""
+        """The time limits of the running calls of `prepare`."""
         self.tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
@@ -102,7 +102,7 @@ class Driver:
     async def prepare(
         self, claims: Iterable[ClaimRef], remaining: float | None = None
     ) -> dict[str, Prepared | ClaimError]:
-        """Prepare claims independently of each other; return an answer for each UID.
+        """Prepare claims independently of each other; return a response or error for each claim UID.
 
         remaining: seconds until the caller's deadline. Until shortly before this deadline,
         claims wait for devices whose holders are about to end. Without a deadline, claims do not wait. If the caller
@@ -122,13 +122,16 @@ class Driver:
                 self._register.store.changes.note()
 
     def end_waits(self) -> None:
-        """Refuse the claims that wait for devices, because the agent stops or serves at another socket."""
+        """Refuse the claims that wait for devices, because the agent stops or uses another socket."""
         for limit in self._limits:
             limit.until = 0.0
         self._register.store.changes.note()
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
-        """Unprepare claims, recorded or not, independently of each other. For each UID, None means success."""
+        """Unprepare claims, with or without a record, independently of each other.
+
+        Returns, for each UID, None or the error.
+        """
         tasks: dict[ClaimRef, asyncio.Task[ClaimError | None]] = {}
         for claim in claims:
             tasks[claim] = self.tasks.start(self._preparation.unprepare(claim))
@@ -137,7 +140,7 @@ class Driver:
     async def _answers(
         self, tasks: Mapping[ClaimRef, asyncio.Task[_T]], remaining: float | None = None
     ) -> dict[str, _T | ClaimError]:
-        # If the call is cancelled, work that has begun continues. The caller's next call returns its result.
+        # If the call is cancelled, the work that has begun continues, and the caller's next call returns its result.
         latest = self._call_deadline
         deadline = latest if remaining is None else min(latest, max(0.0, remaining - RESERVE))
         if tasks:
@@ -156,11 +159,11 @@ class Driver:
         return answers
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
-        """Return the evidence of this driver's claims from the claims' files and the kubelet's claim state. Blocks.
+        """Return evidence of this driver's claims, from the claims' files and from the kubelet's claim state. Blocks.
 
-        A claim's own file states the claim's devices of every resource. For a claim without such a file, the claim's
-        CDI file and the claim state name its devices of this resource. prepared: the claims in the kubelet's claim
-        state.
+        The agent's own file of a claim states the claim's devices of every resource. For a claim without such a file,
+        the devices of this resource are taken from the claim's CDI file and the claim state. prepared: the claims in
+        the kubelet's claim state.
 
         Raises OSError if the files cannot be read, CdiError if neither the ledger nor a file nor the claim state names
         the devices of a claim.

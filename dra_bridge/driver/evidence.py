@@ -14,7 +14,7 @@ from deviceplugin.register.rules import ClaimEvidence
 
 
 class Published(NamedTuple):
-    """A claim whose devices are known only by published names. shares: (device's name, share; None if not known)."""
+    """A claim whose devices are known only by published names. shares: (device's name, share ID; None if unknown)."""
 
     uid: str
     shares: tuple[tuple[str, str | None], ...]
@@ -23,7 +23,7 @@ class Published(NamedTuple):
     pods: frozenset[str] = frozenset()
 
     def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
-        """Return the claim's devices of one resource as evidence that the claim holds them.
+        """Return evidence that the claim holds its devices of one resource.
 
         ids: the resource's device ids, by published name.
         """
@@ -45,17 +45,17 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 
 
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
-    """Return the evidence in a claim's own file. pods: further pods of the claim, from the kubelet's claim state."""
+    """Return the evidence in the agent's file of a claim. pods: its further pods, from the kubelet's claim state."""
     granted = file.devices or ()
     held = frozenset(device.device for device in granted if device.resource == resource and not device.admin)
     return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)
 
 
 def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
-    """Return the names of a driver's devices to which a claim has only administrative access, which holds no device.
+    """Return the names of a driver's devices that a claim does not hold, because it has only administrative access.
 
-    The CDI ID in the agent's answer shows such access: `<driver>/claim=admin_<claim UID>_<request>`. If another request
-    of the claim has the same device without such access, the claim holds the device.
+    The CDI ID in the agent's Prepare response shows such access: `<driver>/claim=admin_<claim UID>_<request>`. If
+    another request of the claim has the same device without such access, the claim holds the device.
     """
     prefix = cdi.qualified(driver, f"{cdi.ADMIN}_{claim.uid}_")
     admin = {name.removeprefix(prefix) for name in claim.cdi_ids if name.startswith(prefix)}
@@ -65,5 +65,5 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
 
 
 def claim_of(file: ClaimFile, now: float) -> Claim:
-    """Return the claim that a claim file describes, without an answer to the kubelet. now: Unix seconds."""
+    """Return the record of the claim in a claim file, without a Prepare response. now: Unix seconds."""
     return Claim(file.driver, file.uid, file.namespace, file.name, file.devices or (), None, now, pods=file.pods)

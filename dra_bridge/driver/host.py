@@ -11,9 +11,8 @@ from deviceplugin import naming
 class RunningPods(NamedTuple):
     """The pods whose processes run, by UID.
 
-    unlisted: running pods whose claims are not known, each with the time at which its processes were first seen
-    (monotonic seconds). When they were seen, the kubelet did not list the pod. The kubelet forgets the claims of a pod
-    that was deleted by force.
+    unlisted: for each running pod whose claims are unknown, when its processes were first seen (monotonic seconds). The
+    kubelet did not list such a pod: it forgets the claims of a pod that was deleted by force.
     """
 
     running: frozenset[str] = frozenset()
@@ -21,20 +20,20 @@ class RunningPods(NamedTuple):
 
 
 class DriverHost:
-    """The agent of a driver. These methods are for a driver without an agent, which has all its devices."""
+    """What a driver needs of its agent. The methods here are for a driver that has all its devices."""
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether claims may get a device now: not before the agent has found out the device's holders."""
+        """Return whether claims may get a device now: False until the agent has found out the device's holders."""
         return True
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether another plugin of an adopted resource may be allocating its devices without this agent."""
+        """Return whether the vendor's plugin of an adopted resource may be allocating devices without this agent."""
         return False
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
         """Return, for each resource, its qualifier in the names of published devices.
 
-        A resource without a qualifier has no published devices yet.
+        A resource that is missing in the result has no published devices yet.
         """
         return naming.qualifiers(resources)
 
@@ -53,4 +52,4 @@ class DriverHost:
         return RunningPods()
 
     def claims_changed(self) -> None:
-        """React to a claim that was prepared or unprepared, or to a device that begins to move to DRA for a claim."""
+        """Handle that a claim was prepared or unprepared, or that a device begins to move to DRA for a claim."""

@@ -1,30 +1,32 @@
-"""Prepares and unprepares claims, one call at a time for each claim.
+"""Prepares and unprepares claims. Calls for the same claim run one after another.
 
 Prepare has these steps: read the claim, check that its UID is right and that it is allocated on this node, find its
-devices, decode its parameters, get the register's grant, set up the devices, write the claim's files, and answer.
-Unprepare calls the hook, removes the files, and then removes the claim's record from the ledger.
+devices, decode its parameters, get the register's grant, set up the devices, write the claim's files, and return the
+response. Unprepare calls the hook `unprepare`, removes the files, and then removes the claim's record from the ledger
+(the SQLite file of records).
 
-For a prepared claim whose allocation has not changed, Prepare returns the recorded answer. If a claim was deallocated
-and allocated again under its UID, Prepare sets it up again, once no process runs that may use its former devices. So
-each Prepare reads the claim from the API server. If the claim cannot be read, Prepare fails, even if an answer is
-recorded. The kubelet itself reads the claim before the call (kubelet 1.36, cm/dra/manager.go: prepareResources), and
-tries again.
+For a prepared claim whose allocation has not changed, Prepare returns the recorded response. If a claim was deallocated
+and allocated again under its UID, Prepare sets up the new devices, once no process runs that may use the former
+devices. So each Prepare reads the claim from the API server. If the claim cannot be read, Prepare fails, even if a
+response is recorded. The kubelet itself reads the claim before the call (kubelet 1.36, cm/dra/manager.go:
+prepareResources), and tries again.
 
-Crashes: a record with an answer also has the CDI spec, and its devices were set up completely. After a restart, the
-agent gives the same answer and can write the files again. If neither hooks nor vendors' plugins set up the devices, one
-transaction grants them and records the answer, and then the files are written. Otherwise the devices are reserved
-before the hooks are called, and the answer is recorded last, after the files. The reservation is synced in the ledger
-if the source has a `prepare` hook, whose changes must be undone after a crash, else it is in memory.
+Crashes: if a claim's record has a response, the devices were set up completely, and the record also has the CDI spec.
+So after a restart, the agent returns the same response and can write the files again. If neither hooks nor vendors'
+plugins set up the devices, one transaction grants them and records the response; then the files are written. Otherwise
+the devices are reserved before the hooks are called, and the response is recorded last, after the files are written.
+The reservation is synced to disk if the source has the hook `prepare`, whose changes must be undone after a crash;
+otherwise the reservation is in memory.
 
-Three rules make sure that a late Prepare leaves no changes behind (nvidia k8s-dra-driver-gpu#1162). Calls for one claim
-wait for each other. An Unprepare cancels the running Prepares of its claim. A Prepare is refused if its claim is
-deleted, deallocated, or not reserved for a pod.
+Three rules make sure that a late Prepare leaves no changes behind (nvidia k8s-dra-driver-gpu#1162). Calls for the same
+claim run one after another. An Unprepare cancels the running Prepares of its claim. A Prepare is refused if its claim
+is deleted, deallocated, or not reserved for a pod.
 
-If a claim's devices have holders that are about to end, Prepare waits for them (`dra_bridge.driver.waiting`).
+If a claim's devices have holders that are about to end, Prepare waits for their end (`dra_bridge.driver.waiting`).
 
-A container that uses several requests of one driver gets the edits of each. If they set the same environment variable,
-the container has the last value, and no error is raised, because a driver does not know which container uses which
-requests.
+A container that uses several requests of one driver gets the edits of all these requests. If several edits set the same
+environment variable, the container has the last value, and no error is raised, because a driver does not know which
+container uses which requests.
 """
 
 from __future__ import annotations
@@ -64,9 +66,10 @@ PATIENCE: Final = 10.0
 """Seconds for which Unprepare is refused while processes of the claim's pods run.
 
 Most processes end within this time. Some end only after Unprepare: if a kubelet ended while containerd started a
-container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The kubelet kills it, with
-all processes in the pod's cgroup, when it deletes the pod. The kubelet deletes the pod only after the pod's claims are
-unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
+container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The kubelet kills such a
+process, with all others in the pod's cgroup, when it deletes the pod. The kubelet deletes the pod only after the pod's
+claims are unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1,
+internal/cri).
 """
 
 
@@ -99,18 +102,19 @@ class ClaimPreparation:
         self.preparing: set[_Work] = set()
         """The running calls to prepare a claim."""
         self.begun: dict[str, float] = {}
-        """By UID, the time when this process first prepared a claim with its present allocation (monotonic seconds)."""
+        """For each claim UID, when this process first prepared the claim with its present allocation (monotonic
+        seconds)."""
         self.refused: dict[str, float] = {}
-        """By UID, the time when Unprepare was first refused because processes ran (monotonic seconds)."""
+        """For each claim UID, when Unprepare was first refused because processes ran (monotonic seconds)."""
         self.logged: dict[str, tuple[str, str]] = {}
-        """By UID, the last failed call and its error. If the kubelet's next call fails in the same way, it is logged at
-        DEBUG.
+        """For each claim UID, the last failed call and its error. If the next call fails with the same error, this is
+        logged at DEBUG.
         """
 
     async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
-        """Prepare a claim and return its answer, which the ledger records.
+        """Prepare a claim and return the response, which the ledger records.
 
-        limit: the time limit of the call's waits.
+        limit: the time limit for waits of this call.
         """
         try:
             async with self._working("prepare", self.statistics.prepare, ref) as work:
@@ -126,7 +130,7 @@ class ClaimPreparation:
         return answer
 
     async def _prepared_when_free(self, work: _Work, limit: WaitLimit) -> Prepared:
-        """Prepare a claim, again after each refusal that may soon pass. Raises ClaimError if no further try is made."""
+        """Try to prepare a claim until no further try is useful. Raises the ClaimError of the last try."""
         register, ref = self.devices.register, work.ref
         while True:
             seen = register.store.changes.count
@@ -145,7 +149,7 @@ class ClaimPreparation:
                 work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
-        """Try once to prepare a claim, or return its recorded answer. The caller has its lock. Raises ClaimError."""
+        """Try once to prepare a claim, or return its recorded response. The caller has its lock. Raises ClaimError."""
         check_ref(ref)
         allocation = await self._read(ref)
         recorded = self.records.get(ref.uid)
@@ -172,14 +176,14 @@ class ClaimPreparation:
         return prepared
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
-        """Unprepare a claim, recorded or not. While its containers run, return an error: the kubelet will try again.
+        """Unprepare a claim, with or without a record.
 
-        Even if a pod was deleted by force and its containers hang, the kubelet's reconcile loop unprepares the pod's
-        claims (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares a claim, the loop only removes
-        the pod from the claim state.
+        While its containers run, return an error: the kubelet tries again. Even if a pod was deleted by force and its
+        containers hang, the kubelet's reconcile loop unprepares the pod's claims (kubelet 1.36, cm/dra/manager.go:
+        reconcileLoop). If another pod shares a claim, the loop only removes the pod from the claim state.
 
-        After `PATIENCE` seconds, the kubelet gets the answer that the claim is unprepared, even if containers still
-        run. But the ledger keeps the claim, which holds its devices until no process of its pods runs
+        After `PATIENCE` seconds, the response states that the claim is unprepared, even if containers still run. But
+        the claim's record stays in the ledger, so that the claim holds its devices until no process of its pods runs
         (`ClaimReconciler`).
         """
         driver = self.records.driver
@@ -221,12 +225,15 @@ class ClaimPreparation:
     def _log_wait(self, ref: ClaimRef, error: ClaimError) -> None:
         extra = {"driver": self.records.driver, "claim": ref.title}
         _LOG.info("claim %s waits for its devices: %s", ref.title, error, extra=extra)
-        if error.reason is not Reason.REFUSED:  # For this reason, `ClaimDevices` has already written an Event.
+        if error.reason is not Reason.REFUSED:  # For a refusal, `ClaimDevices` has already written an Event.
             self.events.refused(ref, error.reason, str(error))
 
     @contextlib.asynccontextmanager
     async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[_Work]:
-        """Count and log a call for a claim, made inside this context. Raise every failure as a ClaimError."""
+        """Count and log the call for a claim that is made inside this context manager.
+
+        Raise each failure as a ClaimError.
+        """
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         began, work = time.perf_counter(), _Work(ref, task)
@@ -249,7 +256,7 @@ class ClaimPreparation:
                 self.statistics.waits.add(work.waited)
 
     async def _read(self, ref: ClaimRef) -> ClaimAllocation:
-        """Read a claim and return its devices. Raises ClaimError if it has none here, or is reserved for no pod."""
+        """Read a claim, return its devices. Raises ClaimError if it has no devices here, or is reserved for no pod."""
         began = time.perf_counter()
         self.statistics.claim_reads += 1
         try:
@@ -262,22 +269,22 @@ class ClaimPreparation:
         return allocation
 
     def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:
-        """Return whether a recorded answer is of this boot and of the claim's present allocation."""
+        """Return whether a recorded response is from this boot and for the claim's present allocation."""
         return former.boot == self.files.boot and former.named == allocation.named
 
     async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
-        """Give up the devices that a claim had before. former: its former answer. anew: whether its allocation is new.
+        """Release a claim's former devices. former: the recorded response. anew: whether the claim's allocation is new.
 
-        A claim gets a new allocation only when, for the API server, no pod uses the claim any more. Such pods may still
-        run on this node: they were deleted by force, or this node was cut off from the API server. Prepare waits even
-        for processes of the pod that it is called for: the kubelet prepares a claim before it makes the pod's sandbox
-        (kubelet 1.36, kuberuntime_manager.go: SyncPod), so these processes belong to an earlier sandbox with the former
-        devices.
+        A claim is allocated again only when, according to the API server, no pod uses the claim any more. Such pods may
+        still run on this node, if they were deleted by force or if this node was cut off from the API server. Prepare
+        waits even for processes of the pod that it is called for: the kubelet prepares a claim before it makes the
+        pod's sandbox (kubelet 1.36, kuberuntime_manager.go: SyncPod), so these processes belong to an earlier sandbox
+        with the former devices.
 
         Raises ClaimError while processes may use the former devices.
         """
         if former is None or (anew and former.boot == self.files.boot):
-            # No answer is recorded: Unprepare was answered while processes ran, or Prepare did not end.
+            # The record has no response if Unprepare succeeded while processes ran, or if Prepare was interrupted.
             users, unlisted = await self._users(ref)
             if users or (anew and unlisted):
                 former_devices = Awaited(record.held, lambda: self._still_used(ref, record))
@@ -292,15 +299,15 @@ class ClaimPreparation:
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str) -> Prepared:
-        """Prepare a claim without foreign code: record its devices together with the answer, then write its files."""
+        """Prepare a claim without foreign code: record its devices together with the response, then write its files."""
         prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
         try:
-            # The grant verifies that the devices are unchanged since their numbers were read for the CDI file.
+            # The grant verifies that the device numbers in the CDI file are still those of the devices.
             await self.devices.grant(ref, _answered(record, prepared))
-            newest = self.records.get(ref.uid)  # This record also has the pods that were recorded meanwhile.
+            newest = self.records.get(ref.uid)  # The newest record also has the pods that were recorded meanwhile.
             await self.files.write(newest or record, prepared)
         except ClaimError:
-            raise  # Nothing was recorded.
+            raise  # The ledger has recorded nothing, so there is nothing to undo.
         except BaseException:
             await ended(self.tasks.start(self._undo(ref, record)))  # The undo completes even if this task is cancelled.
             raise
@@ -309,7 +316,7 @@ class ClaimPreparation:
     async def _set_up_by_others(
         self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str
     ) -> Prepared:
-        """Prepare a claim with hooks or vendors' plugins: reserve, set up, write the files, and record the answer.
+        """Prepare a claim with hooks or vendors' plugins: reserve, set up, write the files, and record the response.
 
         If a step fails, all steps are undone.
         """
@@ -318,7 +325,7 @@ class ClaimPreparation:
         try:
             prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
             await self.files.write(record, prepared)
-            # This verifies that the devices are unchanged since their numbers were read for the CDI file.
+            # `confirm` verifies that the device numbers in the CDI file are still those of the devices.
             await self.devices.confirm(ref, _answered(record, prepared))
         except BaseException:
             await ended(self.tasks.start(self._undo(ref, record)))  # The undo completes even if this task is cancelled.
@@ -334,7 +341,7 @@ class ClaimPreparation:
             _LOG.warning(text, ref.title, error, extra={"driver": self.records.driver, "claim": ref.title})
 
     async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
-        """Return two sets: the claim's pods whose processes run, and running pods that may use the claim.
+        """Return two sets of UIDs: the claim's pods whose processes run, and running pods that may use the claim.
 
         Raises ClaimError if it is not known which pods use the claim.
         """
@@ -351,13 +358,13 @@ class ClaimPreparation:
         return record.pods & running, self.possible_users(ref.uid, unlisted)
 
     def _still_used(self, ref: ClaimRef, record: Claim) -> Outlook:
-        """Return whether processes may use a claim's former devices, by the newest reading of the running pods."""
+        """Return whether users of a claim's former devices will soon end, by the last reading of the running pods."""
         running, unlisted = self.host.last_running_pods()
         used = not running.isdisjoint(record.pods) or self.possible_users(ref.uid, unlisted)
         return Outlook.ENDING if used else Outlook.FREE
 
     def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
-        """Return those of the unlisted pods that may use a claim: not those seen before the claim was prepared.
+        """Return those of the unlisted pods that may use a claim: pods that were first seen after it was prepared.
 
         unlisted: see `RunningPods`. The kubelet prepares a claim before it makes the sandbox of the claim's pod
         (kubelet 1.36, kuberuntime_manager.go: SyncPod).
@@ -387,7 +394,7 @@ class ClaimPreparation:
             await self.files.remove(uid)
 
     async def _take_back(self, claim: Claim) -> None:
-        """Undo the setup of a claim's devices, remove its files, and last delete its record."""
+        """Undo the setup of a claim's devices, remove the claim's files, and finally delete its record."""
         self.devices.ending.add(claim.uid)
         try:
             await self.devices.unprepare(claim)
@@ -400,7 +407,7 @@ class ClaimPreparation:
 
 
 def _log(verb: str, claim: Claim) -> None:
-    """Log at INFO that a claim was prepared or unprepared, and at DEBUG each of its devices."""
+    """Log that a claim was prepared or unprepared at INFO, and each of its devices at DEBUG."""
     extra = {"driver": claim.driver, "claim": claim.title}
     _LOG.info("claim %s was %s: %s", claim.title, verb, counted(len(claim.devices)), extra=extra)
     for device in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
@@ -423,7 +430,7 @@ def _answered(record: Claim, prepared: Prepared) -> Claim:
 
 
 def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> ClaimError:
-    """Convert an error of a call to a ClaimError with a text for the user, cut at `_MAX_MESSAGE`."""
+    """Convert an error of a call to a ClaimError with a text for users of at most `_MAX_MESSAGE` characters."""
     what = f"claim {work.ref.title}"
     match error:
         case ClaimError():
@@ -442,6 +449,6 @@ def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> Claim
             reason, text = Reason.CDI, str(error)
         case LedgerError():
             reason, text = Reason.LEDGER, str(error)
-        case _:  # This includes errors of the API client, whose text is written for the user.
+        case _:  # Errors of the API client are included: their texts are written for users.
             reason, text = Reason.API, f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")

@@ -1,4 +1,4 @@
-"""Unprepares claims that no pod uses any more. Restores or removes claim files so that they match the ledger."""
+"""Unprepares claims that no pod uses any more, and makes the claims' files match the ledger's records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClaimReconciler:
-    """Compares one driver's claims in the ledger with the evidence about them."""
+    """Compares one driver's claims in the ledger with evidence: claim state, processes, API server, files."""
 
     records: ClaimRecords
     api: ClusterClaims
@@ -36,17 +36,17 @@ class ClaimReconciler:
     ) -> dict[str, list[str]]:
         """Unprepare the claims that no pod uses, and write missing files of prepared claims again.
 
-        A claim is unprepared only if three conditions hold: the kubelet's claim state does not name it, no process of
-        its pods can run, and the API server shows that the claim is deleted or allocated elsewhere. If a condition
-        cannot be read, the claim stays prepared.
+        A claim is unprepared only on three conditions: the kubelet's claim state does not name it, no process of its
+        pods can run, and at the API server the claim is deleted or has another allocation. If a condition cannot be
+        checked, the claim stays prepared.
 
         named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
-        `RunningPods`. sweep: whether to remove files of claims that are not in the ledger. A ledger may have lost
-        claims, so sweep only after the ledger has adopted the claims in the files.
+        `RunningPods`. sweep: whether to remove files of claims that are not in the ledger. The ledger may have lost
+        claims, so a caller must first let the ledger adopt the claims in the files.
 
-        Returns UIDs of claims by what was done: "unprepared"; "reopened": the next Prepare after a reboot sets the
-        claim up again; "rewritten", "removed": files of the claim were written again or removed; "unknown": nothing,
-        because a condition could not be read or a write failed.
+        Returns, for each action, the UIDs of claims. Actions: "unprepared"; "reopened": after a reboot, the next
+        Prepare sets the claim's devices up again; "rewritten", "removed": files of the claim were written again or
+        removed; "unknown": none, because a condition could not be checked or a write failed.
         """
         uids: dict[str, list[str]] = {}
         turns = asyncio.Semaphore(16)
@@ -76,7 +76,7 @@ class ClaimReconciler:
     async def _reconcile_one(
         self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: Mapping[str, float]
     ) -> str:
-        """Reconcile one claim. Return what was done, in the words of `reconcile`; "" if nothing was done."""
+        """Compare one claim with the evidence. Return the action, in the words of `reconcile`; "" for no action."""
         record = self.records.get(uid)
         if record is None:
             return ""
@@ -86,7 +86,7 @@ class ClaimReconciler:
             if record.name and over and not await self._allocated(record):
                 await self.preparation.end(uid)
                 return "unprepared"
-        except Exception as error:  # The API server, a hook or the disk failed. The next run tries again.
+        except Exception as error:  # The API server, a hook or the disk failed; the next `reconcile` tries again.
             _LOG.info("claim %s is not unprepared yet: %s", record.title, error, extra=extra)
             return "unknown"
         if prepared is None:
@@ -102,7 +102,7 @@ class ClaimReconciler:
         return "rewritten" if written else ""
 
     async def _allocated(self, record: Claim) -> bool:
-        """Return whether the claim still exists at the API server and is allocated to the recorded devices."""
+        """Return whether the claim still exists at the API server with an allocation of the recorded devices."""
         async with asyncio.timeout(self.preparation.deadline):
             claim = await self.api.get_claim(record.namespace, record.name)
         try:

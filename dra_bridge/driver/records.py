@@ -1,4 +1,4 @@
-"""Reads the ledger's records of a driver's claims, with the answers that the kubelet has received."""
+"""Reads the ledger's records of a driver's claims, with the Prepare responses that the kubelet has received."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deviceplugin.register.store import Store
 
 
 class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device in the answer to the kubelet. request: the name without the subrequest."""
+    """One device in a Prepare response. request: the request's name without the subrequest."""
 
     request: str
     pool: str
@@ -28,10 +28,10 @@ class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The recorded answer to the Prepare of a claim.
+    """The recorded response to the Prepare of a claim.
 
-    spec: the text of the claim's CDI file, "" if it needs none. boot: the node's boot in which the claim was prepared.
-    metadata: the texts of the claim's metadata files, by request.
+    spec: the text of the claim's CDI file, "" if the claim needs no such file. boot: the node's boot in which the claim
+    was prepared. metadata: the texts of the claim's metadata files, by request.
     """
 
     devices: tuple[PreparedDevice, ...]
@@ -41,7 +41,7 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
-        """The request, pool, device and share of each device, to compare with `ClaimAllocation.named`."""
+        """For each device, its request, pool, name and share ID, to compare with `ClaimAllocation.named`."""
         return frozenset((device.request, device.pool, device.device, device.share) for device in self.devices)
 
 
@@ -49,13 +49,13 @@ _DECODER: Final = msgspec.json.Decoder(Prepared)
 
 
 def prepared_of(claim: Claim) -> Prepared | None:
-    """Return the recorded answer to a claim; None if no answer is recorded, or an older agent recorded it."""
+    """Return the recorded Prepare response of a claim; None if there is none, or an older agent recorded it."""
     return None if claim.result is None else _prepared(claim.result)
 
 
 @functools.lru_cache(maxsize=256)
 def _prepared(result: str) -> Prepared | None:
-    """Decode an answer. It is cached, because all claims' files are compared with their answers each second."""
+    """Decode a recorded response. Cached, because each second all claims' files are compared with their responses."""
     try:
         return _DECODER.decode(result)
     except msgspec.DecodeError:
@@ -67,8 +67,8 @@ def is_over(
 ) -> bool:
     """Return whether no container of this node can use a claim any more.
 
-    If the claim's pods are unknown, a container may use it until the next boot. boot: the present boot. named, pods:
-    see `ClaimReconciler.reconcile`. unlisted: further pods that may use the claim.
+    If the claim's pods are unknown, a container may use the claim until the next boot. boot: the id of the present
+    boot. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use the claim.
     """
     prepared = prepared_of(claim)
     begun = {prepared.boot} if prepared is not None else {device.identity.boot for device in claim.devices}
@@ -86,7 +86,7 @@ class ClaimRecords:
     _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
 
     def get(self, uid: str) -> Claim | None:
-        """Return the record of a claim; None if the ledger has none."""
+        """Return the ledger's record of a claim; None if there is no record."""
         return self.ledger.snapshot.claims.get((self.driver, uid))
 
     def all(self) -> list[Claim]:
@@ -94,5 +94,5 @@ class ClaimRecords:
         return [claim for claim in self.ledger.snapshot.claims.values() if claim.driver == self.driver]
 
     def locked(self, uid: str) -> asyncio.Lock:
-        """Return the lock of a claim. All callers get the same object while a task has the lock or waits for it."""
+        """Return a claim's lock. All callers get the same object while a task has the lock or waits for this lock."""
         return self._locks.setdefault(uid, asyncio.Lock())

@@ -1,25 +1,25 @@
 """Serves one DRA driver to the kubelet at two sockets, and keeps the driver registered.
 
-The kubelet finds a driver by its registration socket in `plugins_registry/`. There the kubelet asks for the driver's
-name and endpoint (GetInfo, 1 s) and reports whether it accepts the driver (NotifyRegistrationStatus, 5 s). Then the
-kubelet calls the driver's service at the endpoint, a second socket. A driver cannot call the kubelet; it can only
-provide the registration socket, and replace it after a failure.
+The kubelet finds a driver by its registration socket in `plugins_registry/`. At this socket, the kubelet asks for the
+driver's name and endpoint (GetInfo, timeout 1 s), and reports whether it accepts the driver (NotifyRegistrationStatus,
+timeout 5 s). Then the kubelet calls the driver's service at the endpoint, a second socket. A driver cannot call the
+kubelet; the driver can only make the registration socket, and replace this socket after a failure.
 
-The service's sockets of all drivers of an agent are in one directory, so that no mount depends on drivers' names. The
-kubelet connects to the path that GetInfo returns (1.36.3, operation_generator.go and
+The endpoints of all drivers of an agent are in one directory, so that no mount of the agent's pod depends on drivers'
+names. The kubelet connects to the path that GetInfo returns (1.36.3, operation_generator.go and
 cm/dra/plugin/dra_plugin_manager.go).
 
-Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket whose name does not begin with a dot, also the
-sockets that exist at its start, and passes them to a reconciler that runs once a second. After a failed registration,
-the kubelet tries the same path again after growing delays, but tries a socket with a new name at once. The removal of a
-socket deregisters the driver. Several instances of one driver with different endpoints may be registered together (in
-a rolling update); the kubelet calls the newest that is connected. An endpoint cannot be registered twice, so each new
-registration has a new endpoint.
+Facts (kubelet 1.36.3, pluginmanager): the kubelet's watcher finds every socket whose name does not begin with a dot,
+also sockets that exist at the kubelet's start, and passes the sockets to a reconciler that runs once a second. After a
+failed registration, the kubelet tries the same path again after growing delays, but tries a socket with a new name at
+once. The removal of a socket deregisters the driver. Several instances of one driver with different endpoints may be
+registered together (in a rolling update); the kubelet calls the newest that is connected. An endpoint cannot be
+registered twice, so each new registration has a new endpoint.
 
-The supported versions in the answer to GetInfo name all services of the endpoint. For claims, the kubelet uses the
+The supported versions in the response to GetInfo name all services of the endpoint. For claims, the kubelet uses the
 first version in the driver's order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health,
-1.37.1 prefers v1 to v1alpha1 in any order, and opens no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1
-without reading the list.
+1.37.1 prefers v1 to v1alpha1 in any order, and opens no stream if neither version is listed; 1.34.4 and 1.36.3 open
+v1alpha1 without reading the versions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from dra_bridge.wire import (
 _LOG: Final = logging.getLogger(__name__)
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""The services at the endpoint. The kubelet chooses one version for claims and one for health."""
+"""The gRPC services at the endpoint. The kubelet chooses one version for claims, and one version for health."""
 
 _MAX_MESSAGE: Final = 1000
 
@@ -73,9 +73,9 @@ _MAX_MESSAGE: Final = 1000
 class RegistrarTiming:
     """Time limits and intervals, in seconds.
 
-    patience: time without a registration by the kubelet, after which the sockets are made again. drain: time for
-    running calls when a server stops. keep_alive: between two lists of the devices' health; the kubelet forgets the
-    health of devices 30 s after their last list.
+    patience: maximum wait for the kubelet to register the driver; afterwards the sockets are made again. drain: maximum
+    wait for running calls when a server stops. keep_alive: time between two reports of the devices' health; the kubelet
+    forgets a device's health 30 s after its last report.
     """
 
     patience: float = 60.0
@@ -87,7 +87,8 @@ class RegistrarTiming:
 class RegistrarStatistics:
     """Statistics of a driver's registration; counters only grow.
 
-    registered: whether the kubelet has registered the driver. error: why the driver is not registered; "" if it is.
+    registered: whether the kubelet has registered the driver. error: why the driver is not registered; "" if it is
+    registered.
     """
 
     registered: bool = False
@@ -97,7 +98,7 @@ class RegistrarStatistics:
 
 
 class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
-    """The service DRAPlugin in one version. pb: the module with the version's messages.
+    """The gRPC service DRAPlugin in one version. pb: the module with the messages of this version.
 
     Both versions have the same messages, but v1beta1 has no `share_id`.
     """
@@ -137,7 +138,7 @@ class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAP
 
 
 def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesResponse:
-    """Return the health of all devices of a driver, as the kubelet's stream has it. now: Unix seconds."""
+    """Return the message of the health stream with the health of all devices of a driver. now: Unix seconds."""
     response = health_pb.NodeWatchResourcesResponse()
     for name, (_, device) in driver.devices.by_name.items():
         response.devices.add(
@@ -152,7 +153,7 @@ def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesRespo
 class HealthService(
     dra_health_v1_pb2_grpc.DRAResourceHealthServicer, dra_health_v1alpha1_pb2_grpc.DRAResourceHealthServicer
 ):
-    """The health services v1 and v1alpha1. Each sends a list at once, after changes, and every `keep_alive` seconds."""
+    """The gRPC services for health, v1 and v1alpha1. They report health at once, after changes and periodically."""
 
     def __init__(self, driver: Driver, keep_alive: float) -> None:
         self._driver = driver
@@ -163,14 +164,14 @@ class HealthService(
         self.follow()
 
     def follow(self) -> None:
-        """Subscribe to the inventories that the driver serves now, and send a list with their devices."""
+        """Subscribe to the driver's present inventories, and report the health of their devices."""
         self._subscriptions.close()
         for served in self._driver.devices.resources:
             self._subscriptions.callback(served.inventory.subscribe(lambda _: self._wake()))
         self._wake()
 
     async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
-        """Send lists of the devices' health until the kubelet closes the stream or the service ends."""
+        """Report the health of all devices repeatedly, until the kubelet closes the stream or the service ends."""
         while not self._ended:
             changed = self._changed
             yield health_list(self._driver, time.time())
@@ -190,7 +191,7 @@ class HealthService(
 
 
 def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:
-    """Serve a driver's claims and the health of its devices in all versions of the kubelet's API."""
+    """Add a driver's gRPC services for claims and health, in all versions of the kubelet's API, to a server."""
     dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1_pb2), server)
     dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1beta1_pb2), server)
     dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
@@ -199,10 +200,10 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 
 @dataclass(frozen=True, slots=True)
 class _RegistrationService(RegistrationServicer):
-    """Answers the kubelet's calls at the registration socket.
+    """The gRPC service at the registration socket, which the kubelet calls.
 
-    info: the answer to GetInfo. answered: called with the kubelet's verdict: whether the driver is registered, and why
-    not.
+    info: the response to GetInfo. answered: called with the kubelet's result: whether the driver is registered, and the
+    error if not.
     """
 
     info: pb.PluginInfo
@@ -213,35 +214,35 @@ class _RegistrationService(RegistrationServicer):
 
     async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
         await self.answered(request.plugin_registered, request.error)
-        return pb.RegistrationStatusResponse()  # An error here would deregister the driver.
+        return pb.RegistrationStatusResponse()  # An error as response would deregister the driver.
 
 
 @dataclass(slots=True)
 class _Socket:
-    """A server and its socket file, whose name is never used again. own: the file's identity."""
+    """A gRPC server and its socket file, whose name is never used again. own: the identity of the file."""
 
     path: Path
     server: grpc.aio.Server
     own: FileIdentity | None
 
     def is_in(self, sockets: Mapping[str, FileIdentity]) -> bool:
-        """Return whether the socket file still exists and is the one that this server made.
+        """Return whether the socket file still exists and is the file that this server made.
 
-        sockets: identities by path.
+        sockets: the identities of all socket files, by path.
         """
         return self.own is not None and self.own == sockets.get(str(self.path))
 
     def remove(self) -> None:
-        """Remove the socket file, if it is the one that this server made. Blocks."""
+        """Remove the socket file if it is the file that this server made. Blocks."""
         with contextlib.suppress(OSError):
             if self.own is not None and file_identity(self.path) == self.own:
                 self.path.unlink()
 
 
 class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
-    """The directories of the sockets of all drivers in this process. One read of the directories serves all drivers.
+    """The directories with the sockets of all drivers of this process, which are read once for all drivers.
 
-    own: the agent's directory with the service's sockets. registry: the kubelet's `plugins_registry`. Missing
+    own: the agent's directory with the drivers' endpoints. registry: the kubelet's `plugins_registry`. Missing
     directories are created.
     """
 
@@ -257,11 +258,11 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
 
 
 class Registrar:
-    """Serves one driver to the kubelet and keeps it registered.
+    """Serves one driver's gRPC API to the kubelet, and keeps the driver registered.
 
-    kubelet: the directory where each kubelet makes a new socket at its start, before it looks for drivers (kubelet.go,
-    initializeRuntimeDependentModules, 1.36). changed: a function that is called when the driver was registered or
-    deregistered.
+    kubelet: the device plugin directory, in which a starting kubelet makes a new socket before it looks for drivers
+    (kubelet.go, initializeRuntimeDependentModules, 1.36). changed: a function that is called when the driver was
+    registered or deregistered.
     """
 
     def __init__(
@@ -279,33 +280,33 @@ class Registrar:
         self._directory, self._registry = directories.own, directories.registry
         self._kubelet = kubelet
         self._registered_by: FileIdentity | None = None
-        """The socket of the kubelet that registered the driver."""
+        """The identity of kubelet.sock when the kubelet registered the driver."""
         self._looks = directories.looks
         self._timing = timing or RegistrarTiming()
         self._changed = changed
         self.backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
         self._sockets: list[_Socket] = []
-        """The socket of the service, then the socket of the registration."""
+        """The endpoint's socket, then the registration socket."""
         self._refused = False
         self._stopping = Tasks()
 
     @property
     def registered(self) -> bool:
-        """Whether the running kubelet has registered the driver. Any thread may read it.
+        """Whether the running kubelet has registered the driver. Any thread may read this property.
 
-        A kubelet does not report its end. The next kubelet may not find the driver, or may refuse it.
+        A restarted kubelet counts as another kubelet, because it may not find the driver or may refuse the driver.
         """
         present = self._kubelet.kubelet if self._kubelet is not None else None
         return self.statistics.registered and self._registered_by == present
 
     def follow(self) -> None:
-        """Report the health of the resources that the driver now serves. Call this when they have changed."""
+        """Report the health of the driver's present resources. Call this method when the resources have changed."""
         if self._health is not None:
             self._health.follow()
 
     async def run(self) -> None:
-        """Serve and stay registered until cancelled. Then complete running calls and remove this registrar's sockets.
+        """Serve and stay registered until cancelled. Then wait for running calls, and remove this registrar's sockets.
 
         Raises ValueError if the path of `plugins_registry` is too long for a socket in it.
         """
@@ -333,19 +334,20 @@ class Registrar:
     async def _keep(self, watch: DirectoryReader) -> None:
         """Return when new sockets are needed.
 
-        New sockets are needed if a socket was removed, if the kubelet has refused the driver, or if it does not
-        register it.
+        New sockets are needed if a socket was removed, if the kubelet has refused the driver, or if the kubelet does
+        not register the driver.
         """
         made_at = time.monotonic()
         while await self._in_place():
             if self._refused:
                 await self.pause()
-                if not self.statistics.registered:  # Otherwise the kubelet has retried the path meanwhile.
+                # If the driver is registered, the kubelet has tried the same path again meanwhile.
+                if not self.statistics.registered:
                     return
             wait = math.inf
             if self.statistics.registered and not self.registered:
-                # A new kubelet looks for drivers at its start. If it does not register this driver within `patience`,
-                # new sockets let it find the driver.
+                # A new kubelet looks for drivers at its start. If the new kubelet does not register this driver within
+                # `patience`, new sockets let the kubelet find the driver.
                 self.statistics.registered, made_at = False, time.monotonic()
                 self.statistics.error = "the kubelet was restarted, and has not registered the driver since"
                 self._changed()
@@ -357,7 +359,7 @@ class Registrar:
         _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
 
     async def _in_place(self) -> bool:
-        """Return whether both sockets exist. If the directories cannot be read in time, assume that they do."""
+        """Return whether both sockets exist; also True if the directories cannot be read in time."""
         try:
             there = await self._directories.now()
             return all(bound.is_in(there) for bound in self._sockets)
@@ -373,7 +375,7 @@ class Registrar:
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: DirectoryReader) -> None:
-        """Make the service's socket, then the registration's, both with new names."""
+        """Make the endpoint's socket, then the registration socket, both with new names."""
         name, instance = self.driver.name, os.urandom(4).hex()
         await self._looks.at("socket", self._sweep)
         self._health = HealthService(self.driver, self._timing.keep_alive)
@@ -424,7 +426,10 @@ class Registrar:
         self._changed()
 
     def _sweep(self) -> None:
-        """Create both directories. Remove sockets of killed agents and of former drivers, which no server has open."""
+        """Create both directories.
+
+        Remove sockets that no server has open: those of killed agents and of former drivers.
+        """
         self._registry.mkdir(parents=True, exist_ok=True)
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
@@ -436,7 +441,7 @@ class Registrar:
         addresses.remove_abandoned((*registrations, *own))
 
     def _retire(self) -> None:
-        """Stop accepting calls, first at the registration's socket. Running calls have `drain` seconds to complete."""
+        """Stop accepting calls, first at the registration socket. Running calls have `drain` seconds to complete."""
         if self.statistics.registered:
             self.statistics.registered = False
             self._changed()

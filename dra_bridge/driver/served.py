@@ -1,4 +1,4 @@
-"""Finds the devices that a driver serves, and the devices that a claim's requests get."""
+"""Finds the devices of a driver's resources, and the devices that a claim's requests get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dra_bridge.driver.host import DriverHost
 
 
 class ServedResource(NamedTuple):
-    """One resource that a driver serves."""
+    """One resource whose devices a driver gives to claims."""
 
     source: DeviceSource
     inventory: Inventory
@@ -28,7 +28,7 @@ class ServedResource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestDevices:
-    """The devices that one request gets from one source. request: the name without the subrequest."""
+    """The devices that one request of a claim gets from one source. request: the name without the subrequest."""
 
     request: str
     served: ServedResource
@@ -38,7 +38,7 @@ class RequestDevices:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices of the request in natural order, each once, even if the claim has several shares of one."""
+        """The devices of the request in natural order, each once, even if the claim has several shares of a device."""
         devices: dict[str, Device] = {}
         for device, _ in self.members:
             devices[device.id] = device
@@ -46,7 +46,7 @@ class RequestDevices:
 
     @property
     def parameters(self) -> str:
-        """The parameters that the source's `prepare` hook gets, as JSON; "" if the hook is not called or gets none."""
+        """The parameters for the source's hook `prepare`, as JSON; "" if there are none or the hook is not called."""
         if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
             return ""
         return msgspec.json.encode(self.config, order="sorted").decode()
@@ -66,10 +66,10 @@ class ServedDevices:
     _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
         default=(None, {}, (), {}), init=False
     )
-    """The last result of `by_name`, after what it was made of: the resources, their qualifiers and their snapshots."""
+    """The last result of `by_name`, and before it the resources, qualifiers and snapshots from which it was made."""
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
-        """Replace the resources that the driver serves."""
+        """Replace the driver's resources."""
         self.resources = resources
 
     @property
@@ -79,7 +79,8 @@ class ServedDevices:
         for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
         qualifiers, now = self.host.qualifiers(list(snapshots)), tuple(snapshots.values())
-        made_of, called, listed, names = self._named  # Read as a whole: another thread may replace the tuple.
+        # All elements are read from one tuple, because another thread may replace the tuple.
+        made_of, called, listed, names = self._named
         if made_of is not resources or qualifiers != called or any(map(operator.is_not, now, listed)):
             published = naming.published_names(qualifiers, {name: each.devices for name, each in snapshots.items()})
             by_resource = {served.source.resource: served for served in resources}
@@ -88,7 +89,7 @@ class ServedDevices:
         return names
 
     def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
-        """Yield the devices that a claim holds, by resource, also devices that are unplugged now."""
+        """Yield, for each resource, the devices that a claim holds, also devices that are unplugged now."""
         for served in self.resources:
             listed, held = served.inventory.snapshot.devices, dict[str, Device]()
             for granted in claim.devices:
@@ -99,10 +100,10 @@ class ServedDevices:
                 yield served, in_order(held.values())
 
     def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
-        """Return the devices of each request by source, with the request's decoded parameters.
+        """Return the devices that each request gets from each source, with the request's decoded parameters.
 
-        Raises ClaimError if a device is missing, gone or unhealthy, if the parameters are wrong, or if a request for
-        administrative access names a device of a vendor's plugin.
+        Raises ClaimError if a device is unknown, unplugged or unhealthy, if the parameters are wrong, or if a request
+        for administrative access has a device of a vendor's plugin.
         """
         by_request: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
         by_name = self.by_name

@@ -11,7 +11,7 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """Statistics of one kind of call, counted by claim. failures: numbers by reason. durations: of all calls."""
+    """Statistics of one kind of call, counted for each claim. failures: number by reason. durations: of all calls."""
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -20,7 +20,7 @@ class CallStatistics:
 
 @dataclass(slots=True)
 class ClaimStatistics:
-    """Statistics of a driver. All values but `in_flight`, the running calls, only grow. Durations are in seconds.
+    """Statistics of a driver. All values only grow, except `in_flight`, the running calls. Durations are in seconds.
 
     waits: durations of claims' waits for holders that were about to end, including waits without success.
     prepared_again: number of Prepares of claims that were already prepared. hooks: calls of hooks for claims.

@@ -1,1 +1,1 @@
-"""Moves of devices between the device plugin and DRA: the requested share, which devices move, how a move ends."""
+"""Moves devices between the device plugin and DRA, until as many devices as requested are for claims."""

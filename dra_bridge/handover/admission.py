@@ -1,15 +1,16 @@
-"""Computes which pods a kubelet restart would end now, and which moves would make it end pods. Pure functions.
+"""Computes which pods a kubelet restart would end now, and after which moves it would end pods. Pure functions.
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
-the pod under admission, the kubelet ignores `limits` that DRA serves. For the pods admitted before, it counts such
-`limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). The kubelet compares the sum with
-the Node's `status.allocatable`, or with the number of ids in its checkpoint if that number is larger
-(sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that does not fit, although the pod runs.
+the pod that it is admitting, the kubelet ignores `limits` that are satisfied by a claim. For the pods that it has
+admitted before, it counts such `limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586).
+The kubelet compares the sum with the Node's `status.allocatable`, or with the number of ids in its checkpoint if that
+number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that does not fit, although
+the pod runs.
 
-So a restart can end a pod that has devices of the device plugin, if older pods get their `limits` through DRA. After
-its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if all pods that get `limits`
-in one way have ended before pods that get them in the other way start. Therefore devices return to the device plugin
-only when no pod has a device through DRA by `limits`.
+So a restart can end a pod that has devices from the device plugin, if older pods have devices for their `limits`
+through DRA. After its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if all pods
+that have devices for `limits` in one way have ended before pods start that get devices in the other way. Therefore
+devices return to the device plugin only when no pod has a device through DRA by `limits`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from deviceplugin.register.records import Claim, RegisterSnapshot
 from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
-"""Seconds by which a pod may be older than its claim for `limits`. Only the claim's age is known, not the pod's."""
+"""Seconds by which a pod may be older than the claim that the scheduler makes for its `limits`; only the claim's age is
+known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The kubelet's counts of one resource, as numbers of device plugin ids.
 
-    shown: ids that ListAndWatch shows as Healthy both in its last list and in its next one; None without a stream.
-    by_plugin: ids that pods have from the device plugin, also of withdrawn devices. by_dra: devices that pods have
-    through DRA by their `limits`.
+    shown: number of ids that are Healthy both in the last device list for the kubelet and in the next one; None without
+    a stream. by_plugin: number of ids that pods have from the device plugin, also of unhealthy devices. by_dra: number
+    of devices that pods have by their `limits` through DRA.
     """
 
     shown: int | None
@@ -41,9 +43,9 @@ class Counts:
 
     @property
     def capacity(self) -> int:
-        """The number that the kubelet, at its next start, will compare with the sum of the pods' `limits`.
+        """The number of devices that the kubelet will compare with the sum of the pods' `limits` at its next start.
 
-        The kubelet has this number only if the agent registers before the kubelet admits the pods.
+        This requires that the agent registers before the kubelet admits the pods.
         """
         return max(self.shown or 0, self.by_plugin)
 
@@ -54,13 +56,13 @@ def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | Non
 
 
 def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
-    """Return the claims through which pods have devices of a resource by their `limits`, the oldest first."""
+    """Return the claims that give pods devices of a resource for their `limits`, the oldest first."""
     served = [claim for claim in now.claims.values() if served_by_limits(claim, resource)]
     return sorted(served, key=attrgetter("since"))
 
 
 def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
-    """Return the resources of which a pod has a device through DRA by its `limits`."""
+    """Return the resources of which a pod has a device by its `limits` through DRA."""
     served: set[str] = set()
     for claim in now.claims.values():
         for device in claim.devices:
@@ -70,11 +72,11 @@ def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
 
 
 def may_leave(now: Counts, ids: int) -> bool:
-    """Return whether this number of Healthy ids may move to DRA at once.
+    """Return whether so many Healthy ids may move to DRA at once.
 
-    The ids may move if a kubelet restart after the move ends no pod with devices of the device plugin. That is so in
-    four cases: there are no such pods; no pod has devices through DRA by `limits`; the kubelet's capacity stays the
-    same; or the capacity stays large enough for all pods.
+    The ids may move if a kubelet restart after the move ends no pod with devices of the device plugin. This holds in
+    four cases: no pod has devices of the device plugin; no pod has devices by `limits` through DRA; the kubelet's
+    number of devices stays the same; or this number stays large enough for all pods.
     """
     if not now.by_plugin or not now.by_dra:
         return True
@@ -85,9 +87,9 @@ def may_leave(now: Counts, ids: int) -> bool:
 
 
 class AdmittedPod(NamedTuple):
-    """A pod that the kubelet admits at its start. created: Unix seconds. asks: the pod's limit of one resource.
+    """A pod that the kubelet admits at its start. created: Unix seconds. asks: the pod's limit for one resource.
 
-    by_dra: whether DRA serves the limit.
+    by_dra: whether the pod gets these devices through DRA.
     """
 
     title: str
@@ -97,9 +99,9 @@ class AdmittedPod(NamedTuple):
 
 
 def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
-    """Return the titles of the pods that the kubelet denies, if a resource has this capacity.
+    """Return the titles of the pods that the kubelet denies if it counts `capacity` devices of a resource.
 
-    Of pods created in the same second, those served by DRA count as older: the worst case.
+    Of pods that were created in the same second, pods with devices through DRA count as older, which is the worst case.
     """
     used = 0
     titles = []
@@ -112,11 +114,11 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 
 
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
-    """Return the pods that have devices of a resource by their `limits`. Their time of creation is assumed.
+    """Return the pods that have devices of a resource by their `limits`, with an assumed time of creation.
 
-    The assumed time is when the pod got its devices, for a claim `AGE` seconds earlier. A pod that waited longer for
-    DRA is older than assumed. The title of a pod with devices of the device plugin is its UID, "" if the UID is not
-    known yet.
+    The assumed time is when the pod got its devices; for a claim, `AGE` seconds earlier. A pod that has waited longer
+    for its claim is older than assumed. A pod with devices of the device plugin has its UID as title, "" if the UID is
+    not known yet.
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}
@@ -132,9 +134,9 @@ def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
 
 
 def denied_now(now: RegisterSnapshot, resource: str) -> tuple[str, ...]:
-    """Return the titles of the pods that the kubelet would deny if it restarted now, as `pods_of` returns them.
+    """Return the titles (see `pods_of`) of the pods that the kubelet would deny if it restarted now.
 
-    The function assumes that the agent registers too late, so that the kubelet counts no Healthy ids.
+    The function assumes the worst case that the agent registers too late, so that the kubelet counts no Healthy ids.
     """
     if not served_by_dra(now, resource):
         return ()

@@ -1,9 +1,9 @@
 """Writes how many devices the scheduler may count on this node: `status.allocatable` of the Node object.
 
 The kubelet writes this number every 10 s by default, and only if something changed (tryUpdateNodeStatus, kubelet 1.36,
-kubelet_node_status.go). Until the kubelet's write, the scheduler places pods on withdrawn devices, and these pods fail
-(UnexpectedAdmissionError); and the scheduler places no pods on devices that came back. So the agent writes the number
-itself: before it withdraws devices from the device plugin, and after the kubelet has got devices back.
+kubelet_node_status.go). Until the kubelet's write, the scheduler still counts devices that have left the device plugin,
+so that pods fail (UnexpectedAdmissionError), and does not count devices that have returned. So the agent writes the
+number itself: before devices leave the device plugin, and after the kubelet counts returned devices.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 
 GRACE: Final = 1.0
-"""Seconds between the moment at which the Node shows the lower number and the withdrawal of devices.
+"""Seconds from the time when the Node has the lower number until devices leave the device plugin.
 
-In this time the kubelet admits pods that the scheduler has already bound to the node. On an idle node, the admission
-takes some ten milliseconds.
+In these seconds the kubelet admits pods that the scheduler has already bound to the node. On an idle node, the
+admission takes some ten milliseconds.
 """
 LOWER_DEADLINE: Final = 3.0
-"""Seconds to lower the number. After that, the agent withdraws devices even if the kubelet keeps writing a larger one.
+"""Maximum seconds to lower the number. Afterwards devices leave the device plugin even if the kubelet keeps writing a
+larger number.
 """
 LATE: Final = 2.0
-"""Seconds after the lowering of a number in which the agent overwrites a larger number that the kubelet writes.
+"""Seconds after the agent has lowered a number in which it overwrites a larger number that the kubelet writes.
 
-The kubelet may have computed the larger number just before the devices were withdrawn. The kubelet's next write comes
-only after one of its periods.
+The kubelet may have computed the larger number just before the devices left the device plugin, and would correct it
+only after its next period (10 s).
 """
 TAKEN: Final = 5.0
-"""Seconds to wait until the kubelet counts returned devices. After that, only the kubelet raises the number."""
+"""Maximum seconds to wait until the kubelet counts returned devices. Afterwards the agent leaves the number to the
+kubelet."""
 
 
 class StatusWriter(Protocol):
@@ -48,16 +50,16 @@ class StatusWriter(Protocol):
     async def write(self, resource: str, number: int) -> bool:
         """Write a resource's number into `status.allocatable`.
 
-        Return False if the write is impossible or not allowed.
+        Return False if the write is impossible or forbidden.
         """
 
 
 class AllocatableStatus:
-    """The numbers in this Node's `status.allocatable`, as the watch shows them, and the means to write them.
+    """Reads (from a watch) and writes the numbers in this Node's `status.allocatable`.
 
-    When the share of DRA grows, the agent writes once before devices leave the device plugin, and up to five times if
-    the kubelet writes its own number meanwhile. While devices come back, the agent writes at most once in 0.5 s at
-    first, and later at most once in 10 s.
+    Before devices leave the device plugin, the agent writes once, and up to five times if the kubelet writes its own
+    number meanwhile. While devices return, the agent writes at most once in 0.5 s at first, and later at most once in
+    10 s.
     """
 
     def __init__(
@@ -74,13 +76,13 @@ class AllocatableStatus:
         self._pauses = pauses
         self._numbers: Mapping[str, int] = {}
         self._since: dict[str, float] = {}
-        """By resource, the time when the watch first showed the present number (monotonic seconds)."""
+        """For each resource, when the watch first showed the present number (monotonic seconds)."""
         self._changes = Changes()
-        """Wakes tasks that wait for the Node to show other numbers."""
+        """Wakes tasks that wait for other numbers in the Node's status."""
         self._writing = asyncio.Lock()
         self._most: dict[str, int] = {}
-        """By resource, the largest number that the agent may write: the last lowered number plus the devices that have
-        returned since."""
+        """For each resource, the largest number that the agent may write: the last lowered number plus the devices that
+        have returned since then."""
         self._returning: dict[str, set[str]] = {}
         self._raising: dict[str, asyncio.Task[None]] = {}
         self._lowering: dict[str, asyncio.Task[None]] = {}
@@ -97,12 +99,13 @@ class AllocatableStatus:
     async def lower(self, resource: str, number: int) -> bool:
         """Lower a resource's number, and wait at most 3 s until no new pod can get devices beyond this number.
 
-        Returns True if the method had to wait, and then the scheduler counts at most this number and the kubelet has
-        admitted the pods that were bound before. Returns False otherwise, also if the number cannot be written.
+        Returns True if the method had to wait: the scheduler then counts at most this number, and the kubelet has
+        admitted the pods that were bound before. Returns False if no wait was needed, or if the number cannot be
+        written.
         """
         if (lowering := self._lowering.pop(resource, None)) is not None:
             lowering.cancel()
-        async with self._writing:  # Another task may be writing a larger number.
+        async with self._writing:  # Another task may be writing a larger number, so this task waits for the lock.
             self._most[resource] = number
         waited = lowered = False
         with contextlib.suppress(TimeoutError):
@@ -122,7 +125,7 @@ class AllocatableStatus:
         return waited and lowered
 
     async def _keep_low(self, resource: str) -> None:
-        """Overwrite, for `LATE` seconds, larger numbers that the kubelet computed before devices were withdrawn."""
+        """Overwrite, for `LATE` seconds, larger numbers that the kubelet computed before devices left the plugin."""
         until = time.monotonic() + LATE
         while (rest := until - time.monotonic()) > 0:
             seen, number = self._changes.count, self._most[resource]
@@ -131,7 +134,7 @@ class AllocatableStatus:
             await self._changes.after(seen, rest)
 
     async def _put(self, resource: str, number: int) -> bool:
-        """Write a number, but at most the largest number allowed now. Return whether the Node has the number."""
+        """Write a number, but at most the largest permitted number. Return whether the Node has it now."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
             if not await self._status.write(resource, number):
@@ -140,14 +143,15 @@ class AllocatableStatus:
             return True
 
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
-        """Return for how many seconds pods that need more devices may still come; infinite while the Node has more.
+        """Return for how many seconds pods that count on the larger number may come; infinite until it is lowered.
 
         began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
-        number never stays for a full second. Then, after twice the grace period, half of it is enough.
+        number never stays for a full second. In that case, half the grace period is enough once twice the grace period
+        has passed since `began`.
         """
         shown = self._numbers.get(resource)
         if shown is None:
-            return 0.0  # The scheduler places no pods with this resource here.
+            return 0.0  # The Node has no such number, so the scheduler places no pods with this resource here.
         if shown > number:
             return math.inf
         now = time.monotonic()
@@ -155,7 +159,7 @@ class AllocatableStatus:
         return self._since[resource] + grace - now
 
     def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
-        """Begin to raise the resource's number, because the kubelet gets these ids back from DRA."""
+        """Begin to raise the resource's number, because these ids return from DRA to the kubelet."""
         if resource in self._most:
             self._most[resource] += len(device_ids)
         self._returning.setdefault(resource, set()).update(device_ids)
@@ -174,7 +178,7 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Return how many devices the kubelet counts as healthy once it counts these; 0 after `TAKEN` seconds."""
+        """Return how many devices the kubelet counts as healthy, once it counts these ids; 0 after `TAKEN` seconds."""
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):

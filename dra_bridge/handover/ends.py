@@ -1,4 +1,4 @@
-"""Ends moves: collects the evidence for the commit of each move. Also deletes the records of unplugged devices."""
+"""Completes moves: collects the evidence that the commit of a move needs. Deletes records of unplugged devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 def shown_unhealthy(
     devices: Iterable[str], sent: tuple[float, frozenset[str]] | None, device_id_of: Callable[[str], str]
 ) -> dict[str, float]:
-    """Return the devices without a Healthy id in the last ListAndWatch list, with the time since which this is shown.
+    """Return the devices without a Healthy id in the last ListAndWatch list, each with the time of that list.
 
     sent: when the last list was sent (monotonic seconds), and its Healthy ids; None if the kubelet has no stream open.
     """
@@ -35,9 +35,9 @@ def shown_unhealthy(
 
 
 async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -> tuple[str, ...]:
-    """Commit the moves to DRA that can end, and return their devices. The function does not call the API server.
+    """Commit the moves to DRA that can end, and return the moved devices. Does not call the API server.
 
-    waiting: for each other move to DRA, the function adds the reason why the move waits.
+    waiting: a mapping to which the function adds, for each device whose move to DRA still waits, the reason.
     """
     resource, endpoint, evidence, before = moved.name, moved.endpoint, moved.evidence, moved.now
     devices = moved.moving.in_state(before, resource, State.TO_DRA)
@@ -67,11 +67,11 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -
 
 @dataclass(slots=True)
 class _ClaimQuery:
-    """A query for the claim that keeps a device from moving.
+    """The state of asking the API server for the claim that keeps a device from moving.
 
-    waits: delays between two reads. claim: the claim's name; "" if no such claim is known. device: the device that the
-    claim's allocation names; None if the claim belongs to a pod that has any device of the resource by `limits`. due:
-    when to read the claim again (monotonic seconds).
+    waits: the delays between two reads of the claim. claim: the claim's namespace/name; "" if no such claim is known.
+    device: the device in the claim's allocation; None if the claim gives a pod any device of the resource for `limits`.
+    due: when to read the claim again (monotonic seconds).
     """
 
     waits: Backoff
@@ -87,21 +87,21 @@ def _waits_for_limits(claim: str) -> MoveWait:
 
 @dataclass(slots=True, eq=False)
 class MovesToPlugin:
-    """Ends moves of one resource's devices to the device plugin, with as few requests to the API server as possible.
+    """Completes moves of a resource's devices to the device plugin, with few requests to the API server.
 
     Once the API server has accepted the slice without a device, the claims are listed once, for all devices that wait
     at that time. While a claim's allocation names the device, only this claim is read again, after 0.5 s at first and
     at most 5 min later. When the allocation no longer names the device, the claims are listed again. A failed list is
     repeated within 30 s.
 
-    No move ends while a pod has a device of the resource through DRA by its `limits`, unless the move is forced.
+    No move ends while a pod has a device of the resource by its `limits` through DRA, unless the move is forced.
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
     (`dra_bridge.handover.admission`).
 
-    queries: by device and the sequence of its record, so each move begins with a new query. waits: makes the delays
-    between two reads of the claim that a device waits for. limited: whether pods have, or may get, devices of the
-    resource through DRA by their `limits`: True once the ledger names such a pod, until the ledger names none, and
-    either a list of claims names none or no device waits.
+    queries: by device and sequence number of its record, so that each move begins with a new query. waits: makes the
+    delays between two reads of a claim. limited: whether pods have, or may get, devices of the resource by their
+    `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod. It becomes False when
+    the ledger names no such pod, and either a list of claims names none or no device waits.
     """
 
     moved: MovedResource
@@ -109,16 +109,17 @@ class MovesToPlugin:
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
     limited: bool = False
     _limits: _ClaimQuery | None = None
-    """The query for the claims that serve `limits`; None while the ledger itself decides about `limited`."""
+    """The query for the claims that give pods devices for `limits`; None while the ledger alone decides about
+    `limited`."""
 
     async def commit(
         self, waiting: dict[str, MoveWait], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
     ) -> tuple[str, ...]:
-        """Commit the moves to the device plugin that can end, and return their devices.
+        """Commit the moves to the device plugin that can end, and return the moved devices.
 
-        waiting: for each other move, the method adds the reason why the move waits. forced: returns whether the share
-        is forced now, which may change while the claims are listed. kept: returns the devices whose moves are reversed,
-        not committed, once `limited` is False.
+        waiting: a mapping to which the method adds, for each device whose move still waits, the reason. forced: returns
+        whether moves are forced now, which may change while the claims are listed. kept: returns the devices whose
+        moves will be reversed instead of committed once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
         before = moved.now
@@ -174,7 +175,7 @@ class MovesToPlugin:
         arrived = {
             name: at
             for name, at in withdrawn.items()
-            # Meanwhile, a slice of another driver may have begun to offer the device.
+            # A slice of another driver may have begun to offer the device while the claims were listed.
             if (queries[name].device is not None or forced())
             and name not in keeps
             and moved.slices.withdrawn(mine, name) == at
@@ -193,19 +194,19 @@ class MovesToPlugin:
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
     ) -> dict[str, _ClaimQuery]:
-        """Return, for each of these devices, the query for its claim. prepared: the claims in the ledger, by device."""
+        """Return, for each of these devices, the query for its claim. prepared: the ledger's claims, by device."""
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
-            # The ledger's claim may be unprepared soon, so it is read first and without a delay.
+            # The claim in the ledger may be unprepared soon, so this claim is read first and without a delay.
             if (claim := prepared.get(name)) is not None:
                 self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}
 
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
-        """Read the claims of the queries that are due. Return whether to list all claims now.
+        """Read the claims whose queries are due. Return whether all claims have to be listed now.
 
-        The claims must be listed if, for a query that is due, no known claim names the device any more.
+        This is necessary if, for a query that is due, no known claim has the device any more.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]
@@ -223,10 +224,11 @@ class MovesToPlugin:
 
 
 async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -> None:
-    """Delete the records of unplugged devices that have no holder and that no claim names.
+    """Delete the records of unplugged devices that have no holder and are in no claim's allocation.
 
-    A device on the DRA side, or on its way to it, first moves to the device plugin, because the end of this move proves
-    that no claim names the device. waiting: the function adds the reason why each other unplugged device waits.
+    An unplugged device on the DRA side, or moving there, first moves to the device plugin, because the end of this move
+    proves that no claim has the device. waiting: a mapping to which the function adds, for each unplugged device whose
+    record has to stay, the reason.
     """
     resource, now = moved.name, moved.now
     unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()

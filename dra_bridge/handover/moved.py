@@ -1,4 +1,4 @@
-"""A resource whose devices move, and the interfaces of the agent that its handover needs."""
+"""A resource whose devices move between plugin and DRA, and what the moves need of the agent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dra_bridge.handover.planner import ALL, Moving, Together
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The devices of this node that the allocations of claims name, from one consistent list of all claims.
+    """The devices of this node in the allocations of claims, from one consistent list of all claims.
 
-    at: when the list began (monotonic seconds). claims: the claim's namespace/name by (resource, device). limits: the
-    keys of `claims` whose claim serves the `limits` of a pod.
+    at: when the list began (monotonic seconds). claims: for each (resource, device), the claim's namespace/name.
+    limits: those keys of `claims` whose claim the scheduler made for a pod's `limits`.
     """
 
     at: float
@@ -29,7 +29,7 @@ class Allocated:
 
 
 class MoveEvidence(Protocol):
-    """Reads which pods and claims hold devices now, and which claims are allocated devices. Each call reads again.
+    """Reads which pods and claims hold devices, and which claims have devices allocated. Each call reads again.
 
     errors: the exceptions that `allocated` and `allocates` raise when the API server does not answer.
     """
@@ -37,7 +37,7 @@ class MoveEvidence(Protocol):
     errors: ClassVar[tuple[type[Exception], ...]]
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """Find the holders of devices and compare the register with them. Return None if an Allocate came meanwhile."""
+        """Find the holders of devices, and compare the register with them. Return None if an Allocate ran meanwhile."""
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's name, for messages."""
@@ -46,33 +46,33 @@ class MoveEvidence(Protocol):
         """List all claims in one consistent list, which begins after this call."""
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
-        """Read a claim, by namespace/name; return whether its allocation names a device of this node.
+        """Read a claim (namespace/name); return whether its allocation has this device of this node.
 
-        device: None for any device of the resource.
+        device: None if any device of the resource counts.
         """
 
 
 class DriverSlices(Protocol):
-    """The slices of one driver.
+    """The ResourceSlices of one driver.
 
-    Devices move between the slices and the device plugin (`dra_bridge.node.slice_feed`).
+    Implemented by `dra_bridge.node.slice_feed`.
     """
 
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return the time since which no slice offers a device (monotonic seconds); None if a slice may offer it."""
 
     def offering(self, resource: str, device: str) -> str:
-        """Return the name of a slice of another driver's or agent's that offers a device; "" if there is none."""
+        """Return the name of a slice by another driver or agent that offers a device; "" if there is none."""
 
     def publish(self) -> None:
         """Compute and publish the slices again, because the state of moves has changed."""
 
 
 class DriverSide(Protocol):
-    """The driver's other resources, and the objects that react to moves (`dra_bridge.node.driver_runtime`)."""
+    """The driver's other resources, and the reactions to moves (implemented by `dra_bridge.node.driver_runtime`)."""
 
     def endpoint(self, resource: str) -> Endpoint | None:
-        """Return the endpoint of another resource of the driver; None if the resource is not served."""
+        """Return the endpoint of another resource of the driver; None if this process has no such resource."""
 
     def moved(self, resource: str) -> None:
         """Send new device lists and slices, because moves of this resource have begun or ended."""
@@ -80,7 +80,7 @@ class DriverSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MovedResource:
-    """One resource whose devices are moved. moving: selects these devices. name: the resource's name."""
+    """One resource whose devices move. moving: selects the devices that may move. name: the resource's name."""
 
     endpoint: Endpoint
     inventory: Inventory
@@ -100,7 +100,7 @@ class MovedResource:
         return self.register.store.snapshot
 
     def together(self, devices: Iterable[str]) -> Together:
-        """Return, for each device, the devices that must move together with it, the leader of this group first."""
+        """Return, for each device, the group of devices that must move together with it, the group's leader first."""
         together: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
             together[device] = self.register.listed.group(self.name, device)

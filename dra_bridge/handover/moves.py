@@ -1,7 +1,7 @@
 """Moves the devices of one resource between the device plugin and DRA on a live node.
 
-Safety does not depend on this module: the ledger refuses an Allocate of a device on the DRA side, and a Prepare of a
-device on the plugin side.
+No double allocation is possible because of this module: the register refuses an Allocate of a device on the DRA side,
+and a Prepare of a device on the plugin side.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WAYS: Final = (State.TO_DRA.value, State.TO_PLUGIN.value)
 class MoveStatistics:
     """Statistics of one resource's moves, by direction. Counters only grow.
 
-    seconds: the sum of the durations from the begin to the commit of the finished moves.
+    seconds: the total duration of the finished moves, from begin to commit.
     """
 
     begun: Counter[str] = field(default_factory=Counter)
@@ -44,11 +44,11 @@ class MoveStatistics:
 
 
 class Handover:
-    """Moves one resource's devices between the device plugin and DRA until DRA has its share.
+    """Moves one resource's devices between the device plugin and DRA until DRA has as many as requested (the share).
 
-    allocatable: writes the number of devices that the scheduler counts; None: only the kubelet writes it. waiting: for
-    each device whose move waits, the reason. denied: UIDs of the pods that a kubelet restart would end, at the last
-    check; "" for a pod whose UID is not known yet.
+    allocatable: writes the number of devices that the scheduler counts; None if only the kubelet writes this number.
+    waiting: for each device whose move waits, the reason. denied: UIDs of the pods that a kubelet restart would end, at
+    the last check; "" for a pod whose UID is not known yet.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class Handover:
 
     @property
     def share(self) -> Share:
-        """The requested share of DRA."""
+        """The requested share: how many of the resource's devices should be for claims."""
         return self._starter.share
 
     @property
     def draining(self) -> frozenset[str]:
-        """See `MoveStarter`."""
+        """The devices that will leave the device plugin; see `MoveStarter`."""
         return self._starter.draining
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
-        """Request another share of DRA. drain: when held devices leave the device plugin; None: as before."""
+        """Request another share for DRA. drain: when held devices leave the device plugin; None: as before."""
         self._starter.ask(share, drain)
         self.wake()
 
     def wake(self) -> None:
-        """Begin the next step now instead of after the pause."""
+        """Execute the next step of the moves now, instead of after the pause."""
         self._wake.set()
 
     def look(self) -> None:
         """Find the pods that a kubelet restart would end now.
 
-        Log a warning for each that the last check did not find.
+        Log a warning for each pod that the last check did not find.
         """
         before = self.denied
         self.denied = denied_now(self._moved.now, self.resource)
@@ -97,7 +97,7 @@ class Handover:
             _LOG.warning(text, title, extra={"resource": self.resource, "pod": title})
 
     async def run(self) -> None:
-        """Begin and end moves until cancelled."""
+        """Begin and complete moves until cancelled."""
         backoff = Backoff(first=0.02, most=2.0)
         unsubscribe = self._moved.inventory.subscribe(lambda snapshot: self.wake())
         try:
@@ -129,14 +129,15 @@ class Handover:
         return pause
 
     async def _step(self) -> tuple[bool, bool]:
-        """Do all steps that are possible now. Return whether to go on at once, and whether moves wait."""
+        """Execute all steps that are possible now. Return whether to continue at once, and whether moves wait."""
         waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self.to_plugin.limited
         if await self._starter.begin(limited=limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
-        # Moves to the device plugin come first: they do not need the kubelet, which may take long to answer.
+        # Moves to the device plugin are completed first, because they need no response of the kubelet, which may be
+        # slow.
         before = self._moved.now
         if returned := await self.to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
@@ -156,7 +157,7 @@ class Handover:
         return bool(returned or arrived or limited > self.to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:
-        """Log new reasons why moves wait: holders at INFO, other reasons, which usually pass in a moment, at DEBUG."""
+        """Log new reasons why moves wait: holders at INFO; other reasons at DEBUG, because most of them end soon."""
         for name, what in waits.items():
             if self.waiting.get(name) == what:
                 continue
@@ -166,7 +167,7 @@ class Handover:
             _LOG.log(level, "the move of device %s waits for %s", name, what.text, extra=extra)
 
     def _committed(self, side: Side, devices: Sequence[str], before: RegisterSnapshot) -> None:
-        """Count and log the moves that ended. before: the register's records before their commit."""
+        """Count and log the completed moves of these devices. before: the register's records before the commit."""
         now, extra = time.time(), {"resource": self.resource}
         way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
         self.statistics.finished[way] += len(devices)

@@ -1,4 +1,4 @@
-"""Chooses the devices that move next, by pure functions over the register's records."""
+"""Chooses the devices that move next between plugin and DRA. Pure functions of the register's records."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from dra_bridge.handover.share import Drain, Share
 
 
 def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], frozenset[DeviceKey]]:
-    """Return the devices that pods or claims hold, and the devices that move to DRA because a claim needs them.
+    """Return two sets: devices that pods or claims hold, and devices that are moving to DRA because a claim needs them.
 
-    If a pod got a device during the device's move, only the first set has the device, because the claim waits for the
-    pod.
+    A device that a pod got during the move to DRA is only in the first set, because the claim has to wait for the pod.
     """
     held: set[DeviceKey] = set()
     expected: set[DeviceKey] = set()
@@ -33,9 +32,9 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Selects the devices that one handover moves: those published under a driver, and those published under none.
+    """Selects the devices that one handover moves: devices in the slices of `driver`, and devices in no slices.
 
-    leaving: select only the devices published under `driver`, a driver to which the resource no longer belongs.
+    leaving: whether to select only the devices in the slices of `driver`, because it is the resource's former driver.
     """
 
     driver: str = ""
@@ -59,14 +58,14 @@ class Moving:
 
 
 ALL: Final = Moving()
-"""Selects all devices of a resource that are published under no driver."""
+"""Selects all devices of a resource that are in no driver's slices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The moves to begin now. draining: devices that leave the device plugin once they are idle (drain: wait).
 
-    blocked: devices whose moves cannot begin, because a kubelet restart would then end pods.
+    blocked: devices whose moves must not begin, because a kubelet restart would then end pods.
     """
 
     to_dra: tuple[str, ...] = ()
@@ -83,15 +82,15 @@ def plan(
     groups: Sequence[frozenset[str]] = (),
     expected: Collection[str] = frozenset(),
 ) -> Plan:
-    """Choose the devices that move, so that `share` devices are on the DRA side or on their way to it.
+    """Choose the devices to move, so that as many devices as `share` requires are on the DRA side or moving there.
 
-    Moves in progress continue if the share still needs them. Idle devices move before held ones, and held ones only if
-    `drain` is "cordon".
+    Moves in progress continue if the share still requires them. Idle devices are chosen before held devices, and held
+    devices only if `drain` is "cordon".
 
     states: the state of every device that counts; quarantined devices do not move. held: devices that a pod or a claim
     holds. groups: sets of devices that belong together (by links, a switch, a NUMA node); if possible, a whole group
     moves. expected: devices that move to DRA for a claim. These moves are not reversed, because the claim's next
-    Prepare must find its device.
+    Prepare must find the device on the DRA side.
     """
     dra: list[str] = []
     leaving_dra: list[str] = []
@@ -126,11 +125,11 @@ def _choose(
     turning: State,
     states: Mapping[str, State],
 ) -> tuple[str, ...]:
-    """Choose `count` candidates to move to the side where the devices `there` already are.
+    """Choose `count` of the candidates to move to a side. there: the devices that are already on this side.
 
-    Devices in the state `turning` come first: their moves are only reversed, and they have no holder on the other side.
-    Of these devices, those with a holder come first. Then come whole groups: first groups of which some devices have
-    already moved, then groups that fit into `count`, idle ones before held ones.
+    Devices in the state `turning` are chosen first, because only their present move is reversed, and they have no
+    holder on the other side; of these, held devices first. Then whole groups are chosen: first groups of which some
+    devices have already moved, then groups that fit into `count`, idle groups before held groups.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []
@@ -165,23 +164,23 @@ def _choose(
             )
             if best is None or price < best[0]:
                 best = price, idle, rest
-        assert best is not None  # Fewer than `count` are chosen, so candidates are left.
+        assert best is not None  # Fewer than `count` devices are chosen, so there are more candidates.
         _, idle, rest = best
         chosen.extend((idle if idle and idle_names > len(idle) else rest)[:missing])
     return tuple(chosen)
 
 
 Together = Mapping[str, tuple[DeviceKey, ...]]
-"""For each device, the devices of its driver that must move together with it, itself included, the leader first."""
+"""For each device, the group of devices of its driver that must move together (including the device), leader first."""
 
 
 def leading(
     now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
-    """Return the devices that `plan` chooses from: their states, those that are held, and those that are expected.
+    """Return the input of `plan`: states of the devices to choose from, held devices, and devices expected by claims.
 
     `plan` chooses from the leaders of groups and the devices without a group. Other devices follow their leader
-    (`followers`). A leader counts as held, or expected, if any device of its group is held, or expected.
+    (`followers`). A leader counts as held if any device of its group is held, and as expected if any is expected.
     """
     held, expected = held_and_expected(now)
     leaders: dict[str, State] = {}
@@ -196,14 +195,14 @@ def leading(
             in_use.add(name)
         if not expected.isdisjoint(members):
             awaited.add(name)
-            # This leader has reached DRA before other devices that the claim waits for, so it counts as moving.
+            # Other devices of the group, for which a claim waits, are still moving, so the leader counts as moving too.
             if state is State.DRA:
                 leaders[name] = State.TO_DRA
     return leaders, frozenset(in_use), frozenset(awaited)
 
 
 class FollowingMove(NamedTuple):
-    """The move of a device that must move together with others.
+    """The move of a device that must move together with other devices.
 
     for_claim: whether the devices move to DRA because a claim needs one of them.
     """
@@ -215,9 +214,10 @@ class FollowingMove(NamedTuple):
 
 
 def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together) -> list[FollowingMove]:
-    """Return the moves to begin so that devices follow their groups.
+    """Return the moves to begin so that all devices of a group are on the same side.
 
-    A device moves to the side of its group's leader. If one device of a group moves to DRA for a claim, all devices do.
+    A device moves to the side of its group's leader. If one device of a group moves to DRA for a claim, all devices of
+    the group move to DRA.
     """
     _, expected = held_and_expected(now)
     moves: list[FollowingMove] = []
@@ -237,7 +237,7 @@ def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], toge
 
 
 def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
-    """Return groups of devices that belong together: those with the closest links, else those of one NUMA node."""
+    """Return groups of devices that belong together: the groups by links, or without links, one for each NUMA node."""
     if links and (linked := link_groups(devices, links)):
         return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}
@@ -248,10 +248,10 @@ def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float])
 
 
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
-    """Return the groups of devices that links connect, by the highest score of links that gives several groups.
+    """Return the groups of devices that links of at least a score connect: the highest score with several groups.
 
-    The result is () if no score gives several groups. links: a score for each pair of devices, as a source returns
-    them; a higher score is closer.
+    The result is () if no score gives several groups. links: for each pair of devices, the score that the source
+    returns; a higher score means a closer connection.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
     for level in sorted(set(pairs.values()), reverse=True):

@@ -1,4 +1,4 @@
-"""The share: how many devices of a resource should be served by DRA, not by the device plugin."""
+"""The share of a resource: how many of its devices on a node should be for claims (DRA), not for the device plugin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 Drain = Literal["cordon", "wait"]
-"""When held devices leave the device plugin. cordon: at once, so that no new pod gets them. wait: when they are idle;
-until then, new pods get other devices if possible."""
+"""When held devices leave the device plugin. cordon: at once, so that no new pod gets the device. wait: when the device
+is idle; until then, new pods get other devices if possible."""
 
 
 class ShareError(ValueError):
@@ -19,7 +19,7 @@ class ShareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many of a node's devices of a resource DRA should serve: a count, or a fraction of all (0 to 1).
+    """How many of a node's devices of a resource should be for DRA: a count, or a fraction of all (0 to 1).
 
     forced: whether devices move even if a kubelet restart would then end pods (`dra_bridge.handover.admission`).
     """
@@ -29,9 +29,9 @@ class Share:
     forced: bool = False
 
     def of(self, total: int) -> int:
-        """Return how many of `total` devices the share stands for.
+        """Return how many of `total` devices should be for DRA.
 
-        A fraction is rounded to the nearest number of devices, halves up.
+        A fraction is rounded to the nearest number of devices; halves are rounded up.
         """
         if self.count is not None:
             return min(self.count, total)

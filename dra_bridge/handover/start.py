@@ -1,4 +1,4 @@
-"""Begins the moves that the share requires, after the scheduler has learned the lower number of devices."""
+"""Begins the moves that the share requires, after the Node's number of allocatable devices was lowered."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BLOCKED: Final = MoveWait(
 
 @dataclass(slots=True, eq=False)
 class MoveStarter:
-    """Begins moves of one resource's devices, so that DRA gets its share.
+    """Begins moves of one resource's devices, so that DRA gets as many as requested (the share).
 
-    allocatable: see `Handover`. draining: devices that are to leave the device plugin; new pods should get other
-    devices if possible. blocked: for each device whose move cannot begin, the reason. begun: number of moves that have
-    begun, by direction.
+    allocatable: see `Handover`. draining: devices that will leave the device plugin; new pods should get other devices
+    if possible. blocked: for each device whose move cannot begin, the reason. begun: number of moves that have begun,
+    by direction.
     """
 
     moved: MovedResource
@@ -45,7 +45,7 @@ class MoveStarter:
     begun: Counter[str] = field(default_factory=Counter)
 
     def ask(self, share: Share, drain: Drain | None) -> None:
-        """Request another share of DRA. drain: when held devices leave the device plugin; None: as before."""
+        """Request another share for DRA. drain: when held devices leave the device plugin; None: as before."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
             text = "the requested share of claims is %s (before: %s)"
@@ -53,7 +53,7 @@ class MoveStarter:
             self.share, self.drain = share, drain
 
     async def begin(self, *, limited: bool) -> bool:
-        """Begin the moves that the share requires. Return whether any began.
+        """Begin the moves that the share requires. Return whether any move began.
 
         Before devices leave the device plugin, the Node's number of allocatable devices is lowered. limited: see
         `MovesToPlugin`.
@@ -63,7 +63,8 @@ class MoveStarter:
             together = self.moved.together(states)
             wanted = self._planned(states, together, limited=limited)
             if not (wanted.to_dra and await self._announced(wanted.to_dra, together)):
-                break  # After a wait, the loop chooses again instead: pods may have got other devices meanwhile.
+                # After a wait, the next iteration chooses again, because pods may have got other devices meanwhile.
+                break
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
         self.draining = self._followed(wanted.draining, together)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
@@ -81,7 +82,7 @@ class MoveStarter:
         return bool(wanted.to_dra or wanted.to_plugin or following)
 
     def _listed(self) -> dict[str, State]:
-        """Return the states of the devices that count for the share: those that are plugged in."""
+        """Return the states of all devices that are plugged in, which are the devices that the share counts."""
         listed = self.moved.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moved.moving.of(self.moved.now, self.moved.name).items():
@@ -114,9 +115,9 @@ class MoveStarter:
             waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
-                # The device plugin gets no device back before all pods that DRA serves by limits have ended. While no
-                # slice offers a device, no such pod can start. Then the moves of devices that the share assigns to DRA
-                # are reversed.
+                # No device returns to the device plugin before all pods with devices by limits through DRA have ended.
+                # While no slice offers a device, no such pod can start. Afterwards, the moves of devices that the share
+                # assigns to DRA are reversed.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):
@@ -130,7 +131,7 @@ class MoveStarter:
         return Plan(tuple(chosen), (), rest, rest)
 
     def _may_leave(self, now: RegisterSnapshot, leaders: Iterable[str], together: Together) -> bool:
-        """Return whether these leaders and their groups may move to DRA at once, by `may_leave` for each resource."""
+        """Return whether `may_leave` permits each resource to move these leaders and their groups to DRA at once."""
         leaving: dict[str, set[str]] = {}
         for leader in leaders:
             for of, name in together[leader]:
@@ -146,7 +147,7 @@ class MoveStarter:
         return True
 
     def _followed(self, leaders: Iterable[str], together: Together) -> frozenset[str]:
-        """Return the plugged-in devices of this resource that must move with these leaders, the leaders included."""
+        """Return these leaders and the plugged-in devices of this resource that must move together with them."""
         followed: set[str] = set()
         for leader in leaders:
             for of, name in together[leader]:
@@ -155,7 +156,7 @@ class MoveStarter:
         return frozenset(followed)
 
     async def _announced(self, leaving: Collection[str], together: Together) -> bool:
-        """Lower the Node's number of allocatable devices by the leaving ones. Return whether the agent had to wait."""
+        """Lower the Node's number of allocatable devices by the leaving devices. Return whether this had to wait."""
         if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
         staying = set(healthy)
@@ -163,7 +164,8 @@ class MoveStarter:
             staying.difference_update(self.moved.endpoint.ids.ids_of(name))
         if len(staying) == len(healthy):
             return False
-        self.draining |= self._followed(leaving, together)  # Until the move begins, new pods should get other devices.
+        # Until these devices begin to move, new pods should get other devices.
+        self.draining |= self._followed(leaving, together)
         return await self.allocatable.lower(self.moved.name, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str, *, for_claim: bool) -> None:

@@ -1,15 +1,15 @@
-"""Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
+"""Class `Ledger` keeps the register's records in one SQLite file, and writes the changes by operations to the file.
 
-SQLite runs in WAL mode. Its exclusive locking mode needs no shared memory file. By a lock file with flock, only one
-agent at a time has the ledger; a second agent (in a rolling update) waits.
+SQLite runs in WAL mode. Its exclusive locking mode needs no shared memory file. A lock file (flock) ensures that only
+one agent at a time has the ledger; a second agent (in a rolling update) waits.
 
-Every answered grant survives the death of the process. Some records must also survive a crash of the machine:
-the side of a device, settings, changes that a `prepare` hook is about to make, and claims that share a device. Such
-records are synced before the answer, with one fdatasync (`outlives_boot`). Other grants are not synced, because no
-holder survives a crash of the machine. Records that remain after such a crash name the earlier boot, so their holders
-count as gone. After the boot, the kubelet's checkpoint and claim state name the devices that the kubelet gives out
-again. Claims that share a device are synced because the claim state does not say how much of the device each of them
-has.
+Every grant for which the kubelet has a response survives the death of the process. Some records must also survive a
+crash of the machine: the side of a device, settings, changes that a `prepare` hook is about to make, and claims that
+share a device. Such records are synced to disk, with one fdatasync, before the kubelet gets the response
+(`outlives_boot`). Other grants are not synced, because no holder survives a crash of the machine. Records that remain
+after such a crash name the earlier boot, so their holders count as ended. After the boot, the kubelet's checkpoint and
+claim state name the devices that the kubelet gives to the same pods and claims again. Claims that share a device are
+synced because the kubelet's claim state does not state how much of the device each claim has.
 
 A file that is damaged or has another schema is renamed, and the ledger starts empty; `reconcile_evidence` then rebuilds
 the records from evidence. SQLite's own check does not detect a changed byte in a row. So the file also has a seal, the
@@ -17,8 +17,8 @@ XOR of all rows' digests, which must match the rows.
 
 If the kubelet's checkpoint is lost together with the ledger, no file names the pods with devices of the device plugin
 any more. So the allocations are copied to a file in another directory. This directory is best in memory, because no
-holder survives a reboot. The copy is written after the ledger. If a copy of this boot has a higher sequence than the
-ledger, then the ledger was lost, was restored from a backup, or has lost SQLite's log.
+holder survives a reboot. The copy is written after the ledger. If a copy of this boot has a higher sequence number than
+the ledger, then the ledger was lost, was restored from a backup, or has lost SQLite's log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 7
-"""The version of the schema (PRAGMA user_version). A file with another version is renamed, and a new one is made."""
+"""The version of the schema (PRAGMA user_version). A file with another version is renamed, and a new file is made."""
 _APPLICATION: Final = 0x64706C67  # The text "dplg" as a number.
 _KEEP_ASIDE: Final = 5
 _PRAGMAS: Final = (
@@ -78,8 +78,8 @@ _TABLES: Final = {
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
-"""By table, the stored fields of its records. The first two fields are the key. Each table is also the name of a field
-of `RegisterSnapshot`.
+"""For each table, the stored fields of its records. The first two fields are the key. Each table is also the name of a
+field of `RegisterSnapshot`.
 """
 _CREATE: Final = (
     *(
@@ -102,7 +102,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }
-"""By field, the function that turns the column's value into the field's value. Other fields need no conversion.
+"""For each field that needs a conversion, the function that converts the column's value to the field's value.
 """
 
 
@@ -147,13 +147,14 @@ _DAMAGE: Final = frozenset(
         sqlite3.SQLITE_FORMAT,
         sqlite3.SQLITE_MISMATCH,
         sqlite3.SQLITE_SCHEMA,
-        # The header names a newer format for writers: the directory is writable, and this process has the lock.
+        # The file's header requires a newer SQLite for writes. There is no other cause: the directory is writable, and
+        # this process has the lock.
         sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_TOOBIG,
     }
 )
-"""SQLite's error codes that mean a wrong content of the file, not a problem of the disk or its permissions."""
+"""SQLite's error codes for a wrong content of the file, in contrast to problems of the disk or of permissions."""
 
 
 def connected(path: str) -> sqlite3.Connection:
@@ -175,15 +176,15 @@ def outlives_boot(changes: Sequence[Change]) -> bool:
 
 
 class Ledger:
-    """The ledger's file. It is synchronous and thread-safe; `AsyncLedger` is for event loops.
+    """The ledger's file, with blocking, thread-safe methods; `AsyncLedger` is for event loops.
 
     snapshot: all records at the last commit. fresh: whether the ledger was empty when it was opened; then
-    `reconcile_evidence` must rebuild it before any grant. If the copy was newer than the ledger, the ledger also has
-    the copy's allocations.
+    `reconcile_evidence` must rebuild it before any grant. If the copy of the allocations was newer than the ledger, the
+    ledger also has the copy's allocations.
     """
 
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
-        """Wait until no other agent has the ledger, then open or create it. An unusable file is renamed.
+        """Wait until no other agent has the ledger, then open or create the file. An unusable file is renamed.
 
         path: the path of the database; `path + ".lock"` is the lock file. copy: path of the copy of the allocations, ""
         for none. connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not
@@ -204,7 +205,7 @@ class Ledger:
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
-            """The lock file's descriptor, -1 when the ledger is closed."""
+            """The file descriptor of the lock file; -1 when the ledger is closed."""
         except OSError as error:
             raise LedgerError(f"cannot open the ledger {path}: {error}") from error
         try:
@@ -216,8 +217,8 @@ class Ledger:
                     Change("allocations", (allocation.resource, allocation.device_id), allocation)
                     for allocation in allocations
                 )
-                # New records get a higher sequence than those of the copy, and than the evidence that the copy's agent
-                # has read.
+                # New records get a higher sequence number than the copy's records, and than all evidence that the
+                # copy's agent had read.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
             self.write_copy()
@@ -231,12 +232,12 @@ class Ledger:
         return self._logged >= _CHECKPOINT
 
     def tidy(self) -> None:
-        """Copy SQLite's log into the database, if `must_tidy`. Blocks."""
+        """Copy SQLite's log into the database if `must_tidy` is true. Blocks."""
         with self.guard:
             self._empty_log()
 
     def _empty_log(self) -> None:
-        """Copy SQLite's log into the database, if `must_tidy`, then begin a new log and sync it."""
+        """Copy SQLite's log into the database if `must_tidy` is true, then begin a new log and sync this log."""
         connection = self._connection
         if self._logged < _CHECKPOINT:
             return
@@ -249,20 +250,22 @@ class Ledger:
             for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
                 connection.execute(statement)
         except sqlite3.Error as error:
-            # It is not known which frames are on the disk. The next call reads the log, and writes all of it again.
+            # It is not known which frames of the log are on the disk. The next call reads the whole log, and writes it
+            # again.
             _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
             self._disconnect()
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        """Decide operations in order and record all of them in one transaction. Return one answer for each.
+        """Execute operations in order, and record all their changes in one transaction. Return the operations' results.
 
-        If an operation raises an exception (a bug in this code), its answer is this exception. Raises LedgerError if
-        the transaction could not be recorded, LedgerLostError if the files were removed, replaced or damaged.
+        The result of an operation that raises an exception (a bug in this code) is this exception. Raises LedgerError
+        if the transaction could not be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
         with self.guard:
             if self._lock_file < 0:
                 raise LedgerError(f"the ledger {self.path} is closed")
-            count = 2 if self._connection is None else 3  # SQLite removes the log together with a connection.
+            # SQLite removes its log when a connection is closed, so the log may be missing.
+            count = 2 if self._connection is None else 3
             if not self._lost and self._found_files()[:count] != self._files[:count]:
                 self._lose("its files were removed or replaced while it was in use")
             if self._lost:
@@ -288,10 +291,10 @@ class Ledger:
             return answers
 
     def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
-        """Decide an operation that needs no sync, record it, and return the decision.
+        """Execute an operation that needs no sync, record its changes, and return the decision.
 
-        None means that nothing was done, and that the operation needs `do_all`: its changes must be synced, or the file
-        must be opened again first.
+        Returns None if nothing was done, because the operation needs `do_all`: its changes must be synced, or the file
+        must first be opened again.
         """
         with self.guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
@@ -326,7 +329,7 @@ class Ledger:
         return inode_of(f"{self.path}.lock"), inode_of(self.path), inode_of(f"{self.path}-wal")
 
     def _lose(self, why: str) -> None:
-        """Refuse all grants from now on, because the files no longer have the content that this process wrote."""
+        """Refuse all grants from now on, because the files do not have the content any more that this process wrote."""
         self._lost = f"the ledger {self.path} cannot be used any more: {why}; the agent has to be restarted"
         _LOG.error("%s", self._lost)
         self._disconnect()
@@ -357,7 +360,7 @@ class Ledger:
             connection.execute("UPDATE seal SET sequence = ?, seal = ? WHERE id = 1", (sequence, seal))
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
-            # It is not known what the disk contains now. The next call reads the file again.
+            # It is not known what the disk contains now, so the next call reads the file again.
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
@@ -367,9 +370,9 @@ class Ledger:
     def write_copy(self) -> None:
         """Write the copy of the allocations. Blocks.
 
-        If this fails, only the ledger and the kubelet's checkpoint can be used after a restart.
+        If the write fails, only the ledger and the kubelet's checkpoint name the allocations after a restart.
         """
-        with self.guard:  # A commit after this block sets `copy_is_old` again.
+        with self.guard:  # A commit after this block sets `copy_is_old` to True again.
             self.copy_is_old, now = False, self.snapshot
         if not self.copy:
             return
@@ -379,7 +382,7 @@ class Ledger:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
     def _copied(self) -> Copy | None:
-        """Return the copy if it is of this boot and newer than the ledger, which then is new or has lost commits."""
+        """Return the copy if it is of this boot and newer than the ledger, which is new or has lost commits."""
         try:
             copy = copies.read(self.copy)
         except (OSError, msgspec.MsgspecError) as error:
@@ -395,7 +398,7 @@ class Ledger:
         return copy
 
     def _load_again(self) -> None:
-        """Read the file again after a failed write. Facts that only this process knows are kept in the snapshot."""
+        """Read the file again after a failed write. Facts that are not in the file are kept in the snapshot."""
         before, files = self.snapshot, self._files
         loaded = self._load()
         if self._files[:2] != files[:2] or loaded.sequence < before.sequence:
@@ -421,7 +424,7 @@ class Ledger:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            # A MemoryError has no code. A damaged length field, which asks for gigabytes, causes it.
+            # A MemoryError, which has no such code, is caused by a damaged length field that asks for gigabytes.
             code = getattr(error, "sqlite_errorcode", None)
             if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
@@ -445,12 +448,12 @@ class Ledger:
         if (check := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _DamagedError(check)
         snapshot = self._rows(connection)
-        # A file whose header names a newer format for writers can be read but not written. This statement detects such
-        # a file.
+        # A file whose header requires a newer SQLite for writes can be read, but not written. This statement detects
+        # such a file.
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
         connection.execute("ROLLBACK")
-        # After a failed fsync, a commit may be in the page cache but not on the disk. This statement writes the commit
+        # After a failed fsync, a commit may be in the page cache, but not on the disk. This statement writes the commit
         # again.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._files = self._found_files()

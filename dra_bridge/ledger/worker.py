@@ -1,4 +1,4 @@
-"""Class `AsyncLedger` offers the ledger to one event loop, and runs slow writes in a thread."""
+"""Class `AsyncLedger` is the ledger's interface for one event loop; slow writes run in a thread."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _Asked = tuple[Operation[Any], asyncio.Future[Any]]
 DEADLINE: Final = 5.0
 """Seconds within which an operation must be recorded. A sync to a slow, busy disk takes one or two seconds."""
 CLOSING: Final = 2.0
-"""Seconds that closing the file may take. If it takes longer, the kernel releases the lock when the process ends."""
+"""Maximum seconds to wait for the file to be closed. Otherwise the kernel releases the lock when the process ends."""
 
 
 class AsyncLedger:
     """The ledger for one event loop, with a thread for its file.
 
-    An operation that needs no sync is written in the event loop itself, by a short call, because the kernel keeps the
-    write in memory. With four pods at once on two busy cores, the return from a thread took longer than the rest of an
-    Unprepare. Operations that arrive during a commit are committed together afterwards.
+    The changes of an operation that needs no sync are written in the event loop itself: the call is short, because the
+    kernel keeps the write in memory. Measured with four pods at once on two busy cores: the return from a thread took
+    longer than the rest of an Unprepare. Operations that arrive during a commit are committed together afterwards.
 
-    If the file system does not answer, operations fail after `DEADLINE` seconds, and later operations at once, until
-    the file system answers again. The operation that the thread was executing may still be recorded. Then a grant
-    without a pod remains, until evidence shows that it has no holder.
+    If the file system does not answer, waiting operations fail after `DEADLINE` seconds, and new operations fail at
+    once until the file system answers again. The operation that the thread was executing may still be recorded; the
+    record of such a grant remains until evidence shows that the grant has no holder.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,16 +39,17 @@ class AsyncLedger:
         self.changes = Changes()
         self.looks: Final = Looks(ledger.path, threads=1)
         self.copy_looks: Final = Looks(ledger.copy or "no copy", threads=1)
-        """Writes the copy of the allocations in its own thread, because the copy is in another file system."""
+        """The thread that writes the copy of the allocations, because the copy is in another file system than the
+        ledger."""
         self.lost = asyncio.Event()
-        """Set when the ledger refuses all grants, so that the process has to start again."""
+        """An event that is set when the ledger refuses all grants, so that the process has to start again."""
         self.write_failures = 0
-        """Number of writes of the ledger that failed."""
+        """Number of failed writes of the ledger."""
         self._asked: list[_Asked] = []
         self._batch: list[_Asked] = []
         """The operations that the thread is executing."""
         self._first: Look[Decision[Any] | None] | None = None
-        """The running call of `do_at_once` for the operation in `_batch`; None if the batch is not executed by it."""
+        """The running call of `do_at_once` for the only operation in `_batch`; None if `do_all` executes the batch."""
         self.answering: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
 
@@ -56,8 +57,7 @@ class AsyncLedger:
     async def open(cls, path: str, copy: str = "") -> Self:
         """Open the ledger as `Ledger` does, without blocking the loop while another agent has the ledger."""
         opening: Future[Ledger] = Future()
-        # A thread that waits for a lock cannot be cancelled. So it is a daemon: then it does not keep the process
-        # alive.
+        # A thread that waits for a lock cannot be cancelled. As a daemon thread, it does not keep the process alive.
         threading.Thread(target=_open, args=(path, copy, opening), name="ledger open", daemon=True).start()
         try:
             return cls(await asyncio.wrap_future(opening))
@@ -72,10 +72,10 @@ class AsyncLedger:
         return self.ledger.snapshot
 
     def do(self, operation: Operation[_T]) -> asyncio.Future[_T]:
-        """Decide and record an operation. The future gets its answer once the record survives this process.
+        """Execute an operation.
 
-        The future gets a LedgerError if nothing could be recorded, also after `close`. Cancelling the future undoes
-        nothing.
+        The future gets the operation's result once its changes survive the end of this process. The future gets a
+        LedgerError if nothing could be recorded, for example after `close`. A cancelled future undoes nothing.
         """
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         asked = operation, answered
@@ -92,7 +92,7 @@ class AsyncLedger:
         return answered
 
     async def close(self) -> None:
-        """Answer the pending operations, then close the ledger; give up if the file system does not answer in time."""
+        """Execute the pending operations, then close the ledger; give up if the file system does not answer in time."""
         going = [
             task
             for task, looks in ((self.answering, self.looks), (self._copying, self.copy_looks))
@@ -104,7 +104,7 @@ class AsyncLedger:
             await self.looks.at("record", self.ledger.close, timeout=CLOSING)
 
     def _go_on(self) -> None:
-        """Start tasks for the pending operations and for the copy, unless such a task is running."""
+        """Start a task for pending operations, and a task for the copy of the allocations, unless it runs already."""
         if (self._batch or self.ledger.must_tidy) and (self.answering is None or self.answering.done()):
             self.answering = asyncio.create_task(self._answer())
         if self.ledger.copy_is_old and (self._copying is None or self._copying.done()):
@@ -131,16 +131,16 @@ class AsyncLedger:
                     self._answer_batch(look)
                     self._batch = []
         finally:
-            # If this task was cancelled, the remaining operations get no answer, so their futures are cancelled.
+            # If this task was cancelled, no task executes the remaining operations, so their futures are cancelled.
             for _, answered in (*self._batch, *self._asked):
                 answered.cancel()
             self._batch, self._asked, self._first = [], [], None
-        self._go_on()  # The copy may be due now.
+        self._go_on()  # The copy of the allocations may have to be written now.
 
     async def _ended(self, look: Look[Any]) -> bool:
-        """Wait for the thread's call. Return whether it has ended within `DEADLINE`.
+        """Wait for the call in the thread. Return whether the call has ended within `DEADLINE` seconds.
 
-        If it has not, pending operations fail, and the method waits on until the call ends.
+        If the call has not ended by then, pending operations fail, and the method waits until the call ends.
         """
         if not (why := await self.looks.late(look, DEADLINE, give_up=False)):
             return True
@@ -150,13 +150,13 @@ class AsyncLedger:
             self.looks.give_up(first)
         self._fail(asked, self._unanswered(why))
         await self.looks.until_ended(look)
-        self.changes.note()  # The late call may have recorded its operation.
+        self.changes.note()  # The late call may have recorded the changes of its operation.
         return False
 
     def _answer_batch(self, look: Look[list[Any]]) -> None:
         try:
             answers = look.result
-        except Exception as error:  # All operations of the batch get the exception, a LedgerError.
+        except Exception as error:  # All operations of the batch fail with this exception, a LedgerError.
             self._fail(self._batch, error)
             return
         for (_, answered), answer in zip(self._batch, answers, strict=True):
@@ -164,9 +164,9 @@ class AsyncLedger:
         self.changes.note()
 
     def _decided(self, asked: _Asked, look: Look[Decision[Any] | None]) -> bool:
-        """Answer an operation by the result of `do_at_once`.
+        """Give an operation's future the result of `do_at_once`.
 
-        Return False if nothing was written, as it needs `do_all`.
+        Return False if nothing was written because the operation needs `do_all`.
         """
         try:
             decision = look.result
@@ -183,7 +183,7 @@ class AsyncLedger:
         return decision is not None
 
     async def _copy(self) -> None:
-        """Write the copy of the allocations until it has all commits.
+        """Write the copy of the allocations until the copy has all commits.
 
         The copy is needed only if the ledger and the kubelet's checkpoint are both lost.
         """
@@ -210,10 +210,10 @@ class AsyncLedger:
 
 
 def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
-    """Open the ledger and pass it to `opening`. If `opening` was cancelled meanwhile, close the ledger."""
+    """Open the ledger as the result of `opening`. If `opening` was cancelled meanwhile, close the ledger."""
     try:
         ledger = Ledger(path, copy)
-    except Exception as error:  # The caller of `open` gets the exception.
+    except Exception as error:  # The caller of `open` gets the exception by the future.
         if opening.set_running_or_notify_cancel():
             opening.set_exception(error)
     else:

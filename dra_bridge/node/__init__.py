@@ -1,1 +1,1 @@
-"""The agent of a node with a device plugin and DRA. `bridge` builds it, with a `driver_runtime` for each DRA driver."""
+"""The agent of a node with a device plugin and DRA drivers: `bridge`, and a `driver_runtime` for each driver."""

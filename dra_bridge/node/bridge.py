@@ -1,4 +1,4 @@
-"""Builds, runs and ends the agent of a node: its device plugin side, and a runtime for each DRA driver."""
+"""Builds, runs and ends the agent of a node: the device plugin of each resource, and a runtime for each DRA driver."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 STANDBY: Final = 2.0
-"""Seconds of waiting for the ledger, after which the agent logs a warning that another agent has it open."""
+"""Seconds after which the agent logs a warning that it still waits, because another agent has the ledger open."""
 
 
 class Bridge(ClaimSide):
-    """The agent of a node that serves resources by a device plugin and by DRA.
+    """The agent of a node that gives a resource's devices to pods by a device plugin, and to claims by DRA.
 
-    sources: one for each resource; DRA can serve resources whose source names a driver. policies: by resource; by
-    default, the device plugin has all devices. grace: seconds that the kubelet has to admit pods that are bound
-    already, before devices are withdrawn from the device plugin. vendors, period: see `Agent`. agent: the device plugin
-    side, and the objects that it shares with the DRA side. drivers: the DRA side, by driver. A driver stays even if no
-    resource names it any more, because it has claims to unprepare.
+    sources: one source for each resource; claims can get devices of resources whose source names a driver. policies: by
+    resource; by default, the device plugin has all devices. grace: seconds that the kubelet has to admit pods that are
+    bound already, before devices leave the device plugin. vendors, period: see `Agent`. agent: the device plugins of
+    all resources. drivers: the runtime of each DRA driver; a driver stays even if no resource names it any more,
+    because its claims must be unprepared.
     """
 
     serves_claims = True
@@ -69,7 +69,7 @@ class Bridge(ClaimSide):
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._parents: dict[str, str] = {}
-        """For each resource that a source has added (`child_sources`), the resource of this source."""
+        """For each resource that a source has added by `child_sources`, the resource of that source."""
         self._group: asyncio.TaskGroup | None = None
         self.tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
@@ -103,17 +103,17 @@ class Bridge(ClaimSide):
         """The path of the ledger. The path does not depend on the config."""
         return self.node.directory / "register.db"
 
-    # The agent calls `draining`, `brought`, `contested` and `end`, see `ClaimSide`.
+    # Methods that the agent calls (ClaimSide): `draining`, `brought`, `contested` and `end`.
 
     def draining(self, resource: str) -> Collection[str]:
-        """Return the devices that are to leave the device plugin. New pods should get other devices if possible."""
+        """Return the devices that will leave the device plugin. New pods should get other devices if possible."""
         serving = (runtime.resources[resource] for runtime in self.drivers.values() if resource in runtime.resources)
         return frozenset().union(*(runtime.handover.draining for runtime in serving))
 
     async def run(self) -> None:
-        """Serve pods and claims until `agent.stop`, then let running calls complete and clean up. The slices stay.
+        """Serve pods and claims until `agent.stop` is called; then wait for running calls, and clean up.
 
-        Raises AgentError if a resource cannot be served on this node at all.
+        The slices stay on the API server. Raises AgentError if a resource cannot be served on this node at all.
         """
         try:
             async with self.cluster, aclosing(self.node.claims), asyncio.TaskGroup() as group:
@@ -140,7 +140,7 @@ class Bridge(ClaimSide):
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], policies: Mapping[str, HandoverPolicy], unchanged: Sequence[str]
     ) -> None:
-        """Serve these sources from now on, under these policies. `unchanged` resources keep their present sources.
+        """Serve these sources with these policies from now on. Resources in `unchanged` keep their present sources.
 
         Pods and claims keep their devices. If a resource names another driver, its devices first leave the slices of
         the former driver.
@@ -177,7 +177,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record the claims that claim files name and the ledger lacks. Then serve the drivers of all claims.
+        """Record claims that are only in claim files, not in the ledger. Then run the drivers of all claims.
 
         A file counts if this agent wrote it, or if a resource
         names the file's driver, because the kubelet then asks this agent to unprepare the claim. Other files belong to
@@ -186,7 +186,8 @@ class Bridge(ClaimSide):
         assert self._ledger is not None
         ours = {service.source.driver for service in self.agent.services.values()}
         try:
-            # Files of drivers in `self.drivers` are not read: their claims were recorded when the drivers were added.
+            # Files of drivers in `self.drivers` are not read, because their claims were recorded when the drivers were
+            # added.
             looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
             all_files = await looks.at("evidence", claim_files.read_all, directory, frozenset(self.drivers))
             files = [file for file in all_files if file.agent == self.agent_name or file.driver in ours]
@@ -202,9 +203,9 @@ class Bridge(ClaimSide):
             self._driver(driver, self._ledger)
 
     def _driver(self, name: str, ledger: AsyncLedger) -> DriverRuntime:
-        """Return the runtime of a driver, made if necessary.
+        """Return the runtime of a driver; make it if there is none.
 
-        A driver without resources may have claims to unprepare.
+        A runtime is also needed for a driver without resources, which may have claims to unprepare.
         """
         if name not in self.drivers:
             runtime = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
@@ -214,7 +215,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Serve a resource's devices by the driver that its source names, once they have left other drivers."""
+        """Let the driver that a resource's source names have the devices, once they have left other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -230,17 +231,17 @@ class Bridge(ClaimSide):
         service.endpoint.refresh()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Serve a resource that another source has added (`child_sources`), under the policy of this source.
+        """Apply to a resource that another source has added (`child_sources`) the policy of this source.
 
-        parent: the resource of this source. "" stands for a resource of a vendor's plugin that no config names: its
+        parent: the resource of that source. If it is "", the resource is of a vendor's plugin and in no config, and its
         devices leave their driver.
         """
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """React to a plugin that has registered a resource with the kubelet, and so bypasses this agent."""
-        for runtime in self.drivers.values():  # This includes drivers that the config no longer names.
+        """Handle that another plugin has registered a resource with the kubelet, and so bypasses this agent."""
+        for runtime in self.drivers.values():  # Drivers that the config does not name any more are included.
             runtime.contested(resource, reason)
 
     def _others_wrote(self, driver: str, kind: ForeignKind, what: str) -> None:
@@ -252,7 +253,7 @@ class Bridge(ClaimSide):
         return self._policies.get(resource) or self._policies.get(parent) or HandoverPolicy()
 
     def _left(self, resource: str) -> None:
-        """Let other drivers and the device plugin have the devices of a resource that have left a driver."""
+        """Offer the devices of a resource that have left a driver to other drivers and to the device plugin."""
         for runtime in self.drivers.values():
             if resource in runtime.resources:
                 runtime.resources[resource].handover.wake()
@@ -267,13 +268,13 @@ class Bridge(ClaimSide):
     async def _end_with_cdi_directory(self) -> None:
         """End the agent once the directory of CDI specs was deleted on the host.
 
-        The agent's mount still shows the deleted directory.
+        The agent's mount still contains the deleted directory.
         """
         looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
         deleted = False
         while not deleted:
             await asyncio.sleep(CHECK)
-            # If the read times out, it is not known whether the directory was deleted, so read again.
+            # If the read times out, it is unknown whether the directory was deleted, so the next check reads again.
             with contextlib.suppress(LookTimeoutError):
                 deleted = await looks.at("claim file", cdi_files.is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
@@ -281,7 +282,7 @@ class Bridge(ClaimSide):
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
-        """Open the ledger, after waiting until no other agent has it open. Raises AgentError."""
+        """Wait until no other agent has the ledger open, then open it. Raises AgentError."""
         path = self.ledger_path
         copy = copies.path(self.node.drivers.cdi_directory, self.agent_name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
@@ -305,5 +306,5 @@ class Bridge(ClaimSide):
             runtime.read_share(self._watch.annotations, self._watch.uid)
 
     async def end(self) -> None:
-        """Accept no more claims. Another agent may serve the devices once the device plugin side has ended, too."""
+        """Accept no more claims. Afterwards the device plugin ends, and then another agent may serve the devices."""
         await asyncio.gather(*(runtime.end_claims() for runtime in self.drivers.values()), return_exceptions=True)

@@ -29,12 +29,12 @@ from dra_bridge.node.resource import ResourceRuntime
 _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
-"""Seconds between two checks whether prepared claims have ended. A check asks the API server only about claims that
-have probably ended."""
+"""Seconds between two checks whether prepared claims have ended. A check reads only claims that have probably ended
+from the API server."""
 
 _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
 """The random offset of this process's checks from multiples of `RECONCILE`. All drivers of the process have the same
-offset, so that they share the evidence.
+offset, so that one reading of the evidence is enough for all of them.
 """
 
 NOTICE: Final = 1.0
@@ -51,11 +51,12 @@ class ClaimChecks:
     lists: ClaimLists
 
     async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
-        """Reconcile the claims at once and then every `RECONCILE` seconds or earlier, until cancelled."""
+        """Check the claims at once, and then every `RECONCILE` seconds or earlier, until cancelled."""
         backoff = Backoff(first=1.0, most=60.0)
         ending = Backoff(first=1.0, most=RECONCILE)
         while True:
-            # CDI files are evidence, so they must not be removed before the ledger has recorded what they state.
+            # CDI files are evidence of holders, so they must not be removed before the ledger has recorded their
+            # content.
             waits = [runtime.reconciled for runtime in resources.values() if not runtime.reconciled.is_set()]
             try:
                 await self.reconcile(sweep=not waits)
@@ -73,9 +74,9 @@ class ClaimChecks:
                 await self._pause(ending)
 
     async def _pause(self, ending: Backoff) -> None:
-        """Wait until the next reconciliation is due, or until a claim may end with the processes of its pods.
+        """Wait until the next check is due, or until the last process of a claim's pods has ended.
 
-        Meanwhile, record the pods that begin to run with a claim, so that an Unprepare need not ask the kubelet for
+        During the wait, record pods that begin to run with a claim, so that an Unprepare need not ask the kubelet for
         pods.
         """
         begun = time.monotonic() - _PHASE
@@ -93,16 +94,16 @@ class ClaimChecks:
             ending.reset()
             since = time.time() - RECONCILE
             if awaited or any(claim.since > since and not claim.pods <= self.pods.recorded for claim in claims):
-                # An error is not logged here, because the next reconciliation logs it.
+                # The error is not logged here, because the next check logs it.
                 with contextlib.suppress(ClaimStateError, LedgerError, OSError):
                     await self.pods.running()
             await asyncio.sleep(min(rest, PROMPT if awaited else NOTICE))
 
     async def reconcile(self, *, sweep: bool) -> None:
-        """Reconcile the driver's claims once.
+        """Check the driver's claims once.
 
-        sweep: whether to remove CDI files of claims that the ledger does not know. Raises ClaimStateError if the
-        kubelet's claim state cannot be read. Then no claim is unprepared.
+        sweep: whether to remove CDI files of claims that are not in the ledger. Raises ClaimStateError, and unprepares
+        no claim, if the kubelet's claim state cannot be read.
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())
@@ -113,7 +114,7 @@ class ClaimChecks:
     async def _name_from_server(
         self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
-        """Add namespace and name to claims that are known only by CDI files. Unprepare those that no longer exist."""
+        """Add names to claims that are known only from CDI files, and unprepare those that do not exist any more."""
         records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:

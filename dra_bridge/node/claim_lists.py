@@ -1,4 +1,4 @@
-"""Lists all claims of the cluster, once for all drivers and all waiting devices of a node."""
+"""Lists all claims of the cluster, with one list for all drivers and all waiting devices of a node."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from dra_bridge.kube import (
 Visit = Callable[[ListedClaim], None]
 
 DEADLINE: Final = 240.0
-"""Seconds that one list may take. etcd keeps the revision of the list's first page for at least 300 s (kube-apiserver
-compacts)."""
+"""Maximum seconds of one list: less than the 300 s for which etcd keeps the revision of the list's first page
+(kube-apiserver compacts)."""
 REST: Final = 1.0
-"""Seconds of rest after a list, for each second that the list took, because a list transfers all claims."""
+"""Seconds of pause after a list for each second that the list took, because a list transfers all claims."""
 LONGEST_REST: Final = 60.0
 
 
 @dataclass(slots=True)
 class ClaimListStatistics:
-    """Statistics of the lists of claims, failed lists included. Counters only grow. bytes: the size of all pages."""
+    """Statistics of the lists of claims, also of failed lists. Counters only grow. bytes: the size of all pages."""
 
     durations: Durations = field(default_factory=Durations)
     bytes: int = 0
@@ -45,14 +45,14 @@ class ClaimListStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ListBegun:
-    """The result of a complete list of claims. at: when its first request was sent (monotonic seconds)."""
+    """The result of a complete list of claims. at: when the list's first request was sent (monotonic seconds)."""
 
     at: float
 
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """The list that begins next. visits: functions that will be called with each claim of the list."""
+    """The list of claims that begins next. visits: functions that will be called with each claim of the list."""
 
     reading: asyncio.Task[ListBegun | ClusterError]
     visits: list[Visit] = field(default_factory=list)
@@ -60,11 +60,12 @@ class _Next:
 
 @dataclass(slots=True, eq=False)
 class ClaimLists:
-    """Reads consistent lists of all claims, one at a time. No page of a list is kept after the callers have visited it.
+    """Reads consistent lists of all claims, one at a time.
 
-    backoff: the waits after failures. failing: the failure that has repeated since its first try. _next: the list that
-    has not begun yet. All callers share this list until it begins; later callers need a later list. _due: when the next
-    list may begin (monotonic seconds). _failure: the error of the last list, None if the list succeeded.
+    A page is not kept after the callers have visited its claims. backoff: the waits after failed lists. failing: the
+    failure of all lists since the last success. _next: the list that has not begun yet; callers that arrive before it
+    begins share this list. _due: when the next list may begin (monotonic seconds). _failure: the error of the last
+    list, None if the list succeeded.
     """
 
     cluster: Cluster
@@ -80,8 +81,8 @@ class ClaimLists:
     async def read(self, visit: Visit) -> ListBegun:
         """Call `visit` with each claim of a list that begins after this call.
 
-        The visited claims may be used only if this method returns. Raises ClusterError if the list fails; while the
-        reader waits after a failure, the method raises the last error at once.
+        The visited claims may be used only if this method returns. Raises ClusterError if the list fails; during the
+        wait after a failed list, the method raises the last error at once.
         """
         if self._failure is not None and time.monotonic() < self._due:
             raise self._failure.with_traceback(None)

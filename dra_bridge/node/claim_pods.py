@@ -1,4 +1,4 @@
-"""Finds which pods run on the node, and which claims of a driver these pods use."""
+"""Finds out which pods run on the node, and which claims of a driver these pods use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dra_bridge.ledger.worker import AsyncLedger
 
 
 class PodsAndClaims:
-    """Reads the running pods, then the kubelet's claim state. Simultaneous calls of all drivers share one read.
+    """Reads the running pods, then the kubelet's claim state. Simultaneous calls of all drivers share one reading.
 
     kubelet_root: the directory with the kubelet's claim state.
     """
@@ -43,8 +43,8 @@ class ClaimPods:
     """Records in the ledger which pods use the claims of one driver, before the kubelet forgets these pods.
 
     tracker: finds the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files:
-    writes a claim's own file again after the ledger has got new facts about the claim. recorded: UIDs of running pods
-    of which the ledger has all claims of this driver. last: the last result of `running`.
+    writes the agent's file of a claim again after its record in the ledger has changed. recorded: UIDs of the running
+    pods whose claims of this driver are all in the ledger. last: the last result of `running`.
     """
 
     driver: str
@@ -62,11 +62,12 @@ class ClaimPods:
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims. Return the pods whose processes run.
 
-        The pods and the claim state are read after the call has begun. Simultaneous calls share one read.
+        The pods and the claim state are read after the call has begun. Simultaneous calls share one reading.
 
-        The kubelet drops a pod that was deleted by force from the claim state. So the claim state surely names all
-        claims of a pod only on two conditions: the pod's processes ran before the claim state was read, since its
-        claims are in the claim state by then; and the kubelet counts the pod as active after the read.
+        The kubelet drops a pod that was deleted by force from the claim state. So it is certain that the claim state
+        names all claims of a pod only on two conditions: the pod's processes ran before the claim state was read,
+        because the pod's claims are in the claim state by then; and the kubelet counts the pod as active after the
+        read.
 
         Raises ClaimStateError if the kubelet's claim state cannot be read, LedgerError if the pods cannot be recorded,
         OSError if cgroups were visible before and cannot be read now.
@@ -89,11 +90,11 @@ class ClaimPods:
             unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
         before, self.last = self.last, RunningPods(running, unlisted)
         if self.last != before:
-            self.ledger.changes.note()  # This wakes Prepares that wait for the end of these pods.
+            self.ledger.changes.note()  # The change wakes Prepares that wait for the end of these pods.
         return self.last
 
     async def record(self) -> list[PreparedClaim]:
-        """Record the pods that use prepared claims, and the names of claims that are known only by CDI files.
+        """Record the pods that use prepared claims, and the names of claims that are known only from CDI files.
 
         Return this driver's claims in the kubelet's claim state.
         """

@@ -1,4 +1,4 @@
-"""Reads the evidence about devices, and reconciles the ledger with it before the agent offers any device."""
+"""Compares the ledger's records of devices with evidence of holders before the agent offers any device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from dra_bridge.node.slice_feed import decide_names
 _LOG: Final = logging.getLogger(__name__)
 
 RESOLVE: Final = 30.0
-"""Seconds until the first check whether quarantined devices can leave quarantine, later up to ten times as many."""
+"""Seconds until the first check whether quarantined devices can leave quarantine; the pauses grow to ten times as
+long."""
 
 _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClaimStateError, EvidenceSource.CLAIM_STATE),
@@ -39,20 +40,21 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClusterError, EvidenceSource.API_SERVER),
     (TimeoutError, EvidenceSource.API_SERVER),
 )
-"""For each type of error, the source of evidence that cannot be read. Scans report the other sources themselves."""
+"""For each type of error, the source of evidence that cannot be read. Scans themselves report errors of other
+sources."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
-"""Errors which mean that some evidence about devices cannot be read now."""
+"""Types of errors which mean that evidence about devices cannot be read now."""
 
 
 def sources_of(error: Exception) -> list[EvidenceSource]:
-    """Return the source of evidence that an error concerns, as a list; [] if the error's type does not show it."""
+    """Return a list with the source of evidence that an error concerns; [] if the error's type is of no source."""
     return [source for kind, source in _SOURCES if isinstance(error, kind)][:1]
 
 
 @dataclass(eq=False)
 class EvidenceReader:
-    """Reads the holders of one driver's devices from all sources of evidence except the ledger."""
+    """Reads the holders of one driver's devices from all evidence outside the agent's own ledger."""
 
     driver: Driver
     agent: Agent
@@ -61,7 +63,7 @@ class EvidenceReader:
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """See `HolderScanner.scan`."""
+        """Scan for holders now; see `HolderScanner.scan`."""
         return await self.agent.scanner.scan(wanted)
 
     def title(self, pod_uid: str) -> str:
@@ -70,11 +72,11 @@ class EvidenceReader:
 
     @property
     def scan_problem(self) -> str:
-        """The reason why the last scan could not read the holders of devices; "" if it could."""
+        """Why the last scan could not read the holders of devices; "" if the scan succeeded."""
         return self.agent.tracker.snapshot.problem
 
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
-        """Return the evidence about the holders of these devices of a resource.
+        """Return the evidence of the holders of these devices of a resource.
 
         Raises one of `EVIDENCE_ERRORS`, for example CheckpointError if this agent answered an Allocate during the read.
         """
@@ -90,13 +92,13 @@ class EvidenceReader:
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
         evident = await self.driver.files.reading.at("evidence", self.driver.claim_evidence, prepared, resource)
-        # A claim counts even if its published names stand for none of these devices now, because its own file may
-        # identify its devices.
+        # A claim counts even if the names in its allocation are not those of these devices now, because the agent's
+        # file of the claim may identify its devices.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
         recorded = self.agent.register.snapshot.of(resource)
         if any(name not in recorded or recorded[name].state is State.QUARANTINED for name in devices):
-            # Allocations count as well: the device of a claim that the kubelet has not prepared yet stays on the DRA
-            # side.
+            # Allocations of claims count as well, so that the device of a claim that is not prepared yet stays on the
+            # DRA side.
             _, listed = await self._list()
             uids = {claim.uid for claim in claims}
             for claim in listed:
@@ -110,7 +112,7 @@ class EvidenceReader:
     def _recorded(self, claim: ClaimEvidence) -> bool:
         """Return whether the ledger has all devices of the claim.
 
-        A claim that the ledger knows only from evidence may lack devices: its resources are recorded one after another.
+        A claim that was recorded from evidence may lack devices, because its resources are recorded one after another.
         """
         record = self.driver.records.get(claim.uid)
         return record is not None and (record.result is not None or not record.durable)
@@ -129,9 +131,9 @@ class EvidenceReader:
         return (result.driver, result.pool) == (self.driver.name, self.driver.pool) and not result.admin
 
     def _allocated(self, claim: ListedClaim) -> set[DeviceKey]:
-        """Return the (resource, device) of each device of this node that a claim's allocation names.
+        """Return the (resource, device) of each device of this node in a claim's allocation.
 
-        Devices to which the claim has only administrative access are left out.
+        Devices to which the claim has only administrative access are not included.
         """
         devices = self.driver.devices.by_name
         return {
@@ -151,9 +153,9 @@ class EvidenceReader:
         return Allocated(at, claims, frozenset().union(*(keys for claim, keys in named if claim.for_limits)))
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
-        """Read one claim, by namespace/name. Return whether its allocation names this device of this node.
+        """Read one claim (namespace/name). Return whether its allocation has this device of this node.
 
-        device: None for any device of the resource.
+        device: None if any device of the resource counts.
         """
         namespace, _, name = claim.partition("/")
         try:
@@ -164,21 +166,21 @@ class EvidenceReader:
 
 
 class ReconciledDriver(Protocol):
-    """The object that reacts to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+    """The object to call after changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
-        """React to the decision about the published names of devices."""
+        """Handle that the published names of devices have been decided."""
 
     def changed(self) -> None:
-        """React to changes of devices' holders or sides in the ledger."""
+        """Handle that holders or states of devices have changed in the ledger."""
 
     def quarantined(self, resource: str, device: str) -> None:
-        """React to the quarantine of a device."""
+        """Handle that a device was quarantined."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReconciler:
-    """Reconciles the ledger's records of one driver's devices with the evidence about their holders."""
+    """Compares the ledger's records of one driver's devices with evidence of the devices' holders (reconciliation)."""
 
     context: DriverContext
     evidence: EvidenceReader
@@ -196,7 +198,7 @@ class DeviceReconciler:
             await served.changed.wait()
 
     def forget_unlisted(self, served: ResourceRuntime) -> None:
-        """Mark a resource's unplugged devices as not reconciled: they may have other holders when they come back."""
+        """Mark unplugged devices as not reconciled, because they may have other holders when they are plugged in."""
         resource, listed = served.service.resource, served.listed.devices
         gone = {key for key in self.context.evidence.reconciled if key[0] == resource and key[1] not in listed}
         self.context.evidence.reconciled.difference_update(gone)
@@ -204,7 +206,7 @@ class DeviceReconciler:
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
         """Reconcile the devices of a resource until all are reconciled.
 
-        After each start these are all devices, because the ledger may have lost its last records.
+        After the agent's start, this is necessary for all devices, because the ledger may have lost its last records.
         """
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
@@ -233,15 +235,17 @@ class DeviceReconciler:
                     continue
             self.context.evidence.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
-            # Shortly after the start, the kubelet may not have opened the list of devices yet, so do not warn at once.
+            # Shortly after the start, the kubelet may not have called ListAndWatch yet, so the first tries log no
+            # warning.
             if text not in logged and tries > 3:
-                logged.add(text)  # If two messages alternate, each of them is logged only once.
+                # All logged texts are remembered, so that two alternating messages are logged only once each.
+                logged.add(text)
                 where = {"resource": resource, "device": ", ".join(sorted(reasons))}
                 _LOG.warning("devices are withheld because their holders are not known: %s", text, extra=where)
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
-        """Reconcile the ledger with the evidence about these devices. Return the devices whose holders stay uncertain.
+        """Compare the ledger with the evidence about these devices. Return the devices whose holders stay uncertain.
 
         Raises one of `EVIDENCE_ERRORS` if the evidence cannot be read now.
         """
@@ -250,7 +254,7 @@ class DeviceReconciler:
         resource = served.service.resource
         evidence = await self.evidence.read(served.service, devices)
         if self.context.resources.get(resource) is not served:
-            return ()  # The resource was dropped meanwhile.
+            return ()  # The driver does not serve the resource any more.
         count = len(served.listed.devices)
         for_claims = self.context.share.of(served.policy).of(count) == count
         side = Side.DRA if for_claims and await self.context.node.watch.initialized() else Side.PLUGIN
@@ -271,7 +275,7 @@ class DeviceReconciler:
 
     async def keep_resolving(self) -> None:
         """Try to reconcile quarantined devices regularly, until cancelled."""
-        # Each try lists all claims of the cluster, so the delays grow while a device stays quarantined.
+        # Each try lists all claims of the cluster, so the delays grow while any device stays quarantined.
         backoff = Backoff(first=RESOLVE, most=10 * RESOLVE)
         while True:
             await asyncio.sleep(backoff.next())

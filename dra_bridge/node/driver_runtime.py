@@ -32,16 +32,17 @@ from dra_bridge.slices.foreign import ForeignKind
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
-"""Seconds from a change of claims to the notification of other objects: pods that start together cause only one."""
+"""Seconds from a change of claims until other objects are notified, so that pods that start together cause one
+notification."""
 ALARMS: Final = 600.0
 """Seconds between two Events about the same kind of writes by other programs into the driver's pool."""
 
 
 class DriverRuntime:
-    """Builds and runs the objects of one DRA driver.
+    """Builds and runs the objects that make up one DRA driver on this node.
 
-    resources: the resources that name this driver, or named it before. left: a function that is called with a resource
-    after devices of the resource have left this driver.
+    resources: the resources whose source names this driver, or has named it before. left: a function that is called
+    with a resource after devices of the resource have left this driver.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class DriverRuntime:
         self.devices = DeviceReconciler(context, evidence, self)
 
     def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:
-        """Serve a resource by this driver, or continue with another source or policy.
+        """Let this driver serve a resource; if it does so already, use the new source and policy.
 
-        leaving: whether the resource no longer names this driver. Then the driver's devices of the resource return to
+        leaving: whether the resource names another driver now, so that this driver's devices of the resource return to
         the device plugin.
         """
         resource = service.resource
@@ -90,7 +91,8 @@ class DriverRuntime:
                 self.drop(resource)
             handover = self._handover(service, policy, Moving(self.name, leaving))
             runtime = self.resources[resource] = ResourceRuntime(service, policy, handover, leaving)
-            runtime.unsubscribe = service.inventory.subscribe(lambda _, runtime=runtime: self._listed(runtime))  # type: ignore[misc]
+            # type: ignore[misc]
+            runtime.unsubscribe = service.inventory.subscribe(lambda _, runtime=runtime: self._listed(runtime))
             self._start(runtime)
             self._listed(runtime)
         self._serve_claims()
@@ -106,7 +108,7 @@ class DriverRuntime:
         share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
-    # Handovers call `endpoint` and `moved`, see `DriverSide`.
+    # Methods that handovers call (DriverSide): `endpoint` and `moved`.
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the device plugin's servicer of a resource; None if this driver does not serve the resource."""
@@ -114,12 +116,12 @@ class DriverRuntime:
         return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
-        """Send new device lists and slices and wake other moves, because devices of a resource have moved."""
+        """Send new device lists and slices, and wake other resources' moves, after devices of a resource moved."""
         if (mine := self.resources.get(resource)) is not None:
             mine.service.endpoint.refresh()
         self.publish()
         for runtime in self.resources.values():
-            runtime.handover.wake()  # Devices of other resources may move together with these.
+            runtime.handover.wake()  # Devices of this other resource may have to move together with the moved devices.
         self._register.notify()
         if mine is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
@@ -127,7 +129,7 @@ class DriverRuntime:
     def drop(self, resource: str) -> None:
         """Stop serving a resource.
 
-        Claims get no device of the resource any more, but prepared claims can still be unprepared.
+        Afterwards claims get no device of the resource, but prepared claims can still be unprepared.
         """
         reconciled = self.context.evidence.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
@@ -145,9 +147,9 @@ class DriverRuntime:
         self.registrar.follow()
 
     def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
-        """Read the requested share from the Node's annotations, see `DriverShare`.
+        """Read the share of devices for claims that the Node's annotations request; see `DriverShare`.
 
-        Then compute the slices again, because the annotations may also request an empty pool.
+        The slices are computed again, because the annotations may also request an empty pool.
         """
         if self.context.share.read(annotations, node):
             for runtime in self.resources.values():
@@ -171,7 +173,7 @@ class DriverRuntime:
                 try:
                     await self.devices.keep_resolving()
                 finally:
-                    self._group = None  # From now on, the task group is ending and accepts no new tasks.
+                    self._group = None  # The task group is ending now, and accepts no new tasks.
         finally:
             await self._tasks.close()
             await self.driver.close()
@@ -209,7 +211,8 @@ class DriverRuntime:
 
     async def _move(self, runtime: ResourceRuntime) -> None:
         await runtime.reconciled.wait()
-        await self._node.watch.known()  # The Node's annotations may request another share than the config.
+        # Wait for the Node's annotations, because they may request another share than the config.
+        await self._node.watch.known()
         await runtime.handover.run()
 
     def _listed(self, runtime: ResourceRuntime) -> None:
@@ -217,7 +220,7 @@ class DriverRuntime:
         runtime.changed.set()
         self.publish()
 
-    # `DeviceReconciler` and the agent call the methods from here on.
+    # Methods that `DeviceReconciler` and the agent call.
 
     def devices_named(self) -> None:
         """Report the health of the devices to the kubelet, by their published names."""
@@ -240,7 +243,7 @@ class DriverRuntime:
             runtime.handover.wake()
 
     def contested(self, resource: str, reason: str) -> None:
-        """Withdraw the free devices of an adopted resource whose plugin bypasses this agent, and write an Event."""
+        """Stop offering free devices of an adopted resource whose plugin bypasses this agent, and write an Event."""
         runtime = self.resources.get(resource)
         if runtime is None or runtime.service.vendor is None or not runtime.service.endpoint.kept_back:
             return
@@ -258,7 +261,7 @@ class DriverRuntime:
             self._tasks.start(self.context.node.alarm("AdoptedPluginBypassed", text))
 
     def has_left(self, resource: str) -> bool:
-        """Return whether no device of a resource is published under this driver any more."""
+        """Return whether no device of a resource is in this driver's slices any more."""
         return not any(record.driver == self.name for record in self.async_ledger.snapshot.of(resource).values())
 
     async def _let_go(self, resource: str) -> None:
@@ -267,7 +270,7 @@ class DriverRuntime:
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:
-        """React to the result of a scan of devices' holders, see `HolderScanner`."""
+        """Handle the result of a scan for holders of devices; see `HolderScanner`."""
         if resource in self.resources:
             for device in done.quarantined:
                 self.quarantined(resource, device)
@@ -276,7 +279,7 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Notify the other objects that devices' holders or sides have changed in the ledger."""
+        """Notify the other objects that holders or states of devices have changed in the ledger."""
         for runtime in self.resources.values():
             runtime.handover.wake()
             runtime.service.endpoint.refresh()
@@ -289,7 +292,7 @@ class DriverRuntime:
 
 
 async def _again(what: str, work: Callable[[ResourceRuntime], Awaitable[None]], resource: ResourceRuntime) -> None:
-    """Run `work` for a resource until cancelled. After a failure, run it again. what: its name, for the log."""
+    """Run `work` for a resource until cancelled, again after each failure. what: the work's name, for the log."""
     backoff = Backoff(first=1.0, most=30.0)
     while True:
         try:

@@ -31,18 +31,18 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 FIRST: Final = 5.0
-"""Seconds that the first write of the Lease waits at most until the watch has listed it."""
+"""Maximum seconds that the first write of the Lease waits until the watch has listed the Lease."""
 LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
 
 
 class NodeLease:
-    """Keeps the Lease of this node equal to its drivers' reports. The Lease is written only when a report changes.
+    """Writes the drivers' reports into the Lease of this node, only when a report changes.
 
     The Node owns the Lease, so both are deleted together. The agent changes only the annotations of its own drivers.
 
-    namespace: the agents' namespace. watch: follows this node's Node object. reports: the wanted reports by annotation;
-    "" for none. state: whether the watch of the Lease is alive. failing: the failure of writes of the Lease, None if
-    the last write succeeded.
+    namespace: the agents' namespace. watch: follows this node's Node object. reports: the wanted report for each
+    annotation; "" for no annotation. state: the state of the watch of the Lease. failing: the failure that keeps the
+    Lease from being written; None if the last write succeeded.
     """
 
     def __init__(self, cluster: Cluster, namespace: str, watch: NodeWatch) -> None:
@@ -54,12 +54,13 @@ class NodeLease:
         self.reports: dict[str, str] = {}
         self._seen: Object | None = None
         self._deleted = ""
-        """UID of the Lease that the watch last saw deleted. The answer to its creation may arrive afterwards."""
+        """The UID of the last Lease whose deletion the watch has reported; the response to its creation may arrive
+        afterwards."""
         self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def most(self) -> int:
-        """The maximum of bytes in one driver's report.
+        """The maximum number of bytes in one driver's report.
 
         All reports are annotations of one object and share its limit.
         """
@@ -73,17 +74,20 @@ class NodeLease:
             self._changed.set()
 
     def write(self) -> None:
-        """Compare the Lease with the wanted reports and owner again: the Node may have been replaced."""
+        """Make `run` check the Lease's reports and owner again, because the Node may have been replaced."""
         self._changed.set()
 
     async def attempted(self, seconds: float) -> None:
-        """Wait until the first write of the Lease has succeeded or failed, at most `seconds`."""
+        """Wait until the first write of the Lease has succeeded or failed, at most this number of seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._attempted.wait()
 
     async def read(self) -> list[Object]:
-        """Return the Lease from the API server in a list; an empty list if it does not exist. Raises ClusterError."""
+        """Read the Lease from the API server; return it in a list, which is empty if it does not exist.
+
+        Raises ClusterError.
+        """
         try:
             return [await self.cluster.get(LEASES, self._watch.node, self.namespace)]
         except NotFoundError:

@@ -1,4 +1,4 @@
-"""Makes the metric families of an agent with DRA drivers."""
+"""Makes the Prometheus metric families about an agent's DRA drivers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def families(
     *,
     kubelet_listens: bool,
 ) -> Iterator[Metric]:
-    """Yield all metric families of the agent's DRA side. ends: pods that a kubelet restart would end, by resource."""
+    """Yield all metric families about DRA. ends: for each resource, the pods that a kubelet restart would end."""
     now = time.monotonic()
     figures = {driver.name: _figures(driver, node.publisher, now, kubelet_listens) for driver in drivers}
     for family, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -67,7 +67,8 @@ def families(
             failed.add_metric((driver, str(code)), count)
     yield failed
     about = "Times that the ledger could not record something; nothing was granted then"
-    failures = drivers[0].async_ledger.write_failures if drivers else 0  # All drivers use the agent's one ledger.
+    # All drivers use the same ledger, so the first driver's count is enough.
+    failures = drivers[0].async_ledger.write_failures if drivers else 0
     yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
     about = "Writes of others into the driver's pool of this node that were undone, by kind"
     undone = CounterMetricFamily("deviceplugin_slice_foreign_writes", about, labels=("driver", "kind"))
@@ -135,7 +136,7 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
 
 
 def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
-    """Yield the families `hook_*` for claims. Unlike those for pods, they have the label `driver`."""
+    """Yield the families `hook_*` for claims. Unlike the families for pods, they have the label `driver`."""
     labels = ("driver", "resource", "hook")
     about = "Time that the source's hooks took for claims, by hook"
     duration = SummaryMetricFamily("deviceplugin_dra_hook_duration_seconds", about, labels=labels)

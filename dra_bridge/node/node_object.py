@@ -17,7 +17,7 @@ from dra_bridge.kube import NODES, Cluster, ClusterError, Failing, ForbiddenErro
 _LOG: Final = logging.getLogger(__name__)
 
 NODE_READ: Final = 5.0
-"""Seconds after which the agent logs a warning that the Node's annotations are not known yet."""
+"""Seconds after which the agent logs a warning that it has not read the Node's annotations yet."""
 KARPENTER: Final = "karpenter.sh/nodepool"
 """The label that only Nodes created by Karpenter have."""
 INITIALIZED: Final = "karpenter.sh/initialized"
@@ -28,9 +28,10 @@ INITIALIZED: Final = "karpenter.sh/initialized"
 class NodeWatch:
     """Follows the Node object of this node.
 
-    annotated: a function that is called when the annotations change, or a new Node has the name. allocatable: receives
-    the numbers in `status.allocatable`. annotations, uid: those of the last Node that was seen, even if this Node is
-    deleted; None and "" before the first. gone: whether no Node of this name exists. state: whether the watch is alive.
+    annotated: a function that is called when the Node's annotations change, or when a new Node has this name.
+    allocatable: receives the numbers in `status.allocatable`. annotations, uid: of the last Node that was read, even if
+    it was deleted since; None and "" before the first read. gone: whether no Node of this name exists. state: the state
+    of the watch.
     """
 
     cluster: Cluster
@@ -73,7 +74,7 @@ class NodeWatch:
             self.annotated()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may begin on the DRA side: not before Karpenter has initialized its node.
+        """Return whether new devices may begin on the DRA side; False while Karpenter has not initialized its node.
 
         The method waits at most `NODE_READ` seconds for the Node to be read.
         """
@@ -83,11 +84,10 @@ class NodeWatch:
         return self._initialized.is_set()
 
     async def known(self) -> None:
-        """Wait until the Node's annotations are known, and until Karpenter has initialized its node.
+        """Wait until the Node's annotations were read, and until Karpenter has initialized its node.
 
-        Without the annotations, which may request a share, an agent that starts during an outage of the API server
-        would move devices back. Without the second wait, Karpenter would wait for allocatable devices that have moved
-        to DRA.
+        The annotations may request a share: without them, an agent that starts during an outage of the API server would
+        move devices back. And Karpenter waits for allocatable devices, so these must not move to DRA before.
         """
         try:
             async with asyncio.timeout(NODE_READ):
@@ -104,8 +104,8 @@ class NodeWatch:
 class NodeStatusWriter:
     """Writes `status.allocatable` of this node's Node object. This needs the right to patch `nodes/status`.
 
-    refused: the refusal of the last write, and since when all writes were refused; None if the last write was not
-    refused.
+    refused: if the API server refused the last write, the error, and since when all writes have been refused; else
+    None.
     """
 
     cluster: Cluster
@@ -113,7 +113,7 @@ class NodeStatusWriter:
     refused: Failing | None = None
 
     async def write(self, resource: str, number: int) -> bool:
-        """Write a resource's number. Return False if the API server refuses the write or does not answer."""
+        """Write a resource's number. Return False if the API server refuses the write or does not respond."""
         patch = {"status": {"allocatable": {resource: str(number)}}}
         try:
             await self.cluster.patch(NODES, self.node, patch, subresource="status")
@@ -135,7 +135,7 @@ class NodeStatusWriter:
 
 
 def numbers(allocatable: Mapping[str, str]) -> dict[str, int]:
-    """Return, by resource, the quantities of `status.allocatable` that are whole numbers, such as 8 or 1k."""
+    """Return, for each resource in `status.allocatable` whose quantity is a whole number (8 or 1k), this number."""
     quantities = {}
     for name, text in allocatable.items():
         try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
 
 AGENT: Final = "dra-bridge"
-"""The default name of an agent. The agent's directory in the kubelet's directory `plugins` has the same name."""
+"""The default name of an agent, which is also the name of its directory in the kubelet's directory `plugins`."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([-.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
@@ -49,8 +49,8 @@ class BridgeOptions(common.RunOptions):
     """The values of the options of an agent with device plugin and DRA.
 
     node: the name of this node and of its pools. claim_status: whether to write `status.devices` of prepared claims.
-    agent_name: the name of the directory with the ledger and the drivers' sockets. namespace: where the node's Lease
-    is.
+    agent_name: the name of the directory with the ledger and the drivers' sockets. namespace: the namespace of the
+    node's Lease.
     """
 
     cluster: Cluster
@@ -86,7 +86,8 @@ def run_options(options: argparse.Namespace) -> BridgeOptions:
     from dra_bridge.kube import Cluster, own_namespace
 
     cluster = Cluster.from_environment(options.kubeconfig, options.service_account)
-    cluster.configure()  # A wrong configuration is reported before an event loop, a socket or a ledger exists.
+    # A wrong configuration is reported here, before the agent makes an event loop, a socket or a ledger.
+    cluster.configure()
     node, agent = options.node_name, options.agent_name
     return BridgeOptions(run.paths, run.metrics_address, cluster, node, options.claim_status, agent, own_namespace())
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BridgeProgram(process.Program):
-    """The program that the process runs: an agent with device plugin and DRA."""
+    """What the process runs: an agent with device plugin and DRA."""
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge.agent, bridge.node.name)
@@ -37,7 +37,7 @@ class BridgeProgram(process.Program):
         await self._bridge.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve the resources of a new config.
+        """Apply a new config.
 
         changed: new or changed sources, by resource. unchanged: other resources.
         """
@@ -82,11 +82,11 @@ def run(
 def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | None = None) -> int:
     """Serve a config file's resources to pods and claims until SIGTERM. Return the process's exit status.
 
-    Changes of the file are followed. If the file is invalid at the start, the agent serves the last version that an
-    earlier agent has served. adopt: the directory where vendors' plugins register with this agent, None for none.
+    The agent applies changes of the file. If the file is invalid at the start, the agent uses the last version that an
+    earlier agent has applied. adopt: the directory where vendors' plugins register with this agent, None for none.
 
-    Raises ConfigError if the file is invalid at the start, or names something that `lock` forbids, and no version was
-    served before.
+    Raises ConfigError if the file is invalid at the start, or names something that `lock` forbids, and there is no
+    earlier version.
     """
     kept = options.paths.kubelet_root / "plugins" / options.agent_name / "config.yaml"
     vendors = VendorPlugins(adopt) if adopt is not None else None

@@ -1,4 +1,4 @@
-"""The state that the objects of a node's DRA side share: the node, each driver, and each resource of a driver."""
+"""The common state of the objects for DRA on a node: of the node, of each driver, and of each resource of a driver."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
-"""Seconds for which a plugin may still get an Allocate after it was last found to bypass the agent."""
+"""Seconds for which another plugin may still get an Allocate after it was last found to bypass the agent."""
 
 
 def section(driver: str) -> str:
-    """Return the name of the section of the ledger's settings with the qualifiers of a driver's published names."""
+    """Return the name of the ledger's section with the qualifiers (name prefixes) of a driver's resources."""
     return f"qualifier {driver}"
 
 
 def qualifiers_of(settings: Mapping[RecordKey, Setting], driver: str) -> Mapping[str, str]:
-    """Return, for each resource of a driver, the qualifier of the resource in the published names of its devices."""
+    """Return, for each resource of a driver, its qualifier: the prefix of the published names of its devices."""
     mine = section(driver)
     return {resource: kept.value for (of, resource), kept in settings.items() if of == mine}
 
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """The order in which a resource's devices are published, computed only when the devices or their links change.
+    """The order of a resource's devices in the slices, which is computed only when the devices or their links change.
 
-    The slices are made after each Prepare, and the order of 64 partitions takes longer to compute than a Prepare.
+    The slices are computed after each Prepare, and the order of 64 partitions takes longer to compute than a Prepare.
     """
 
     _devices: frozenset[str] = frozenset()
@@ -57,7 +57,7 @@ class Order:
     _order: tuple[str, ...] = ()
 
     def of(self, devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[str, ...]:
-        """Return the devices in the order of `topology.arranged`; () if no links are known."""
+        """Return the devices in the order that `topology.arranged` gives them; () if no links are known."""
         if (ids := frozenset(devices)) != self._devices or links != self._links:
             self._devices, self._links = ids, dict(links)
             self._order = tuple(topology.arranged(devices, links)) if links else ()
@@ -68,10 +68,11 @@ class Order:
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    leaving: whether the resource no longer names this driver. Then its devices under this driver return to the device
-    plugin. changed: set when the resource's devices may have changed, or may be missing in the ledger. reconciled: set
-    once all its devices were reconciled with the evidence. bypassed_at: when a vendor's plugin of the resource last
-    bypassed this agent, by registering with the kubelet (monotonic seconds). task: runs while the resource is served.
+    leaving: whether the resource names another driver now, so that its devices in this driver's slices return to the
+    device plugin. changed: an event, set when the resource's devices may have changed, or may be missing in the ledger.
+    reconciled: an event, set once the ledger's records of all its devices were compared with evidence. bypassed_at:
+    when a vendor's plugin of the resource last bypassed this agent by registering with the kubelet (monotonic seconds).
+    task: the task that serves the resource.
     """
 
     service: Service
@@ -93,11 +94,11 @@ class ResourceRuntime:
 
 @dataclass(eq=False)
 class DriverContext(DriverHost):
-    """The state that the objects of one driver on this node share.
+    """The common state of the objects of one driver on this node.
 
-    resources: the resources that the driver serves now, by name. evidence: which devices of the driver were reconciled
-    with evidence, and why others were not. pods: knows which pods use claims. claims: set when a claim was prepared or
-    unprepared, or when a device begins to move to DRA for a claim.
+    resources: the driver's present resources, by name. evidence: which devices of the driver were compared with
+    evidence of holders, and why others were not. pods: finds out which pods use claims. claims: an event, set when a
+    claim was prepared or unprepared, or when a device begins to move to DRA for a claim.
     """
 
     name: str
@@ -114,14 +115,14 @@ class DriverContext(DriverHost):
         self.evidence = self.node.agent.evidence.drivers.setdefault(self.name, DriverEvidence())
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
-        """Return the qualifiers in the ledger, by resource, without resources whose published names are undecided."""
+        """Return the recorded qualifiers (prefixes of published names) by resource, as far as they are decided."""
         settings = self.ledger.snapshot.settings
         if self._names[0] is not settings:
             self._names = settings, qualifiers_of(settings, self.name)
         return self._names[1]
 
     async def running_pods(self) -> RunningPods:
-        """See `ClaimPods.running`."""
+        """Return the pods whose processes run; see `ClaimPods.running`."""
         return await self.pods.running()
 
     def last_running_pods(self) -> RunningPods:
@@ -129,23 +130,23 @@ class DriverContext(DriverHost):
         return self.pods.last
 
     def claims_changed(self) -> None:
-        """Make the driver notify its other objects that claims have changed, see `DriverRuntime`."""
+        """Make `DriverRuntime` notify the driver's other objects that claims have changed."""
         self.claims.set()
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether claims may get a device: the device's holders are known, or its resource leaves the driver."""
+        """Return whether claims may get a device: its holders are known, or its resource is leaving the driver."""
         runtime = self.resources.get(resource)
         return runtime is not None and (runtime.leaving or (resource, device) in self.evidence.reconciled)
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether another plugin of an adopted resource may be allocating its devices without this agent."""
+        """Return whether the vendor's plugin of an adopted resource may be allocating devices without this agent."""
         runtime = self.resources.get(resource)
         return runtime is not None and time.monotonic() < runtime.bypassed_at + BYPASSED
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeNode:
-    """The objects of a node that the runtimes of all its drivers share."""
+    """The objects of a node that the runtimes of all DRA drivers use."""
 
     drivers: DriverNode
     directories: DriverDirectories
@@ -168,17 +169,17 @@ class BridgeNode:
     def directory(self) -> Path:
         """The agent's directory in the kubelet's directory `plugins`.
 
-        It has the ledger and the sockets of all drivers.
+        This directory contains the ledger and the sockets of all drivers.
         """
         return self.directories.own
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """The state of each watch of the API server, by the plural of the watched kind."""
+        """The state of each watch at the API server, by the plural of the watched kind."""
         return {**self.publisher.watches, NODES.plural: self.watch.state, LEASES.plural: self.lease.state}
 
     async def alarm(self, reason: str, message: str) -> None:
-        """Write a warning Event about this node, if the API server accepts it."""
+        """Write a warning Event about this node; a failed write is only logged."""
         try:
             await self.cluster.event(NODES, {"name": self.name, "uid": self.name}, reason, message, self.name)
         except ClusterError as error:

@@ -1,4 +1,4 @@
-"""Finds which share of devices claims should have, from the config or the Node's annotation `<driver>/dra-share`."""
+"""Reads how many devices should be for claims (the share): from the config or the Node's `<driver>/dra-share`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 SHARE: Final = "share"
-"""The section of the ledger's settings with the last valid text of the Node's share annotation, by driver."""
+"""The section of the ledger's settings with, for each driver, the last valid text of the Node's share annotation."""
 
 SHARE_NODE: Final = "share's node"
-"""The section of the ledger's settings with the UID of the Node that had this annotation, by driver."""
+"""The section of the ledger's settings with, for each driver, the UID of the Node that had this annotation."""
 
 NO_DEVICES: Final = Share(0)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverPolicy:
-    """The config's settings of a resource for DRA. unhealthy: the effect of the taint on unhealthy devices."""
+    """The settings for DRA in a resource's config. unhealthy: the effect of the taint on unhealthy devices."""
 
     share: Share = NO_DEVICES
     drain: Drain = "cordon"
@@ -40,7 +40,7 @@ class HandoverPolicy:
 
 
 def policies_of(config: Config) -> dict[str, HandoverPolicy]:
-    """Return the policies of a config's resources, by resource."""
+    """Return the DRA settings of each resource in a config."""
     return {
         resource.name: HandoverPolicy(parse_share(resource.dra.share), resource.dra.drain, resource.dra.unhealthy)
         for resource in config.resources
@@ -49,14 +49,14 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 
 @dataclass(slots=True, eq=False)
 class DriverShare:
-    """The share that the Node requests of one driver. The ledger keeps the last valid share.
+    """The share of devices for claims that the Node's annotation requests of one driver.
 
-    This share stays in effect in two cases: the requested share is invalid, or the Node object was replaced by one
-    without a request. So a Node that is deleted and recreated (for example by a repair) undoes no migration. share: the
-    requested share; None if the config's shares apply. text: the Node's annotation, "" if there is none. kept: the
-    share of the replaced Node, while it stays in effect. refused: the last invalid text, which was logged.
-    requested_on: the UID of the Node with the last request, even before the ledger has it. warned: the UID of the Node
-    for which a warning was logged that the share stays.
+    The ledger stores the last valid share. The stored share stays in effect if the requested share is invalid, or if
+    the Node object was replaced by a Node without this annotation. So a Node that is deleted and recreated (for example
+    by a repair) undoes no migration. share: the requested share; None if the shares in the config apply. text: the
+    Node's annotation, "" if there is none. kept: the share of the replaced Node, while it stays in effect. refused: the
+    last invalid text that was logged. requested_on: the UID of the Node with the last request, even before it is in the
+    ledger. warned: the UID of the Node for which a warning was logged that the former share stays in effect.
     """
 
     driver: str

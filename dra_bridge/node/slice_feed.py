@@ -1,4 +1,4 @@
-"""Computes the wanted slices of one driver: offered devices and their names. Also reports the progress of moves."""
+"""Computes the wanted slices of one driver from its devices, and reports the progress of moves in the Lease."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from dra_bridge.slices.foreign import is_own
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
-"""Seconds that the first slices wait for the kubelet to register the driver, and for the evidence about all devices."""
+"""Maximum seconds that the first slices wait until the kubelet has registered the driver and the holders of all devices
+are known."""
 HOLDERS: Final = 10.0
-"""Seconds between two reports if only the holders of devices have changed."""
+"""Minimum seconds between two reports if only the holders of devices have changed."""
 RETRY: Final = 5.0
 """Seconds until the next try after the slices could not be computed."""
 DEBOUNCE: Final = 0.02
@@ -29,10 +30,10 @@ DEBOUNCE: Final = 0.02
 
 
 async def decide_names(context: DriverContext, resource: str) -> bool:
-    """Decide the published names of a resource's devices, and record them. Return False if they were recorded before.
+    """Decide and record the published names of a resource's devices. Return False if they were recorded before.
 
-    Published and allocated devices keep their names. If the ledger has no names, it is new or was lost; then the former
-    names are read from the slices or the last report at the API server.
+    Published and allocated devices keep their names. If the ledger has no names, because it is new or was lost, the
+    former names are read from the slices, or from the last report, at the API server.
 
     Raises LedgerError, ClusterError or TimeoutError if the names cannot be decided now.
     """
@@ -56,7 +57,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
 
 class SliceFeed:
-    """Passes the wanted slices of one driver to the publisher, and reports to handovers which devices are withdrawn."""
+    """Passes one driver's wanted slices to the publisher; returns, for moves, which devices no slice offers."""
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
@@ -65,10 +66,10 @@ class SliceFeed:
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
         self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """By device that the slices must omit: the ticket of the first slices without it, and since when the API server
-        has had these slices (monotonic seconds; None if not yet)."""
+        """For each device that the slices must not have: the ticket of the first slices without it, and when the API
+        server accepted these slices (monotonic seconds; None if not yet)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
-        """The last report, its text without holders, and when this report was made (monotonic seconds)."""
+        """The last report, the part of its text without holders, and when this report was made (monotonic seconds)."""
         self._begun = False
         """Whether slices may be passed to the publisher: after the first report was written."""
 
@@ -79,7 +80,7 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return the time since which no slice offers a device (monotonic seconds); None if a slice may offer it.
 
-        Slices of other programs count as well, and the agent's own slice if another program has added the device to it.
+        Slices of other programs count as well, and also the agent's own slice if another program has added the device.
         """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
@@ -107,10 +108,12 @@ class SliceFeed:
             await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():
-                runtime.changed.set()  # A device may be listed while its record is deleted: reconcile it.
+                # A device may have been plugged in while its record was deleted, so it must be reconciled again.
+                runtime.changed.set()
             rest = first - time.monotonic()
-            # A pod with a claim that starts before the driver is registered fails, and the kubelet tries again a minute
-            # later. So the first slices wait. An earlier agent's slices stay until the evidence was reconciled.
+            # The first slices wait until the driver is registered: a pod with a claim that starts before fails, and the
+            # kubelet tries again only a minute later. An earlier agent's slices stay until the ledger was compared with
+            # evidence.
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:
@@ -125,7 +128,7 @@ class SliceFeed:
                     rest = RETRY
 
     async def follow_accepted(self) -> None:
-        """Wake the handovers when the API server has accepted the slices that they wait for, until cancelled."""
+        """Until cancelled, wake moves of devices when the API server has accepted the slices for which they wait."""
         while True:
             self._passed.clear()
             state = self._publisher.state(self._context.name)
@@ -138,9 +141,9 @@ class SliceFeed:
 
     def _may_publish(self) -> bool:
         if self._context.node.watch.annotations is None:
-            return False  # The Node's annotations may contain a rollout's request for a pool, with or without devices.
-        # A driver with resources first needs their published names. A driver without resources needs no names: its
-        # slices are removed, even if the ledger was lost together with the names.
+            return False  # Wait for the Node's annotations, by which a rollout may request a pool even without devices.
+        # A driver with resources first needs the published names of their devices. A driver without resources needs no
+        # names: its slices are removed, even if the ledger was lost together with the names.
         if self._context.resources and not self._context.qualifiers():
             return False
         snapshots = [runtime.listed for runtime in self._context.resources.values()]
@@ -148,7 +151,7 @@ class SliceFeed:
         return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
     async def _begin(self) -> None:
-        """Write the report before the first slices, which may replace a slice with an older agent's report."""
+        """Write the report before the first slices, because these may replace a slice with an older agent's report."""
         if not self._begun:
             report, _ = self._report()
             self._context.node.lease.report(self._context.name, report)
@@ -156,7 +159,10 @@ class SliceFeed:
             self._begun = True
 
     def _pass_on(self) -> float | None:
-        """Pass on the report and the slices. Return the seconds until the next pass; None: until a change."""
+        """Pass the report to the Lease and the slices to the publisher.
+
+        Return seconds until the next time; None: wait for a change.
+        """
         report, rest = self._report()
         self._context.node.lease.report(self._context.name, report)
         offers, without, qualifiers = [], [], self._context.qualifiers()
@@ -183,12 +189,12 @@ class SliceFeed:
         effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         driver = self._context.name
-        # An agent that has lost its ledger reads the names from this annotation. By the annotation, the admission
-        # policies recognise a slice of this agent, and let a former driver delete the slice.
+        # From this annotation, an agent that has lost its ledger reads the published names. By it, the admission
+        # policies recognise a slice of this agent, and permit a former driver to delete the slice.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
-        # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if
-        # other nodes of its group have one. So an empty pool is published only if a rollout requests it, because a
-        # rollout does this for all of its nodes.
+        # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
+        # nodes of its group have a pool. So an empty pool is published only if a rollout requests it, because a rollout
+        # requests it for all its nodes.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
         empty = bool(offers) and asked
         pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]
@@ -198,10 +204,10 @@ class SliceFeed:
         return rest
 
     def _report(self) -> tuple[str, float | None]:
-        """Return the report, "" for none, and the seconds until the next report may have changed holders.
+        """Return the report ("" for none), and the seconds until a report with changed holders may be written.
 
-        The report changes at once when the side of a device has changed, but at most every `HOLDERS` seconds if only
-        holders have changed.
+        A changed state of a device changes the report at once; changed holders alone change the report at most every
+        `HOLDERS` seconds.
         """
         if all(runtime.leaving for runtime in self._context.resources.values()):
             return "", None

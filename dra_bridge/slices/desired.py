@@ -1,4 +1,4 @@
-"""Computes the ResourceSlices of a driver's pool, by a pure function of the driver's devices and their sides.
+"""Computes the ResourceSlices of a driver's pool from the driver's devices, as a pure function.
 
 Each driver has one pool on a node, with the node's name. The limits are those of Kubernetes 1.36
 (k8s.io/api/resource/v1).
@@ -27,12 +27,13 @@ MAX_DEVICES: Final = 64
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 NAMES: Final = 8
-"""Number of names that each slice can have. The next name is used if a foreign slice already has the one before."""
+"""Number of candidate names of each slice. If a slice of another program has a candidate, the next candidate is
+used."""
 
 Feature = Literal["taints", "sharing", "counters", "lists"]
 """An optional feature of the API server. A server without the feature drops the feature's fields and returns no error.
 
-An attribute that is a list then has no value left, so such a server refuses the attribute.
+An exception is "lists": without its list, an attribute has no value, so such a server refuses the attribute.
 """
 CounterAmounts = Mapping[str, int | str]
 
@@ -41,10 +42,10 @@ CounterAmounts = Mapping[str, int | str]
 class Offer:
     """The devices of one resource in its driver's pool.
 
-    offered: ids of the devices on the DRA side; None means all devices. replicas: by device id, the number of claims
-    that may share the device; 1 if the id is missing. order: device ids in the order in which the scheduler should take
-    the devices; it takes devices from the front of a slice. qualifier: part of the devices' published names
-    (`deviceplugin.naming`).
+    offered: the ids of the devices that claims may get; None for all devices. replicas: for each device id, the number
+    of claims that may share the device; 1 if the id is missing. order: device ids in the order in which the scheduler
+    should allocate the devices: it begins with the first device of a slice. qualifier: the prefix of the devices'
+    published names (`deviceplugin.naming`).
     """
 
     snapshot: InventorySnapshot
@@ -55,7 +56,7 @@ class Offer:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices of the resource, on either side, healthy or not.
+        """All devices of the resource, also unhealthy devices and devices that claims cannot get.
 
         The devices in `order` come first, then the others in natural order (gpu2 before gpu10).
         """
@@ -68,10 +69,10 @@ class Offer:
 class Pool:
     """The pool of one driver on one node.
 
-    offers: one for each resource of the driver, also for resources that offer no device now. unhealthy: the effect of
-    the taint `<driver>/unhealthy` on unhealthy devices. annotations: names under `<driver>/`; the first slice has them
-    with their values, the other slices have them with empty values. empty: whether the pool has a slice even if it
-    offers no device.
+    offers: one `Offer` for each resource of the driver, even if claims get none of its devices now. unhealthy: the
+    effect of the taint `<driver>/unhealthy` on unhealthy devices. annotations: annotations with names under
+    `<driver>/`; the first slice has them with their values, the other slices with empty values. empty: whether the pool
+    has a slice even if it offers no device.
     """
 
     driver: str
@@ -87,7 +88,8 @@ class Desired:
     """The slices that a pool should have.
 
     slices: bodies in the form of resource.k8s.io/v1, without `spec.pool.generation`, owner and resourceVersion. needs:
-    the optional features of the API server that the slices use. problems: what was left out and why, one sentence each.
+    the optional features of the API server that the slices use. problems: a sentence for each item that the slices
+    lack, with the reason.
     """
 
     slices: tuple[Object, ...]
@@ -96,7 +98,7 @@ class Desired:
 
 
 def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ()) -> str:
-    """Return the name of a pool's slice. The name is constant, so a create whose answer was lost can be repeated.
+    """Return the name of a pool's slice. The name is constant, so a create whose response was lost can be repeated.
 
     number: the slice's place in the pool. taken: names that slices of other programs have. The function returns the
     first of the `NAMES` candidates that is not taken.
@@ -129,9 +131,9 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
     Pure: the same input gives the same bodies. If the API server would refuse an attribute, a capacity or a whole
     device, only this item is left out and reported, so that the rest of the pool is published.
 
-    Each device has a fixed place in one slice, even while it is not offered. So a change of one device's side, health
-    or taints changes only one slice, in one atomic write. without: features that the API server lacks. taken: names
-    that slices of other programs have.
+    Each device has a fixed place in one slice, even while claims cannot get it. So a change of one device's state,
+    health or taints changes only one slice, in one atomic write. without: features that the API server lacks. taken:
+    names that slices of other programs have.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
@@ -171,8 +173,8 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
     for number, part in enumerate(parts):
         metadata: Object = {"name": slice_name(pool.node, pool.driver, number, taken)}
         if pool.annotations:
-            # All slices have the annotations, because by them the admission policies recognise a slice of this agent,
-            # and let a former driver delete the slice.
+            # All slices have the annotations: by the annotations' names, the admission policies recognise a slice of
+            # this agent, and permit a former driver to delete the slice.
             metadata["annotations"] = dict(pool.annotations) if number == 0 else dict.fromkeys(pool.annotations, "")
         whole = {"name": pool.node, "resourceSliceCount": len(parts)}
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
@@ -195,7 +197,8 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[naming.SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    # If too many entries are given, the device's own capacity and attributes are kept before the NUMA node.
+    # If there are more entries than a slice permits, the NUMA node is left out before the device's own capacity and
+    # attributes.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
     for key, value, amount in wanted:
@@ -234,7 +237,7 @@ def _entry(
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """Return an entry of a device's capacity. value: the whole amount. replicas: how many claims may share the device.
+    """Return an entry of a device's capacity. value: the whole amount. replicas: number of claims that may share it.
 
     A claim that requests no amount of a shared device gets an equal part. Without a request policy, such a claim would
     take the whole capacity, and no other claim could share the device (k8s.io/api/resource/v1, CapacityRequestPolicy).
@@ -247,7 +250,7 @@ def _capacity(value: int | str, replicas: int) -> Object:
 
 
 def _like(text: str, number: Fraction) -> str:
-    """Return an integer as a quantity, with a binary suffix if `text` has one and the quantity is exact."""
+    """Return a number as a quantity, with a binary suffix if `text` has such a suffix and no digit is lost."""
     best = str(number)
     if text.endswith("i") and number:
         for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1):
@@ -257,7 +260,7 @@ def _like(text: str, number: Fraction) -> str:
 
 
 def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, CounterAmounts]:
-    """Return the counter sets of all devices, offered or not, by name.
+    """Return the counter sets of all devices by name, also of devices that claims cannot get.
 
     A set is left out if two devices define it differently, or if the API server would refuse it.
     """
@@ -284,7 +287,7 @@ def _numbers(counters: CounterAmounts) -> dict[str, Fraction]:
 
 
 def _consumed(device: Device, sets: Mapping[str, CounterAmounts], problems: list[str]) -> Mapping[str, CounterAmounts]:
-    """Return the counters that a device consumes; an empty result if the API server would refuse the counters."""
+    """Return the counters that a device consumes; empty if the API server would refuse these counters."""
     try:
         if len(device.consumes) > naming.MAX_CONSUMED_SETS:
             raise NamingError(

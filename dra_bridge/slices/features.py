@@ -1,4 +1,4 @@
-"""Optional features of the API server: which features a slice uses, and which features the server has."""
+"""Optional features of the API server: which of them a slice uses, and which of them the server has."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ WITHOUT: Final[Mapping[Feature, str]] = {
     "lists": "the API server takes no lists as attributes (feature gate DRAListTypeAttributes is off): "
     "devices with several NUMA nodes have no attribute resource.kubernetes.io/numaNode",
 }
-"""How slices change on an API server without the feature, one sentence each."""
+"""For each feature, a sentence about the effect on slices if the API server lacks the feature."""
 _FIELDS: Final[Mapping[Feature, str]] = {
     "taints": "taints",
     "sharing": "allowMultipleAllocations",
     "counters": "consumesCounters",
 }
-"""By feature, the field of a device that a server without the feature drops. "lists" has none: lists are attributes."""
+"""For each feature, the field of a device that a server without the feature drops; none for "lists", which are
+attributes."""
 _REFUSED: Final = frozenset[Feature]({"counters", "lists"})
 """Features without which an API server may refuse the whole slice instead of dropping a field."""
 
 
 @dataclass(slots=True)
 class ServerFeatures:
-    """The optional features that the API server has or lacks, as far as known.
+    """The optional features that the API server has, or lacks, as far as the agent knows.
 
-    probe_again: seconds after which a missing feature is tried again, because another API server may answer by then.
+    probe_again: seconds after which a missing feature is tested again, because another API server (a newer one) may
+    answer by then.
     """
 
     cluster: Cluster
@@ -49,19 +51,19 @@ class ServerFeatures:
 
     @property
     def missing(self) -> frozenset[Feature]:
-        """The features that the server is known to lack. Features that were not tried are not among them."""
+        """The features that the server is known to lack; features that were not tested are not included."""
         return frozenset(feature for feature, there in self._known.items() if not there)
 
     def learn(self, body: Object) -> None:
-        """Record as existing the features whose fields a stored slice has in its devices."""
+        """Record that the server has the features whose fields are in a slice that the server has stored."""
         self._known.update(dict.fromkeys(_used_by(body["spec"].get("devices") or ()), True))
 
     def lacks(self, features: Iterable[Feature]) -> None:
-        """Record as missing these features, whose fields the server has dropped or refused."""
+        """Record that the server lacks these features, because it has dropped or refused their fields."""
         self._known.update(dict.fromkeys(features, False))
 
     def refused(self) -> None:
-        """Forget the features for which a slice may have been refused, perhaps by another server without them."""
+        """Forget that the server has `counters` and `lists`: another server without them may have refused a slice."""
         for feature in _REFUSED:
             if self._known.get(feature):
                 del self._known[feature]
@@ -73,7 +75,7 @@ class ServerFeatures:
                 del self._known[feature]
 
     async def probe(self, pool: Pool, wanted: Desired, version: str) -> bool:
-        """Test features that are needed but unknown by a dry-run create. Return whether one of them is missing.
+        """Test needed features that are unknown, by a dry-run create of a slice. Return whether one of them is missing.
 
         The test precedes the first real write. So the agent never publishes an unhealthy device without its taint, or
         partitions that exclude each other without their counters.
@@ -93,9 +95,11 @@ class ServerFeatures:
         body = in_version(_probe_body(pool, unknown), version)
         try:
             kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
-        except InvalidError as error:  # Before 1.35, the counter set had to be in the same slice.
+        except InvalidError as error:  # Servers before 1.35 refuse this slice.
             logger.debug("the API server refused the dry run of a slice: %s", error)
-            kept = set(unknown) - _REFUSED  # The answers to real writes show which other features the server has.
+            # Other features count as present until the response to a real write shows that the server has dropped their
+            # fields.
+            kept = set(unknown) - _REFUSED
         self._known.update({feature: feature in kept for feature in unknown})
 
 

@@ -1,8 +1,8 @@
-"""Foreign slices and edits: what other programs write into a driver's pool on this node, and how it is reported.
+"""Foreign slices and edits: what other programs have written into a driver's pool on this node, with messages.
 
 The scheduler joins all slices of a node that name the same driver and pool, even if different programs wrote them. The
-scheduler uses the slices of the highest generation, on two conditions: their number is the one that the first of them
-states, and no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36,
+scheduler uses the slices of the highest generation on two conditions: the first slice states their number correctly,
+and no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36,
 structured/internal/stable/pools_stable.go, GatherPools).
 """
 
@@ -20,9 +20,10 @@ from dra_bridge.slices.desired import own_name
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 
 WINDOW: Final = 600.0
-"""Seconds for which a foreign write is remembered."""
+"""Seconds for which a write of another program is remembered."""
 OFTEN: Final = 6
-"""Number of foreign writes within `WINDOW` from which the agent reports that a program writes again and again."""
+"""Number of foreign writes within `WINDOW` seconds from which the agent reports that a program writes again and
+again."""
 REMEMBERED: Final = 64
 """Maximum number of foreign writes that are remembered."""
 
@@ -37,11 +38,11 @@ class ForeignKind(Enum):
     POOL = "pool"
     """A foreign slice of the driver for this node, in a pool of another name. No claim can get its devices."""
     EDITED = "edited"
-    """The agent's own slice, to which another program gave other devices, another slice count or another generation."""
+    """The agent's own slice, in which another program changed the devices, the slice count or the generation."""
     GENERATION = "generation"
-    """A slice in the pool, own or foreign, whose generation is so high that the agent may find no higher one."""
+    """Any slice in the pool whose generation is so high that the agent may have no higher number left."""
     NAME = "name"
-    """A slice outside the pool whose name the agent needs for one of its own slices."""
+    """A slice outside the pool whose name the agent needs for a slice of its own."""
     DELETED = "deleted"
     """The agent's own slice was deleted by another program. The kubelet does this when it starts."""
 
@@ -62,8 +63,8 @@ class ForeignSlice:
     """A slice in the driver's pool, or of the driver for this node, that another program wrote.
 
     devices: the devices that the slice offers in the pool. manager: the program that wrote the slice last, or "". uid:
-    of the object. finalizers: the finalizers that keep the object while it is being deleted. refused: the API server's
-    message if it refused the deletion, otherwise "".
+    the slice's UID. finalizers: the finalizers that keep the object while it is being deleted. refused: the API
+    server's message if it refused the deletion, otherwise "".
     """
 
     name: str
@@ -77,7 +78,7 @@ class ForeignSlice:
 
 @dataclass(frozen=True, slots=True)
 class ForeignWrite:
-    """A foreign write that the agent has undone. at: when it was undone (monotonic seconds)."""
+    """A write of another program that the agent has undone. at: when the agent did so (monotonic seconds)."""
 
     kind: ForeignKind
     name: str
@@ -112,7 +113,7 @@ def offered_in(body: Object, node: str) -> frozenset[str]:
 
 
 def manager_of(body: Object) -> str:
-    """Return the program that changed an object last, by the object's managedFields; "" if they do not show it.
+    """Return the program that changed an object last, from the object's managedFields; "" if it is unknown.
 
     The times in managedFields are whole seconds. If the agent and another program wrote in the same second, the
     function returns the other program.
@@ -142,7 +143,7 @@ def foreign_slices(bodies: Iterable[Object], driver: str, node: str, refused: Ma
 
 
 def remembered(writes: Sequence[ForeignWrite], new: ForeignWrite) -> tuple[ForeignWrite, ...]:
-    """Return the remembered foreign writes with a new one, without writes that are older than `WINDOW`."""
+    """Return the remembered foreign writes and a new write, without writes that are older than `WINDOW` seconds."""
     return (*(write for write in writes if new.at - write.at < WINDOW), new)[-REMEMBERED:]
 
 
@@ -155,7 +156,7 @@ def sentence(kind: ForeignKind, name: str, manager: str) -> str:
 def problems(
     driver: str, present: Iterable[ForeignSlice], writes: Sequence[ForeignWrite], now: float | None = None
 ) -> Iterator[str]:
-    """Yield a sentence for each foreign slice, and one more if other programs write again and again.
+    """Yield a sentence for each foreign slice, and another sentence if other programs write again and again.
 
     now: monotonic seconds.
     """

@@ -1,4 +1,4 @@
-"""Keeps a copy of one driver's ResourceSlices, from lists, watches and the answers to writes."""
+"""Keeps a local copy of one driver's ResourceSlices, from lists, watches and the responses to writes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dra_bridge.slices.foreign import is_own, offered_in
 from dra_bridge.slices.plan import UNGROWABLE, annotations_of, fingerprint, generation_of
 
 MOST_NAMES: Final = 16384
-"""Maximum number of withdrawn devices whose time of withdrawal is remembered."""
+"""Maximum number of devices for which the copy remembers since when no slice offers them."""
 
 
 class SliceScope(Enum):
-    """The two groups of a driver's slices that a list or watch can select, by the field `spec.nodeName`."""
+    """The two groups of a driver's slices that lists and watches select by the field `spec.nodeName`."""
 
     NODE = "node"
     """Slices that name this node."""
     NODELESS = "nodeless"
-    """Slices that name no node. They can be in this node's pool."""
+    """Slices that name no node. Such slices can be in this node's pool, too."""
 
 
 def scope_of(body: Object) -> SliceScope:
@@ -33,13 +33,13 @@ def scope_of(body: Object) -> SliceScope:
 class Mirror:
     """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
-    bodies: all slices by name, foreign slices included. listed: the scopes whose bodies come from a list and its watch;
-    other scopes must be listed again. generation: the highest generation that was ever written, or that an unanswered
-    write makes necessary; a foreign generation counts only below `UNGROWABLE`. mutations: see `plan.ServerMutations`.
-    times: see `plan.Times`. answers: by name, the content that the server returned for the agent's last write. taken:
-    names of wanted slices that foreign slices have. deletions: by UID, the scope of slices that the agent deleted and
-    whose deletion the watch has not reported yet. gone: UIDs of slices whose deletion the watch has reported since the
-    last write began; the writer clears this set.
+    bodies: all slices by name, foreign slices included. listed: the scopes whose slices were listed and are watched;
+    other scopes must be listed again. generation: the highest generation that was ever written, or that the next write
+    needs because a write got no response; a foreign generation counts only below `UNGROWABLE`. mutations: see
+    `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the content in the server's response
+    to the agent's last write. taken: names of wanted slices that foreign slices have. deletions: by UID, the scope of
+    each slice that the agent deleted, until the watch reports the deletion. gone: UIDs of slices whose deletion the
+    watch has reported since the last write began; the writer clears this set.
     """
 
     driver: str
@@ -54,18 +54,17 @@ class Mirror:
     deletions: dict[str, SliceScope] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     _withdrawn: dict[str, float] = field(default_factory=dict)
-    """By device name, the time when a slice last offered the device (monotonic seconds). It has only devices that no
-    slice offers now."""
+    """For each device (by name) that no slice offers now, when a slice last offered it (monotonic seconds)."""
     _floor: float = 0.0
-    """The last time (monotonic seconds) at which a slice may have offered a device that is missing in `_withdrawn`."""
+    """When a slice may last have offered a device that is not in `_withdrawn` (monotonic seconds)."""
 
     @property
     def whole(self) -> bool:
-        """Whether the copy has all slices of both scopes."""
+        """Whether this copy has all slices of both scopes."""
         return self.listed == set(SliceScope)
 
     def withdrawn(self, device: str) -> float | None:
-        """Return since when no slice of the pool offers a device (monotonic seconds); None if a slice may offer it."""
+        """Return since when no slice in the pool offers a device (monotonic seconds); None if a slice may offer it."""
         if not self.whole or self.offering(device):
             return None
         return self._withdrawn.get(device, self._floor)
@@ -75,7 +74,7 @@ class Mirror:
         return next((name for name, body in self.bodies.items() if device in offered_in(body, self.node)), "")
 
     def relist(self, scope: SliceScope, *, new_watch: bool = False) -> None:
-        """Forget the bodies of a scope. The caller then passes each body of a new list to `keep`.
+        """Forget the slices of a scope. The caller then passes each slice of a new list to `keep`.
 
         new_watch: whether a new watch begins after the list.
         """
@@ -86,7 +85,7 @@ class Mirror:
             self.deletions = {uid: of for uid, of in self.deletions.items() if of is not scope}
 
     def keep(self, body: Object) -> None:
-        """Store a body as the slice's present state, unless a newer version of the slice is known."""
+        """Store this body as the slice's present state, unless the copy has a newer version of the slice."""
         if self._has_newer(body):
             return
         name = body["metadata"]["name"]
@@ -142,7 +141,7 @@ class Mirror:
         return True
 
     def wrote(self, sent: Object, answer: Object) -> bool:
-        """Record the server's answer to a write of the agent. Return whether the server has changed the content."""
+        """Record the server's response to a write of the agent. Return whether the server has changed the content."""
         name = sent["metadata"]["name"]
         self.answers[name] = _content(answer)
         self.generation = max(self.generation, generation_of(sent))
@@ -175,7 +174,7 @@ class Mirror:
         self.answers.pop(name, None)
 
     def unanswered(self, body: Object) -> None:
-        """Record a write without an answer.
+        """Record a write to which the server did not respond.
 
         The server may still carry out the write later. So the next write gets a newer generation.
         """

@@ -34,7 +34,7 @@ class SeenSlices:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A pool's slices as they were last seen. writes: how many slices are missing, wrong or superfluous."""
+    """How a pool's slices differ from the wanted slices. writes: number of missing, wrong or superfluous slices."""
 
     slices: int = 0
     generation: int = 0
@@ -43,10 +43,10 @@ class Comparison:
 
 
 def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collection[Feature]) -> Comparison:
-    """Compare the slices that were last seen with the wanted ones. missing: features that the API server lacks.
+    """Compare the slices that were last seen with the wanted slices. missing: features that the API server lacks.
 
-    While a source of the pool has not listed its devices, the wanted slices are unknown, and the existing ones count as
-    right.
+    While a source of the pool has not listed its devices, the wanted slices are unknown, and the existing slices count
+    as right.
     """
     wanted = desired(pool, without=missing, taken=seen.taken)
     own = [body for body in seen.bodies if is_own(body, pool.driver, pool.node)]
@@ -62,10 +62,10 @@ def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collect
 
 @dataclass(frozen=True, slots=True)
 class ObservedPool:
-    """What is known about a driver's pool now.
+    """The agent's present knowledge of a driver's pool.
 
     seen: the slices as they were last seen. accepted: whether the API server has accepted any slices of this agent.
-    lapse: why `seen` may be out of date; None if it is current. failing: the failure that keeps slices from being
+    lapse: why `seen` may be out of date; None if `seen` is current. failing: the failure that keeps slices from being
     written.
     """
 
@@ -81,14 +81,14 @@ class ObservedPool:
 
     @property
     def known(self) -> Comparison | None:
-        """The comparison of the wanted slices with the API server's; None if the server's slices are not known now."""
+        """The comparison of the API server's slices with the wanted slices; None if the former are unknown now."""
         return self.seen if self.lapse is None else None
 
     def unready(self, now: float) -> str:
         """Return why the agent is not ready for this pool; "" if it is ready. now: monotonic seconds.
 
         The agent is ready while the API server has the wanted slices or does not answer. The agent stays ready for some
-        time after the slices begin to differ, because most failures pass without help.
+        time after the slices begin to differ, because most failures end by themselves.
         """
         if self.published:
             return ""

@@ -12,12 +12,12 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
 UNGROWABLE: Final = 2**62
-"""From this generation on, the agent replaces or deletes an edited or foreign slice. The API server takes none above
-2**63 - 1."""
+"""From this generation on, the agent replaces or deletes an edited or foreign slice. The API server accepts no
+generation above 2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:
-    """Convert a slice of resource.k8s.io/v1 to another version. v1beta2 is the same; v1beta1 wraps each device."""
+    """Convert a slice of resource.k8s.io/v1 to another version: v1beta2 is equal, v1beta1 nests each device deeper."""
     if version == "v1beta1" and "devices" in body["spec"]:
         devices = [
             {"name": device["name"], "basic": {key: value for key, value in device.items() if key != "name"}}
@@ -38,10 +38,10 @@ def neutral(body: Object) -> Object:
 
 
 def fingerprint(body: Object) -> str:
-    """Return a digest of a slice's content, which is the same for equivalent spellings of the content.
+    """Return a digest of a slice's content. Contents that mean the same have the same digest.
 
-    Quantities are compared by value: 1Gi equals 1024Mi. An empty field equals a missing one, and the order of keys does
-    not matter. The digest ignores the times at which taints were added, and the pool's generation.
+    The digest depends on the values of quantities (1Gi equals 1024Mi), not on empty fields, the order of keys, the
+    times at which taints were added, or the pool's generation.
     """
     spec = body["spec"]
     pool = spec.get("pool") or {}
@@ -107,17 +107,17 @@ def _amounts(counters: Object | None) -> list[Any]:
 
 
 class Write(NamedTuple):
-    """A write to the API server. body: the slice to send; of a slice to delete, only the metadata is used."""
+    """A write to the API server. body: the slice to send; for a deletion, only the slice's metadata is used."""
 
     verb: Literal["create", "replace", "delete"]
     body: Object
 
 
 ServerMutations = Mapping[str, tuple[str, str]]
-"""By slice name, two fingerprints: of the slice that was last sent, and of the slice that the server then stored."""
+"""For each slice name, two fingerprints: of the last sent slice, and of the slice that the server stored instead."""
 
 Times = Mapping[tuple[str, str, str], str]
-"""When a taint was added (RFC 3339), by device, key and effect."""
+"""For each taint (device, key, effect), when the taint was added (RFC 3339)."""
 
 
 def plan(
@@ -129,20 +129,21 @@ def plan(
     mutations: ServerMutations | None = None,
     times: Times | None = None,
 ) -> list[Write]:
-    """Return the fewest writes, in their order, that turn a pool's existing slices into the wanted ones.
+    """Return the fewest writes, in their order, that turn a pool's existing slices into the wanted slices.
 
-    The scheduler uses a pool only while it finds all slices of the pool's highest generation. A change of one slice is
-    one write, which takes effect at once. A change of several slices needs a new generation: the first slice of the new
-    generation makes the old generation invalid, and superfluous slices are deleted last. If a plan was interrupted, the
-    function continues it.
+    The scheduler uses a pool only while it finds all slices of the pool's highest generation. So a change of one slice
+    is a single write, which takes effect at once. A change of several slices needs a new generation: the first slice of
+    the new generation makes the old generation invalid, and superfluous slices are deleted last. If the writes of an
+    earlier plan were interrupted, this plan continues them.
 
-    A generation above `generation` and from `UNGROWABLE` on is undone: a wanted slice is replaced by one of the former
-    generation, any other slice is deleted. The lower generation is valid, because the scheduler remembers none.
+    A foreign generation above `generation` is undone if it is at least `UNGROWABLE`: a wanted slice is replaced by a
+    slice of the former generation, any other slice is deleted. The scheduler accepts the lower generation, because it
+    does not remember former generations.
 
-    existing: the pool's slices, foreign slices included. Foreign slices are deleted; none of them has a wanted name.
-    owner: ownerReference of each slice. generation: the highest generation that was ever written. mutations:
-    differences that the server itself makes; they are not written again. times: when the taints of devices were added,
-    to keep these times.
+    existing: the pool's slices, foreign slices included. The plan deletes foreign slices; none of them has the name of
+    a wanted slice. owner: ownerReference of each slice. generation: the highest generation that was ever written.
+    mutations: changes that the server makes to sent slices; the plan does not write because of such a change. times:
+    when the taints of devices were added; the written slices have these times.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}
     current = {body["metadata"]["name"]: body for body in existing}
@@ -156,7 +157,8 @@ def plan(
     extras = [body for name, body in current.items() if name not in bodies]
     changed = [name for name in bodies if name not in same & in_latest]
     if in_latest <= same:
-        target = max(latest, 1)  # All existing slices of this generation are right; only missing slices are added.
+        # All existing slices of this generation are right, so only the missing slices are written.
+        target = max(latest, 1)
     elif len(bodies) > 1 and len(changed) == 1 and in_latest == current.keys() == bodies.keys():
         target = latest
     else:
@@ -173,12 +175,12 @@ def plan(
 
 
 def generation_of(body: Object) -> int:
-    """Return the pool's generation that a slice states, 0 if it states none."""
+    """Return the pool's generation that a slice states; 0 if the slice states no generation."""
     return int((body["spec"].get("pool") or {}).get("generation") or 0)
 
 
 def annotations_of(body: Object) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts of a slice's annotations: those under `<driver>/`, and the others."""
+    """Return two dicts of a slice's annotations: those with names under `<driver>/`, and all others."""
     prefix = f"{body['spec']['driver']}/"
     annotations = body["metadata"].get("annotations") or {}
     own = {key: value for key, value in annotations.items() if key.startswith(prefix)}

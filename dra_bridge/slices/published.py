@@ -1,4 +1,4 @@
-"""The publisher's state of each driver: how far the writes of the slices are, and the limit of their rate."""
+"""The publisher's state of each driver: which slices the API server has accepted, and a rate limit for writes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dra_bridge.slices.observed import Comparison, ObservedPool, SeenSlices, com
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """How far the writes of a driver's pool are. `ObservedPool` has the API server's present slices.
+    """Which slices of a driver's pool the API server has accepted. `ObservedPool` has the server's present slices.
 
-    wanted, accepted: the tickets of the newest `want`, and of the newest pool that the API server has accepted.
-    generation, slices, devices: of the accepted pool, its generation, the number of its slices and the names of its
-    devices. unsupported: needed features that the server lacks. problems: what was left out and why, or what keeps the
-    server from accepting the pool. writes: number of successful writes. foreign: foreign slices that are in the pool
-    now. overcome: number of foreign writes that were undone, by kind. recent: the last of these foreign writes.
+    wanted: the ticket of the newest call of `Publisher.want`. accepted: the ticket of the newest pool that the API
+    server has accepted. generation, slices, devices: the accepted pool's generation, number of slices, and names of
+    devices. unsupported: needed features that the server lacks. problems: what the slices lack and why, or what keeps
+    the server from accepting the pool. writes: number of successful writes. foreign: foreign slices that are in the
+    pool now. overcome: number of foreign writes that the agent has undone, by kind. recent: the last of these writes.
     """
 
     wanted: int = 0
@@ -40,10 +40,10 @@ class PoolState:
 
 
 class RateLimit:
-    """Delays rounds of writes after too many recent rounds, so that two conflicting agents do not flood the server.
+    """Delays a driver's writes after too many recent rounds, so that conflicting agents do not flood the API server.
 
-    The first round for a ticket writes a change that this node itself wants, such as a move of a device, which takes
-    two or three rounds. Ten times as many of these rounds are allowed.
+    The first round of writes for a ticket publishes a change by this node itself, such as a move of a device, which
+    takes two or three tickets. Ten times as many of these rounds are permitted.
     """
 
     def __init__(self, burst: int, per_second: float) -> None:
@@ -51,11 +51,12 @@ class RateLimit:
         self._per_second = per_second
         self._ticket = 0
         self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """Start times of recent rounds: of further rounds for the same ticket, and of the first round for each ticket.
+        """Two lists of start times of recent rounds: of repeated rounds for a ticket, and of the first round for each
+        ticket.
         """
 
     async def round(self, ticket: int) -> bool:
-        """Count a round of writes. If there were too many recent rounds, first wait and return True."""
+        """Count a round of writes. If there were too many recent rounds, first wait, and return True."""
         now = asyncio.get_running_loop().time()
         first = ticket != self._ticket
         self._ticket = ticket
@@ -71,9 +72,9 @@ class RateLimit:
 class PublishedDriver:
     """The publisher's state of one driver.
 
-    left_out: what is not in the slices and why. failing: the failure that has repeated since the slices were last the
-    wanted ones. failures: number of failed tries by HTTP status, 0 for tries without an answer. seen: the mirror's
-    slices, for other threads. compared: the input of the last comparison, and its result.
+    left_out: what the slices lack, and why. failing: the failure that has kept slices from being written since they
+    last were the wanted slices. failures: number of failed tries by HTTP status, 0 for tries without a response. seen:
+    the mirror's slices, for other threads. compared: the input and the result of the last comparison.
     """
 
     pool: Pool
@@ -82,12 +83,12 @@ class PublishedDriver:
     state: PoolState = field(default_factory=PoolState)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     watched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the watch of slices without a node has listed them."""
+    """An event that is set once the watch of slices without a node has listed these slices."""
     warned: set[str] = field(default_factory=set)
     reported: dict[ForeignKind, float] = field(default_factory=dict)
-    """By kind of foreign write, when the last line about it was logged (monotonic seconds)."""
+    """For each kind of foreign write, when a line about it was last logged (monotonic seconds)."""
     refused: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By UID, why a foreign slice could not be deleted, and when to try again (monotonic seconds)."""
+    """By UID of a foreign slice that could not be deleted: the reason, and when to try again (monotonic seconds)."""
     nodeless: WatchState = field(default_factory=WatchState)
     """Whether the watch of slices without a node is alive."""
     left_out: tuple[str, ...] = ()
@@ -109,7 +110,7 @@ class PublishedDriver:
     def observed(
         self, watch: WatchState, owner: Object | None, missing: Collection[Feature], now: float
     ) -> ObservedPool:
-        """See `Publisher.observed`. watch: the state of the watch of slices that name the node.
+        """Return the agent's present knowledge of the pool. watch: the state of the watch of slices that name the node.
 
         missing: features that the API server lacks.
         """

@@ -35,7 +35,7 @@ from dra_bridge.slices.published import PublishedDriver, RateLimit
 logger: Final = logging.getLogger(__name__)
 
 ROUNDS: Final = 6
-"""Maximum number of rounds of writes in a row. If the slices then still differ, the publisher waits."""
+"""Maximum number of rounds of writes without a pause. If the slices still differ afterwards, the publisher waits."""
 DELETES: Final = 16
 """Maximum number of foreign slices that are deleted in one round of writes."""
 LINES: Final = 10.0
@@ -43,12 +43,12 @@ LINES: Final = 10.0
 
 
 class Publisher:
-    """Makes this node's slices on the API server equal to the wanted slices, and keeps them equal.
+    """Makes the API server's slices of this node equal to the wanted slices, and keeps them equal.
 
-    One watch for all drivers covers the slices that name this node. One watch for each driver covers the slices that
-    name no node. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37). The
-    publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node when it
-    starts. A failed write is repeated until it succeeds.
+    A watch for all drivers reports the slices that name this node. A watch for each driver reports the driver's slices
+    that name no node. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37).
+    The publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node
+    when it starts. A failed write is repeated until it succeeds.
 
     A driver's pool belongs to the agent. The agent undoes what other programs write into the pool, see
     `dra_bridge.slices.foreign`. The agent does not touch slices of other drivers, nodes and pools.
@@ -66,9 +66,10 @@ class Publisher:
     ) -> None:
         """Create a publisher that writes nothing yet: `want` sets the wanted slices, `run` writes them.
 
-        burst: number of rounds of writes that a driver may make without a wait. per_second: rounds per second after
-        that. probe_again: see `ServerFeatures`. noticed: a function that is called after a foreign write was undone, or
-        when it cannot be undone, with the driver, the kind of the write, and a sentence that describes it.
+        burst: number of rounds of writes that a driver may make without a wait. per_second: maximum rounds per second
+        after the burst. probe_again: see `ServerFeatures`. noticed: a function that is called after a foreign write was
+        undone, or if this is not possible. Its arguments: the driver, the kind of the write, and a sentence that
+        describes the write.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -81,10 +82,10 @@ class Publisher:
         self._changed = asyncio.Event()
         self._noticed = noticed
         self.watch: Final = WatchState()
-        """Whether the watch of the slices that name the node is alive."""
+        """The state of the watch of the slices that name the node."""
 
     def want(self, pool: Pool) -> int:
-        """Set the wanted pool of a driver. Return a ticket for `accepted`.
+        """Set the wanted pool of a driver. Return a number (ticket) by which `accepted` waits for this pool.
 
         Raises ValueError if the pool is for another node.
         """
@@ -105,7 +106,7 @@ class Publisher:
         return driver.state.wanted
 
     def state(self, driver: str) -> PoolState:
-        """Return how far the writes of a driver's pool are."""
+        """Return which slices of a driver's pool the API server has accepted."""
         entry = self._drivers.get(driver)
         return entry.state if entry else PoolState()
 
@@ -113,7 +114,8 @@ class Publisher:
         """Return since when (monotonic seconds) no slice on the API server offers a device of a driver's pool.
 
         None means that a slice offers the device, or that the API server's slices are not known. A foreign slice of any
-        generation counts, because the scheduler may use this slice once others are gone. device: its published name.
+        generation counts, because the scheduler may use it after the other slices are deleted. device: the published
+        name.
         """
         entry = self._drivers.get(driver)
         seen = entry is not None and all(watch.lapse(time.monotonic()) is None for watch in self.watches.values())
@@ -125,21 +127,21 @@ class Publisher:
         return next(found, "")
 
     def observed(self, driver: str, now: float) -> ObservedPool:
-        """Return what is known about a driver's slices. Any thread may call this method. now: monotonic seconds."""
+        """Return the agent's present knowledge of a driver's pool. Any thread may call this. now: monotonic seconds."""
         if (entry := self._drivers.get(driver)) is None:
             return ObservedPool(Comparison(), accepted=False, lapse=self.watch.lapse(now))
         return entry.observed(self.watch, self._owner, self._features.missing, now)
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """The state of each watch, by the name of what it watches. Any thread may read this property."""
+        """The state of each watch, by the name of the watched slices. Any thread may read this property."""
         nodeless = {f"slices of {name} without a node": of.nodeless for name, of in list(self._drivers.items())}
         return {RESOURCE_SLICES.plural: self.watch, **nodeless}
 
     def failures(self, driver: str) -> Mapping[int, int]:
         """Return how many tries to write a driver's slices have failed, by HTTP status.
 
-        The status 0 stands for tries without an answer.
+        The status 0 stands for tries without a response.
         """
         entry = self._drivers.get(driver)
         return dict(entry.failures) if entry is not None else {}
@@ -151,7 +153,7 @@ class Publisher:
         return state
 
     async def run(self) -> None:
-        """Publish until cancelled. The slices stay afterwards, because prepared claims need them."""
+        """Publish until cancelled. The slices stay on the API server afterwards, because prepared claims need them."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for driver in self._drivers.values():
@@ -159,7 +161,7 @@ class Publisher:
             try:
                 await self._watch()
             finally:
-                self._group = None  # From now on, the task group is ending and accepts no new workers.
+                self._group = None  # The task group is ending now, and accepts no new workers.
 
     async def _watch(self) -> None:
         selector = f"spec.nodeName={self._node}"
@@ -237,7 +239,7 @@ class Publisher:
             try:
                 done = await self._try(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
-                # The mirror was not up to date: list the server's slices, and try again.
+                # The local copy of the slices was out of date: list the server's slices, and try again.
                 driver.mirror.listed.clear()
                 conflicts += 1
                 if isinstance(error, NotFoundError):
@@ -250,8 +252,9 @@ class Publisher:
                 self._features.refused()
                 causes = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
                 self._problem(driver, f"the API server refuses the slices: {causes or error.message}")
-                # A policy may just have changed, and some API servers may not know the change yet. So try again, until
-                # the waits have reached their maximum. Then only a change of the wanted slices can help.
+                # An admission policy may just have changed, and some API servers may not know the change yet. So the
+                # write is tried again until the pauses have reached their maximum; after that, only a change of the
+                # wanted slices can help.
                 wait = backoff.next()
                 if wait > backoff.most / 2:
                     wait = 10 * backoff.longest()
@@ -274,12 +277,13 @@ class Publisher:
                 await self._pause(driver, wait)
 
     async def _try(self, driver: PublishedDriver) -> bool:
-        """List the slices if necessary, and write the wanted ones.
+        """List the server's slices if necessary, and write the wanted slices.
 
         Return False if the server keeps changing the slices.
         """
         try:
-            # A scope is not listed if the driver was added after the watch began, or if a write had no certain result.
+            # A scope must be listed if the driver was added after the watch began, or if the result of a write is
+            # uncertain.
             for scope in set(SliceScope) - driver.mirror.listed:
                 selector = self._selector(driver, scope)
                 listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
@@ -297,7 +301,7 @@ class Publisher:
         return done
 
     async def _pause(self, driver: PublishedDriver, seconds: float) -> None:
-        """Wait after a failure. Return early if the wanted slices change and the API server can be reached."""
+        """Wait after a failure. Return early if the wanted slices change while the API server can be reached."""
         ticket = driver.state.wanted
 
         async def newer() -> None:
@@ -333,20 +337,21 @@ class Publisher:
                 times=mirror.times,
             )
             writes = [write for write in writes if not self._is_foreign(write)]
-            # A foreign slice may never disappear, so the pool counts as accepted even while a foreign slice exists.
+            # The pool counts as accepted even while a foreign slice exists, because such a slice may never disappear.
             clearing = self._clearing(driver)
             if not writes:
                 self._finish(driver, wanted, ticket)
                 if not clearing:
                     return True
             if await driver.rate_limit.round(ticket) and driver.state.wanted != ticket:
-                return True  # The wanted slices changed during the wait, and the change has woken the worker.
+                return True  # The wanted slices changed during the wait, so the worker begins again.
             for write in writes:
                 await self._write(driver, write, version)
             for body in clearing:
                 await self._clear(driver, body)
         if driver.state.accepted >= ticket:
-            # Only other programs write again and again. The rate limit bounds how often the agent undoes their writes.
+            # The slices differ again only because other programs write. The rate limit bounds how often the agent
+            # undoes this.
             driver.wake.set()
             return True
         text = f"the API server still has other slices after {ROUNDS} rounds of writes"
@@ -372,7 +377,7 @@ class Publisher:
                     self._report(driver, one.kind, sentence(one.kind, one.name, one.manager))
 
     def _clearing(self, driver: PublishedDriver) -> list[Object]:
-        """Return the foreign slices to delete now, at most `DELETES`, those of the highest generation first."""
+        """Return up to `DELETES` foreign slices to delete now, beginning with slices of the highest generation."""
         now = time.monotonic()
         found = [
             body
@@ -385,11 +390,14 @@ class Publisher:
         return sorted(found, key=generation_of, reverse=True)[:DELETES]
 
     async def _clear(self, driver: PublishedDriver, body: Object) -> None:
-        """Delete a foreign slice. If it may not be deleted, try again later. If it has finalizers, wait for them."""
+        """Delete a foreign slice. If the API server refuses this, try again later.
+
+        If the slice has finalizers, wait for them.
+        """
         kind, name, manager = kind_of(body, self._node), body["metadata"]["name"], manager_of(body)
         try:
             await self._delete(driver, body)
-        except (kube.ForbiddenError, kube.InvalidError) as error:  # Admission policies answer with InvalidError.
+        except (kube.ForbiddenError, kube.InvalidError) as error:  # Admission policies cause an InvalidError.
             again = 10 * self.cluster.backoff.longest()
             driver.refused[_uid(body)] = (error.message, time.monotonic() + again)
             asyncio.get_running_loop().call_later(again + 0.01, driver.wake.set)
@@ -404,7 +412,10 @@ class Publisher:
         self._report(driver, kind, what)
 
     def _report(self, driver: PublishedDriver, kind: ForeignKind, what: str) -> None:
-        """Report a foreign write. Within `LINES` seconds, only one line for each kind is logged at WARNING."""
+        """Log a foreign write, and pass it to `noticed`.
+
+        At WARNING, only one line for each kind is logged in `LINES` seconds.
+        """
         now = time.monotonic()
         rarely = now - driver.reported.get(kind, -math.inf) < LINES
         if not rarely:
@@ -432,7 +443,7 @@ class Publisher:
             }
 
     async def _write(self, driver: PublishedDriver, write: Write, version: str) -> None:
-        """Create, replace or delete one of the agent's own slices."""
+        """Execute a write: create, replace or delete one of the agent's own slices."""
         mirror, name = driver.mirror, write.body["metadata"]["name"]
         if write.verb == "delete":
             await self._delete(driver, write.body)
@@ -446,9 +457,10 @@ class Publisher:
             answer = neutral(await send(RESOURCE_SLICES, body))
         except kube.UnavailableError as error:
             if error.code != 429:
-                # The server may have carried out the write, or may do so later. So the slices are listed again and
-                # written in a generation above all others. A late write then fails, because it states an older
-                # resourceVersion; or it creates a slice of an older generation, which the scheduler does not use.
+                # The server may have executed this write, or may execute it later. So the slices are listed again, and
+                # written in a generation above all others. If the server executes this write later, it fails because
+                # its resourceVersion is old, or it creates a slice of an older generation, which the scheduler does not
+                # use.
                 mirror.unanswered(write.body)
             raise
         except kube.ConflictError:
@@ -456,14 +468,15 @@ class Publisher:
                 mirror.taken.add(name)
                 self._overcame(driver, ForeignKind.NAME, name, "")
             raise
-        # Fields that the server has dropped or changed are not sent again: they count as missing features or mutations.
+        # Fields that the server has dropped count as missing features, and fields that it has changed count as
+        # mutations, so that they are not sent again.
         missing = features_of(write.body) - features_of(answer)
         self._features.lacks(missing)
         if mirror.wrote(write.body, answer) and not missing:
             text = "the API server or a webhook changes the slices that are written; they are not written again"
             self._warn_once(driver, text)
         if _uid(answer) in mirror.gone:
-            # Meanwhile, the slice was deleted. The watch reported the deletion before the answer to the write arrived.
+            # The slice was deleted meanwhile: the watch reported the deletion before the response to the write arrived.
             driver.wake.set()
         else:
             self._keep(answer)
@@ -472,7 +485,7 @@ class Publisher:
             self._overcame(driver, undone, name, manager)
 
     def _undone(self, mirror: Mirror, name: str) -> ForeignKind | None:
-        """Return what another program did to an own slice, if a write now undoes it; None if nothing was done."""
+        """Return what another program did to one of the agent's slices, if a write undoes this now; None if nothing."""
         if mirror.lost(name):
             return ForeignKind.DELETED
         if (body := mirror.bodies.get(name)) is None:
@@ -484,7 +497,7 @@ class Publisher:
     async def _is_taken(self, driver: PublishedDriver, name: str) -> bool:
         """Return whether a slice outside the pool has this name.
 
-        The agent's lists and watches do not contain such a slice.
+        A create of the name fails then, although the agent's lists and watches do not contain the slice.
         """
         try:
             found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
@@ -500,7 +513,8 @@ class Publisher:
                 left = await self.cluster.delete(RESOURCE_SLICES, metadata["name"], uid=metadata.get("uid", ""))
         except kube.UnavailableError as error:
             if error.code != 429:
-                driver.mirror.listed.clear()  # The server may have deleted the slice, or may do so later: list again.
+                # The server may have deleted the slice, or may delete it later, so the slices are listed again.
+                driver.mirror.listed.clear()
             raise
         if left is not None and left["metadata"].get("finalizers"):
             driver.mirror.keep(neutral(left))
@@ -525,7 +539,7 @@ class Publisher:
         driver.left_out = wanted.problems
 
     def _problem(self, driver: PublishedDriver, message: str) -> None:
-        """Record why the last try to write failed, in place of the reason of the try before."""
+        """Record why the last try to write failed, instead of the reason of the previous try."""
         self._set(driver, problems=(*driver.left_out, message))
         self._warn_once(driver, message)
 
@@ -547,9 +561,9 @@ def _uid(body: Object) -> str:
 
 
 async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = "") -> int:
-    """Delete the slices of these drivers, on one node or on all nodes. Return how many were deleted.
+    """Delete the slices of these drivers on one node, or on all nodes (""). Return the number of deleted slices.
 
-    The function is for the uninstallation, when no publisher runs: a running publisher writes the slices again.
+    This function is for the uninstallation. No publisher may run, because a running publisher writes the slices again.
     """
     removed = 0
     for driver in drivers:

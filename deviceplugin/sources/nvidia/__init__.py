@@ -1,10 +1,11 @@
 """NVIDIA GPUs and their MIG partitions, by way of NVML (nvidia-ml-py, the extra `nvidia`).
 
-`nvml` loads the library. `Session` makes its blocking calls. `driver` runs them in one thread, which all sources of a
-loop share, with a deadline on each call, because a driver may hang. `NvidiaSource` makes devices from the scans.
+`nvml` loads the library. `Session` makes the blocking calls of the library. `driver` runs these calls in one thread,
+which all sources of an event loop share. Each call has a deadline, because a driver may hang. `NvidiaSource` makes
+devices from the results.
 
-An unsupported function of the driver does not make a GPU unhealthy. If the library or driver is missing (at the start,
-or while it is replaced), the source waits for it.
+A GPU does not count as unhealthy because its driver does not support a function. If the library or driver is missing
+(at the start, or while it is replaced), the source waits for it.
 """
 
 from deviceplugin.sources.nvidia.devices import resource_of

@@ -1,4 +1,4 @@
-"""Makes devices from GPUs and partitions, with their container edits: by variable, CDI name or device node."""
+"""Makes devices from GPUs and MIG partitions. Containers get them by environment variable, CDI name or device node."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LOG: Final = logging.getLogger(__name__)
 
 CDI_KIND: Final = "nvidia.com/gpu"
 NEEDED_NODES: Final = ("nvidiactl", "nvidia-uvm")
-"""Nodes that every program needs for computing on a GPU. The driver's kernel modules do not create them."""
+"""Device nodes that every program needs to compute on a GPU. The driver's kernel modules do not create these nodes."""
 COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
 
 
 def make_devices(
     listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan, places: Places, injection: str
 ) -> list[Device]:
-    """Return the devices of these GPUs or partitions. Reads CDI specs and /proc; blocks.
+    """Return a device for each of these GPUs or partitions. Reads CDI specs and /proc; blocks.
 
     A device is healthy unless a node that its containers need is missing.
     """
@@ -46,7 +46,7 @@ def make_devices(
 
 
 def _missing(device: Device, places: Places, partition: Partition | None) -> str:
-    """Return the missing node that containers with a device need, and its creator; "" if none is missing."""
+    """Return a message about a missing node that containers with a device need; "" if no node is missing."""
     needed = [node.host for node in device.container_edits.device_nodes]
     needed += [f"{places.dev}/{name}" for name in NEEDED_NODES]
     makers = "`nvidia-modprobe -u -c 0`, nvidia-persistenced or a udev rule"
@@ -100,29 +100,30 @@ def _make_device(
 
 
 def position_of(device: Device) -> tuple[int, int]:
-    """Return the index of a device's GPU, and of the partition on it."""
+    """Return the index of a device's GPU, and the index of the partition on this GPU."""
     index = int(device.attributes.get("index", 0))
     return (int(device.attributes["parentIndex"]), index) if "parentIndex" in device.attributes else (index, 0)
 
 
 def resource_of(profile: str) -> str:
-    """Return the name of a profile's resource without the domain: mig-1g.10gb, mig-1g.10gb.me."""
+    """Return the name (without domain) of the resource for a MIG profile's partitions: mig-1g.10gb, mig-1g.10gb.me."""
     return "mig-" + profile.replace("+", ".")
 
 
 def links_of_devices(
     between: Mapping[frozenset[str], float], made: Iterable[str], parents: Mapping[str, str]
 ) -> Mapping[frozenset[str], float]:
-    """Return the link scores of `made` (UUIDs). between: scores of pairs of GPUs.
+    """Return the link score of each pair of the devices `made` (UUIDs). between: the scores of pairs of GPUs.
 
-    parents: the GPU of each partition.
+    parents: for each partition, its GPU.
     """
     scores: dict[frozenset[str], float] = {}
     for uuid, other in combinations(made, 2):
         gpus = frozenset((parents.get(uuid, uuid), parents.get(other, other)))
         score = float(Link.SAME_BOARD) if len(gpus) == 1 else between.get(gpus, 0.0)
         if parents and len(gpus) == 2:
-            score %= Link.NVLINK  # NVLink does not connect partitions; the PCIe level remains
+            # NVLink does not connect partitions, so only the score of the PCIe connection remains.
+            score %= Link.NVLINK
         if score:
             scores[frozenset((uuid, other))] = score
     return scores
@@ -140,7 +141,7 @@ def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _Own
     texts = (sysfs.read(f"{base}/access"), sysfs.read(f"{base}/ci{partition.compute}/access"))
     minors = [re.search(r"DeviceFileMinor:\s*([0-9]+)", text or "") for text in texts]
     nodes = [node(f"nvidia-caps/nvidia-cap{minor[1]}") for minor in minors if minor is not None]
-    # The compute instances of one GPU instance share the first node. The last node is the partition's own.
+    # All compute instances of a GPU instance share the first node. Only the last node is this partition's own.
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
 
 
@@ -166,7 +167,7 @@ def _cdi_name_of(gpu: Gpu, partition: Partition | None, in_spec: Collection[str]
 
 @functools.lru_cache(maxsize=256)
 def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
-    """Read a CDI spec. It is read again only if its state (inode, time, size) has changed."""
+    """Return the device names in a CDI spec. The file is read again only if inode, time or size have changed."""
     import yaml
 
     parse = json.loads if file.endswith(".json") else yaml.safe_load

@@ -1,4 +1,4 @@
-"""The access to the NVIDIA driver that all sources of a loop share: periodic scans, and the driver's events."""
+"""The access to the NVIDIA driver that all sources of an event loop share: periodic scans, and the driver's events."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
 SCAN_TIMEOUT: Final = 60.0
-"""Seconds for a scan. The first scan may wake eight sleeping GPUs."""
+"""Maximum seconds of a scan of all GPUs: the first scan may have to wake eight sleeping GPUs."""
 EVENT_WAIT: Final = 1.0
-"""Maximum seconds of one wait for events. Other calls wait as long for the thread."""
+"""Maximum seconds of one wait for the driver's events: another call has to wait until the thread is free again."""
 CALL_GRACE: Final = 10.0
 GAP: Final = 0.5
-"""Minimum seconds between two scans, for any number of hints."""
+"""Minimum seconds between two scans, however many file events or driver's events request a scan."""
 
 
 class NvmlThread:
     """One thread that makes blocking calls one after another, each with a deadline.
 
-    While a call hangs, no other call begins: a second thread would hang as well.
+    While a call hangs, no other call begins; a second thread would not help, because its calls would hang as well.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._overdue: threading.Event | None = None
-        """Set when the last overdue call has ended."""
+        """An event that is set when the last overdue call has ended."""
         threading.Thread(target=self._work, name="nvml", daemon=True).start()
 
     async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
-        """Return the result of a function.
+        """Call a function in the thread, and return its result.
 
-        Raises NvmlError if it, or a call before it, takes longer than `timeout` s.
+        Raises NvmlError if the call, including the wait for earlier calls, takes longer than `timeout` seconds.
         """
         if self._overdue is not None and not self._overdue.is_set():
             raise NvmlError("NVML still hangs", Verdict.UNREADABLE)
@@ -79,20 +79,21 @@ class NvmlThread:
 
 
 class GpuMonitor:
-    """Scans all GPUs periodically and reads the driver's events in between, while a source is subscribed."""
+    """Scans all GPUs periodically, and reads the driver's events between scans, while a source is subscribed."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._subscriptions: dict[asyncio.Queue[NvmlUpdate], float] = {}
-        """For each source, the updates that it has not processed, and the seconds that it requests between scans."""
+        """For each subscribed source, the updates that it has not processed, and its requested seconds between
+        scans."""
         self._running: tuple[NvmlThread, Session, asyncio.Task[None]] | None = None
         self._last: NvmlUpdate | None = None
 
     @contextlib.contextmanager
     def subscribe(self, period: float) -> Iterator[asyncio.Queue[NvmlUpdate]]:
-        """Receive updates in the context, with a scan at least every `period` s.
+        """Receive updates while the context manager is active, with a scan at least every `period` seconds.
 
-        Beyond 10,000 updates, the oldest is dropped.
+        If more than 10,000 updates wait in the queue, the oldest is dropped.
         """
         updates: asyncio.Queue[NvmlUpdate] = asyncio.Queue(10_000)
         if self._last is not None:
@@ -112,7 +113,7 @@ class GpuMonitor:
                 self._running = self._last = None
 
     async def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of these GPUs and partitions; nothing without a subscription. May raise NvmlError."""
+        """Return the load of these GPUs and partitions; empty while no source is subscribed. May raise NvmlError."""
         if self._running is None:
             return {}
         thread, session, _ = self._running
@@ -149,7 +150,7 @@ class GpuMonitor:
     async def _listen(
         self, thread: NvmlThread, session: Session, watch: filewatch.Watch, scan: NvmlScan, period: float
     ) -> None:
-        """Publish the driver's events until the next scan is due: after the period, or soon after a hint."""
+        """Publish the driver's events until the next scan is due, after the period or soon after an event."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         hinted = False
@@ -174,5 +175,5 @@ _drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Plac
 
 
 def shared(places: Places) -> GpuMonitor:
-    """Return the running loop's one monitor for these places."""
+    """Return the one monitor of the running event loop for these paths of the driver."""
     return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, GpuMonitor(places))

@@ -1,4 +1,4 @@
-"""Loads and unloads the NVML library through nvidia-ml-py, and converts its answers to Python values."""
+"""Loads and unloads the NVML library through nvidia-ml-py, and converts NVML's results to Python values."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from deviceplugin.version import installing
 LIBRARY: Final = "libnvidia-ml.so.1"
 
 GONE: Final = {1: "NVML was shut down", 9: "the NVIDIA driver is not loaded", 18: "the NVIDIA driver was replaced"}
-"""Error codes after which no GPU answers."""
+"""NVML's error codes after which calls for all GPUs fail, with texts for messages."""
 BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "it is gone"}
-"""Error codes of a single broken GPU."""
+"""NVML's error codes for a single broken GPU, with texts for messages."""
 ANY: Final = 0xFFFFFFFF
-"""NVML's number for all links, and for no partition."""
+"""NVML's number that stands for all links of a GPU, or for no partition."""
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
-"""Libraries to unload once no session can be in a call."""
+"""Loaded libraries to unload once no session can be in a call of them."""
 _users: Final[set[object]] = set()
-"""Sessions that have loaded the library. Each of them may be in a call."""
+"""Sessions that have loaded the library, and so may be in a call of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Paths of the driver's files. library: empty for the linker's search path. cdi: directories of CDI specs."""
+    """Paths of the driver's files. library: "" for the linker's search path. cdi: the directories of CDI specs."""
 
     library: str = ""
     sysfs: str = "/sys"
@@ -44,7 +44,8 @@ class Places:
 class Partition:
     """A MIG device. instance, compute: ids of its GPU instance and compute instance. memory: MiB.
 
-    placement: its first memory slice and their number; None if the driver does not report it.
+    placement: the partition's first memory slice, and the number of its slices; None if the driver does not report
+    them.
     """
 
     uuid: str
@@ -58,7 +59,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: MiB. attributes: those of all devices on it. partitions: None without MIG mode."""
+    """A GPU. memory: in MiB. attributes: for all devices on this GPU. partitions: None if MIG mode is off."""
 
     uuid: str
     index: int
@@ -72,7 +73,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NvmlScan:
-    """The result of one scan. findings: by UUID. links: scores of pairs. listening: whether any GPU reports XIDs."""
+    """The result of a scan. findings: health by UUID. links: scores of pairs. listening: whether a GPU reports XIDs."""
 
     gpus: tuple[Gpu, ...]
     findings: Mapping[str, ProbeResult]
@@ -85,7 +86,7 @@ class NvmlScan:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error of a GPU, or of a partition, from the driver. gpu: None if the driver did not name the GPU."""
+    """An error that the driver reports for a GPU or a partition. gpu: None if the driver did not name the GPU."""
 
     gpu: str | None
     code: int
@@ -94,7 +95,7 @@ class Xid:
 
 
 class NvmlError(Exception):
-    """Raised when no GPU can be read. `verdict` is the consequence for the known GPUs."""
+    """Raised when no GPU can be read. verdict: what this means for the health of the known GPUs."""
 
     def __init__(self, message: str, verdict: Verdict = Verdict.BAD) -> None:
         super().__init__(message)
@@ -105,9 +106,9 @@ NvmlUpdate = NvmlScan | Xid | NvmlError
 
 
 def load(library: str, user: object) -> ModuleType:
-    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is missing.
+    """Load the NVML library, and return nvidia-ml-py; raise NvmlError if one of them is missing.
 
-    The library stays in memory until `release` of this user, because the user may be in a call.
+    The library stays in memory until `release` is called for this user, because the user may be in a call.
     """
     try:
         import pynvml  # type: ignore[import-untyped]
@@ -125,7 +126,7 @@ def load(library: str, user: object) -> ModuleType:
 
 
 def unload(nv: Any) -> None:
-    """Make the next `load` load the library again, because its file may have been replaced."""
+    """Make the next `load` read the library's file again, because the file may have been replaced."""
     import _ctypes
 
     with _lock:
@@ -139,13 +140,13 @@ def unload(nv: Any) -> None:
 
 
 def release(user: object) -> None:
-    """Record that a session makes no more calls."""
+    """Record that this session makes no more calls of the library."""
     with _lock:
         _users.discard(user)
 
 
 def optional(nv: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that a driver or GPU may not support. Return None if it is unsupported, or has no answer."""
+    """Call a function that a driver or GPU may not support. Return None if it is unsupported or has no value."""
     try:
         return function(*arguments)
     except nv.NVMLError as error:
@@ -155,7 +156,7 @@ def optional(nv: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
-    """Return a field value by its id, or by id and scope; None if it is not supported."""
+    """Return the value of NVML's field with this id, or this id and scope; None if the field is not supported."""
     values = optional(nv, nv.nvmlDeviceGetFieldValues, handle, [wanted if len(wanted) > 1 else wanted[0]])
     if values is None or values[0].nvmlReturn != 0:
         return None
@@ -165,7 +166,7 @@ def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
 
 
 def pointer(handle: Any) -> int:
-    """Return the address in a handle. Handles of one GPU have the same address."""
+    """Return the pointer in a handle. All handles of one GPU have the same pointer."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
@@ -181,7 +182,7 @@ def pci_address(bus_id: str) -> str:
 
 
 def constant_in_words(nv: Any, prefix: str, value: int | None) -> str:
-    """Return the name of one of NVML's constants in words, such as Ampere or Tesla; "" if there is none."""
+    """Return the name of NVML's constant with this prefix and value as words, such as Ampere; "" if unknown."""
     for name, number in vars(nv).items():
         if name.startswith(prefix) and number == value and not name.endswith(("_UNKNOWN", "_COUNT")):
             return str(name.removeprefix(prefix)).replace("_", " ").title()

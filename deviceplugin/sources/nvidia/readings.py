@@ -1,4 +1,4 @@
-"""Reads GPUs by NVML: their partitions, the links between them, their load."""
+"""Reads facts about GPUs from NVML: MIG partitions, links between GPUs, load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEVELS: Final = {
     40: Link.SAME_CPU,
     50: Link.CROSS_CPU,
 }
-"""Scores of NVML's PCIe levels."""
+"""The link score for each of NVML's PCIe topology levels."""
 _SWITCH: Final = 2
 _THROTTLED: Final = {
     0x4: "sw_power_cap",
@@ -35,10 +35,10 @@ _CLOCKS: Final = {0: "graphics", 1: "sm", 2: "memory", 3: "video"}
 
 
 def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
-    """Return a MIG profile's name from its slices and its memory and the GPU's, both in MiB.
+    """Return a MIG profile's name. compute, slices: of the instances. memory, whole: of partition and GPU (MiB).
 
-    The name has the memory in whole GiB, rounded up to eighths of the GPU's memory. If a compute instance is only a
-    part of its GPU instance, the name begins with its own slices.
+    The name states the memory in whole GiB, rounded up to eighths of the GPU's memory. If a compute instance has fewer
+    slices than its GPU instance, the name begins with the compute instance's slices.
     """
     gib = -(-whole // 1024)
     eighths = -(-memory * 8 // whole) if whole else 0
@@ -47,9 +47,9 @@ def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
 
 
 def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], partitions: dict[str, Partition]) -> Gpu:
-    """Return the GPU with its present partitions. handles: the function adds the handles of the partitions.
+    """Return the GPU with its present partitions. handles: a mapping to which the partitions' handles are added.
 
-    partitions: partitions that were read before, by UUID. They are not read again.
+    partitions: the partitions that earlier calls have read, by UUID; these are not read again.
     """
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
@@ -90,7 +90,7 @@ def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: 
 
 
 def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapping[frozenset[str], float]:
-    """Return the scores of pairs of GPUs. A GPU that reports no links has none. Errors of NVML are not raised."""
+    """Return the link score of each pair of GPUs that report links. Errors of NVML are not raised."""
     direct: Counter[frozenset[str]] = Counter()
     switched: Counter[str] = Counter()
     by_address = {gpu.address: gpu.uuid for gpu in gpus if gpu.address}
@@ -106,7 +106,8 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
     scores: dict[frozenset[str], float] = {}
     for uuid, other in combinations((gpu.uuid for gpu in gpus), 2):
         pair = frozenset((uuid, other))
-        # Both ends report a direct link, so it is counted twice. Switches connect every GPU with every other.
+        # Both GPUs report a direct link, so each link is counted twice. Through a switch, every GPU reaches every
+        # other.
         count = -(-direct[pair] // 2) + min(switched[uuid], switched[other])
         level = -1
         # A GPU that cannot be read has no handle, which causes a KeyError.
@@ -129,7 +130,7 @@ def _nvlink_peers(nv: Any, handle: Any) -> Iterator[str | None]:
 
 
 def measure_memory(nv: Any, handle: Any) -> dict[str, Any]:
-    """Return the memory of a GPU or partition, in bytes."""
+    """Return the total and used memory of a GPU or partition, in bytes."""
     memory = optional(nv, nv.nvmlDeviceGetMemoryInfo, handle)
     if memory is None:
         return {}
@@ -137,7 +138,7 @@ def measure_memory(nv: Any, handle: Any) -> dict[str, Any]:
 
 
 def measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
-    """Return the load of a GPU, in base units. None stands for a value that the GPU does not report."""
+    """Return the load of a GPU in base units (bytes, seconds, ...); None for a value that the GPU does not report."""
 
     def scaled(factor: float, function: Callable[..., Any], *arguments: Any) -> float | None:
         value = optional(nv, function, handle, *arguments)
@@ -145,7 +146,7 @@ def measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
         return None if value is None else value * factor
 
     def nvlink_bytes(field: int) -> float | None:
-        kib = field_value(nv, handle, field, ANY)  # The sum over all links.
+        kib = field_value(nv, handle, field, ANY)  # ANY: the sum over all links.
         return None if kib is None else kib * 1024
 
     values = measure_memory(nv, handle)

@@ -1,4 +1,4 @@
-"""Makes blocking calls of NVML in one thread: scans of all GPUs, and the driver's events between them."""
+"""Makes NVML's blocking calls in one thread: scans of all GPUs, and waits for the driver's events between scans."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Partition
 _LOG: Final = logging.getLogger(__name__)
 
 FAILED_WAITS: Final = 3
-"""Number of failed waits for events after which the session listens to no GPU until the GPUs change."""
+"""Number of failed waits for events after which the session listens to no GPU's events until the GPUs change."""
 _TIMEOUT: Final = 10
 _REPLACED: Final = 18
 _XID_EVENT: Final = 0x8
 _MIG_EVENT: Final = 0x100
 _MISSING: Final = {3, 4, 13}
-"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND. These errors do not concern the GPU's health."""
+"""NVML's errors NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, which say nothing about the GPU's health."""
 _RECOVERY_ACTION: Final = 230
-"""The field with the action that the driver recommends. Before 12.560, nvidia-ml-py has no name for it."""
+"""The number of NVML's field with the recovery action that the driver recommends. Before 12.560, nvidia-ml-py has no
+name for this field."""
 _ACTIONS: Final = {
     0: "",
     1: "it needs a reset",
@@ -40,7 +41,7 @@ _ACTIONS: Final = {
 
 
 class Session:
-    """A session of NVML. The first scan opens it. It is opened again when the driver was away, or GPUs came or went."""
+    """A session of NVML. The first scan opens it. It is opened again if the driver or GPUs were removed or added."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -54,7 +55,7 @@ class Session:
         self._events = EventListener(None)
 
     def close(self) -> None:
-        """Shut NVML down, if it is open."""
+        """Shut NVML down if it is initialized."""
         nv, self._nv = self._nv, None
         self._gpus.clear()
         self._handles.clear()
@@ -69,7 +70,7 @@ class Session:
     def _open(self) -> Any:
         """Return NVML, initialized.
 
-        It is initialized again if GPUs came or went, because only then it reads the list of GPUs.
+        NVML is initialized again if GPUs were added or removed, because it reads the list of GPUs only at that time.
         """
         try:
             addresses = frozenset(os.listdir(f"{self._places.proc}/driver/nvidia/gpus"))
@@ -89,7 +90,7 @@ class Session:
         return self._nv
 
     def scan(self) -> NvmlScan:
-        """Return all GPUs and their state; raise NvmlError if none can be read."""
+        """Return all GPUs and their state; raise NvmlError if no GPU can be read."""
         nv = self._open()
         try:
             return self._scan(nv)
@@ -128,7 +129,7 @@ class Session:
         if uuids != self._linked:
             self._links = readings.read_links(nv, gpus, handles)
             self._linked = uuids
-        # While a lost GPU is registered, the wait for events fails for all GPUs.
+        # While a lost GPU is registered for events, the wait for events fails for all GPUs.
         self._events.watch([gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
         driver = text(optional(nv, nv.nvmlSystemGetDriverVersion))
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
@@ -137,11 +138,11 @@ class Session:
         return NvmlScan(tuple(gpus), findings, driver, cuda, self._links, bool(self._events.registered), tuple(notes))
 
     def _raise_if_gone(self, nv: Any, error: Any) -> None:
-        """Close NVML and raise NvmlError if all later calls would fail."""
+        """Shut NVML down and raise NvmlError if this error means that all later calls would fail."""
         if error.value in nvml.GONE:
             self.close()
             if error.value == _REPLACED:
-                nvml.unload(nv)  # The new driver's library may already exist.
+                nvml.unload(nv)  # The library of the new driver may already be there.
             raise NvmlError(nvml.GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:
@@ -168,7 +169,7 @@ class Session:
         return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
     def check(self, nv: Any, handle: Any) -> ProbeResult:
-        """Return whether a GPU answers, and the driver's finding about its state."""
+        """Return a GPU's health: whether it answers calls, and which recovery action the driver recommends."""
         for function, arguments in ((nv.nvmlDeviceGetMemoryInfo, ()), (nv.nvmlDeviceGetTemperature, (0,))):
             try:
                 function(handle, *arguments)
@@ -182,9 +183,9 @@ class Session:
         return (Verdict.BAD if _ACTIONS[action] else Verdict.GOOD), _ACTIONS[action]
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
-        """Wait for events. Return the XIDs, and whether a scan is due.
+        """Wait for the driver's events. Return the new XIDs, and whether a scan is due.
 
-        Raises NvmlError if all later calls would fail.
+        Raises NvmlError if all later calls of NVML would fail.
         """
         xids, due, error = self._events.wait(seconds)
         if error is not None:
@@ -192,7 +193,7 @@ class Session:
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of GPUs and partitions by UUID, in base units. Values that one cannot report are left out."""
+        """Return the load of GPUs and partitions by UUID, in base units, without values that are not reported."""
         measured: dict[str, dict[str, Any]] = {}
         whole = {gpu.uuid for gpu in self._gpus.values()}
         for name in ids:
@@ -206,12 +207,12 @@ class Session:
 
 
 class EventListener:
-    """Reads the driver's events while NVML is open: XIDs, and partitions that appear or disappear."""
+    """Reads the driver's events while NVML is initialized: XIDs, and partitions that appear or disappear."""
 
     def __init__(self, nv: Any) -> None:
         self.notes: tuple[str, ...] = ()
         self.registered: dict[int, str] = {}
-        """UUIDs of the GPUs that report XIDs, by the address in their handles."""
+        """The UUIDs of the GPUs that report XIDs, by the pointer in their handles."""
         self._nv = nv
         self._set: Any = None
         self._watched: frozenset[str] = frozenset()
@@ -219,14 +220,14 @@ class EventListener:
         self._failures = 0
 
     def close(self) -> None:
-        """Free the event set."""
+        """Free NVML's event set."""
         events, self._set = self._set, None
         if events is not None:
             with contextlib.suppress(self._nv.NVMLError):
                 self._nv.nvmlEventSetFree(events)
 
     def watch(self, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> None:
-        """Listen to these GPUs, and to no others."""
+        """Listen to the events of these GPUs, and of no others."""
         nv, uuids = self._nv, frozenset(gpu.uuid for gpu in gpus)
         if uuids == self._watched:
             return
@@ -267,7 +268,7 @@ class EventListener:
     def _collect(self, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
         due = False
-        for _ in range(1000):  # A large number of events is read in portions.
+        for _ in range(1000):  # Limit the events that one call reads; the next call reads the others.
             try:
                 data = self._nv.nvmlEventSetWait_v2(self._set, milliseconds)
             except self._nv.NVMLError as error:
@@ -283,7 +284,7 @@ class EventListener:
 
 
 def _numa_of_memory(nv: Any, handle: Any) -> int | None:
-    """Return the NUMA node that the driver names; None if it names none or several."""
+    """Return the NUMA node of a GPU's memory; None if the driver names no node or several nodes."""
     mask = optional(nv, nv.nvmlDeviceGetMemoryAffinity, handle, 1, nv.NVML_AFFINITY_SCOPE_NODE)
     bits = int(mask[0]) if mask is not None else 0
     return bits.bit_length() - 1 if bits.bit_count() == 1 else None

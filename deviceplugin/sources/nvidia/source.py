@@ -1,4 +1,4 @@
-"""The source of NVIDIA GPUs and partitions: their devices, and their health by scans and XIDs."""
+"""The source of NVIDIA GPUs and MIG partitions. Their health follows from scans and XIDs (the driver's errors)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
-    """NVIDIA GPUs, or partitions of them. Their ids are UUIDs. period: seconds between scans. clock: monotonic."""
+    """Lists NVIDIA GPUs, or MIG partitions, with UUIDs as ids. period: seconds between scans. clock: monotonic."""
 
     links: Mapping[frozenset[str], float] = MappingProxyType({})
 
@@ -54,7 +54,7 @@ class NvidiaSource(DeviceSource):
         return f"NvidiaSource({self.wanted})"
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices after the first scan, and whenever they or their health change."""
+        """Yield the devices after the first scan, and whenever devices or their health change."""
         listed: list[Device] | None = None
         with shared(self.places).subscribe(self._period) as updates:
             while True:
@@ -67,7 +67,7 @@ class NvidiaSource(DeviceSource):
                     yield devices
 
     def update(self, update: NvmlUpdate) -> None:
-        """Process a scan, an XID, or an error of NVML as a whole."""
+        """Process an update: a scan, an XID, or an error that concerns all GPUs."""
         if isinstance(update, Xid):
             self.health.count_xid(update, self._scan.gpus)
         elif isinstance(update, NvmlError):
@@ -87,7 +87,7 @@ class NvidiaSource(DeviceSource):
             self.health.judge_scan(update)
 
     def devices(self) -> list[Device]:
-        """Return the devices of the last update. Reads CDI specs and /proc; blocks."""
+        """Return the devices after the last update. Reads CDI specs and /proc; blocks."""
         scan, notes = self._scan, list(self._scan.notes)
         if self._error:
             notes.append(self._error)
@@ -119,7 +119,7 @@ class NvidiaSource(DeviceSource):
         return device.with_health(*worst((device.health, device.message), (history.health, history.message)))
 
     def _unequal(self, scan: NvmlScan) -> str:
-        """Return why the GPUs do not suit `mig: single`; "" if they do."""
+        """Return why the setting `mig: single` is not possible with these GPUs; "" if it is possible."""
         profiles = sorted({part.profile for gpu in scan.gpus for part in gpu.partitions or ()})
         if len(profiles) > 1:
             return f"mig: single wants partitions of one profile, there are {' and '.join(profiles)}; see mig: mixed"
@@ -128,18 +128,18 @@ class NvidiaSource(DeviceSource):
         return ""
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the variable that the NVIDIA container runtime reads.
+        """Return the environment variable by which the NVIDIA container runtime selects the GPUs of a container.
 
-        With injection by CDI or nodes the variable is `void`. Images set it to `all`. So if that runtime is the default
-        one, a container would otherwise see every GPU.
+        If containers get GPUs by CDI or device nodes, the value is `void`: images set the variable to `all`, and if
+        this runtime is the default runtime, the container would get every GPU.
         """
-        # The kubelet passes the devices in any order. The container numbers its GPUs in this order.
+        # The kubelet passes the devices in any order. The container numbers its GPUs in the order of the variable.
         ordered = sorted(devices, key=position_of)
         visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
 
     async def profiles(self) -> AsyncGenerator[Sequence[str], None]:
-        """Yield all MIG profiles that have been seen, each time that there is a new one."""
+        """Yield all MIG profiles that partitions have had so far, whenever there is a new profile."""
         while True:
             self._more_profiles.clear()
             if self._profiles:
@@ -147,7 +147,7 @@ class NvidiaSource(DeviceSource):
             await self._more_profiles.wait()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return the load of the GPUs, and the number of each XID."""
+        """Return the load of these GPUs or partitions, and how often each XID was reported."""
         ids = [device.id for device in devices]
         measured = await shared(self.places).measure(ids)
         for name in ids:
@@ -157,27 +157,27 @@ class NvidiaSource(DeviceSource):
 
 
 class GpuHealth:
-    """The health of GPUs and partitions, and the number of their XIDs."""
+    """The health of GPUs and partitions, and how often each XID was reported."""
 
     def __init__(self, rules: HealthRules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
         self.histories: dict[str, HealthHistory] = {}
-        """By UUID, the histories of the GPUs and partitions of the last scan."""
+        """By UUID, the health history of each GPU and partition of the last scan."""
         self.counts: dict[str, Counter[str]] = {}
-        """The number of each XID, by UUID and the XID's number."""
+        """How often each XID was reported, by UUID and the XID's number."""
         self._rules = rules
         self.ignore_xids = frozenset(ignore_xids)
         self._clock = clock
         self._times: Counter[tuple[str | None, int]] = Counter()
 
     def judge_scan(self, scan: NvmlScan) -> None:
-        """Judge all GPUs and partitions of a scan, and forget all others."""
+        """Update the health of all GPUs and partitions of a scan, and forget all others."""
         findings = {gpu.uuid: scan.findings[gpu.uuid] for gpu in scan.gpus}
         findings |= {part.uuid: findings[gpu.uuid] for gpu in scan.gpus for part in gpu.partitions or ()}
         self.histories = {name: self.histories.get(name, HealthHistory()) for name in findings}
         self._judge(findings)
 
     def judge_error(self, error: NvmlError) -> None:
-        """Judge all known GPUs and partitions after an error because of which none can be read."""
+        """Update the health of all known GPUs and partitions after an error that made all of them unreadable."""
         self._judge(dict.fromkeys(self.histories, (error.verdict, str(error))))
 
     def count_xid(self, xid: Xid, gpus: Iterable[Gpu]) -> None:
@@ -186,7 +186,7 @@ class GpuHealth:
         ignored = xid.code in self.ignore_xids
         self._times[xid.gpu, xid.code] += 1
         times = self._times[xid.gpu, xid.code]
-        # Only counts that are powers of two are logged, so that a program in a loop does not fill the log.
+        # Only the 1st, 2nd, 4th, ... XID of a kind is logged, so that a program in a loop does not fill the log.
         if times & (times - 1) == 0:
             level = logging.INFO if ignored else logging.WARNING
             _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
