@@ -1,7 +1,7 @@
-"""A bridge from device plugins to Dynamic Resource Allocation. Pods get the same devices by `limits` or by claims.
+"""A bridge from device plugins to Dynamic Resource Allocation (DRA): pods get the same devices by `limits` or claims.
 
-An author serves pods and claims by `dra_bridge.run(Source())`; `deviceplugin.run(Source())` serves `limits` alone. A
-user with a config file serves pods and claims by `dra-bridge run --config FILE`.
+The author of a source calls `dra_bridge.run(Source())` for pods and claims, or `deviceplugin.run(Source())` for pods
+alone. A user with a config file runs `dra-bridge run --config FILE`.
 """
 
 from __future__ import annotations

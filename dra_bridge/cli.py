@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 PATIENCE: Final = 5.0
-"""Maximum seconds between two tries of a command to reach an API server that does not answer."""
+"""Maximum seconds between two tries of a command to reach an API server that does not respond."""
 WATCH_PERIOD: Final = 2.0
 """Seconds between two updates of `status --watch`."""
 _ROLLOUT: Final = """
@@ -155,7 +155,7 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def _requested_share(options: argparse.Namespace) -> str | None:
-    """Return the share to request of Nodes, with `force` if given; None for the config's share. Raises CommandError."""
+    """Return the text of the share to write to Nodes, with `force` if given; None to remove it. Raises CommandError."""
     share: str | None = None if options.share == "default" else options.share
     if options.force and share is None:
         raise CommandError("--force needs a share: none, all, a number of devices, or a percentage")
@@ -243,14 +243,13 @@ def _demo(options: argparse.Namespace) -> int:
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
     """Send requests to the API server and return their result.
 
-    Raises CommandError if the server cannot be configured (status 2), or if it fails, refuses or does not answer
-    (status 1).
+    Raises CommandError if the server's configuration cannot be used (status 2), or if a request fails (status 1).
     """
     from dra_bridge.kube import AccessError, Cluster, ClusterError, UnavailableError
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
-        # A user waits for the command. The agents' longest waits are for fleets of agents.
+        # A user waits for the command, so its waits are shorter than those of many agents.
         async with Cluster.from_environment(options.kubeconfig, backoff=Backoff(most=PATIENCE)) as cluster:
             try:
                 return await question(cluster)
@@ -259,7 +258,8 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
                     raise
                 raise CommandError(f"cannot reach an API server at {cluster.where}: {error}", status=1) from error
 
-    logs.setup("text", "error")  # The command's own error says what the client's warnings would say.
+    # The client's warnings are not logged, because the command's own error has the same content.
+    logs.setup("text", "error")
     try:
         return asyncio.run(ask())
     except RolloutError as error:
@@ -326,7 +326,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _redraw(lines: Sequence[display.Line]) -> None:
-    """Replace the earlier output on the terminal by as many of these lines as fit."""
+    """Replace the former output on the terminal by as many of these lines as fit on the screen."""
     from dra_bridge.rollout import display
 
     size = shutil.get_terminal_size()
@@ -410,7 +410,7 @@ def _follow(
 ) -> bool:
     """Run requests to the API server and show their progress. Return whether all is done.
 
-    interrupted: what to print at Ctrl-C. stopped: what to print before the reason if the work has stopped.
+    interrupted: the text to print at Ctrl-C. stopped: the text to print before the reason if the work has stopped.
     """
     from dra_bridge.rollout.display import wrapped
     from dra_bridge.rollout.reporter import Reporter
@@ -426,7 +426,8 @@ def _follow(
                 rich.progress.TextColumn("{task.completed} of {task.total} {task.fields[unit]}"),
                 rich.progress.TimeElapsedColumn(),
             )
-            # At the end the bars are removed, because bars that stand still would look like moves that stand still.
+            # The progress bars are removed at the end, because bars without progress would look like moves without
+            # progress.
             bars = stack.enter_context(rich.progress.Progress(*columns, transient=True))
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 

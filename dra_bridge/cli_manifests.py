@@ -116,7 +116,7 @@ def _paths(files: list[str]) -> Iterator[Path]:
 
 
 def read_files(files: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the files, of files in the directories, and of the standard input (-).
+    """Yield the name and content of each file, of all files in directories, and of the standard input (-).
 
     Raises CommandError if a file cannot be read.
     """
@@ -183,7 +183,7 @@ def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) ->
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
     """Add the options of `manifests.Deployment`.
 
-    An option that is not given leaves the default of the class in effect.
+    For an option that is not given, the default of the class applies.
     """
 
     def add(option: str, field: str, about: str, default: str = "", **more: Any) -> None:
@@ -313,7 +313,7 @@ def _manifests(options: argparse.Namespace) -> int:
         raise CommandError(error) from error
     sys.stdout.write(printed)
     if units:
-        return 0  # The remarks below concern only agents in pods.
+        return 0  # The remarks below are only about agents in pods.
     for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
     for directory in wide_mounts(loaded):
@@ -332,9 +332,9 @@ def _manifests(options: argparse.Namespace) -> int:
 
 
 def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
-    """Return, by driver, the expression that finds a problem in parameters; none for drivers with child sources.
+    """Return, for each driver without child sources, the expression that finds a problem in claims' parameters.
 
-    Which parameters later child sources accept is not known.
+    It is unknown which parameters later child sources accept.
     """
     from deviceplugin.source import DeviceSource
     from dra_bridge.parameters import expression
@@ -346,7 +346,7 @@ def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, st
 
 
 class _Given(BaseException):
-    """Raised by the replacement of `run`, so that an author's file serves nothing.
+    """Raised by the function that replaces `run`, so that the execution of an author's file starts no agent.
 
     The arguments are the sources, and the settings of metrics.
     """
@@ -355,7 +355,7 @@ class _Given(BaseException):
 def _served_by(file: Path) -> tuple[Config, Sequence[DeviceSource]]:
     """Return the config and the sources of an author's file.
 
-    The file is executed up to its call of `run`, which is replaced here, so that nothing is served.
+    The file is executed up to its call of `run`, which a function replaces that starts no agent.
     """
     import runpy
 

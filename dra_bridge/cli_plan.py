@@ -86,7 +86,7 @@ def _share(text: str) -> str:
 
 
 def _targets(options: argparse.Namespace, share: str, objects: ClusterObjects) -> tuple[Target, ...]:
-    """Return the resources to migrate, by the options; an empty result stands for all extended resources."""
+    """Return the resources to migrate that the options name; an empty result stands for all extended resources."""
     from deviceplugin import config
     from dra_bridge.plan.view import Target, resources_of
 

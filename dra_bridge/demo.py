@@ -1,8 +1,8 @@
-"""`dra-bridge demo`: one node in one process, first switched to DRA without a bridge, then moved by the bridge.
+"""`dra-bridge demo`: simulates a node that switches to DRA, first without the bridge, then with the bridge.
 
-The kubelet, the scheduler and the API server are those of `testing`; the plugin, the driver and the bridge are real.
-The first part fails if the switch without a bridge gives no device to two holders. The second part fails if a device
-has two holders with the bridge.
+The kubelet, the scheduler and the API server are fakes from `testing`; the plugin, the driver and the bridge are real.
+The first part fails if the switch without the bridge does not give a device to two holders. The second part fails if a
+device has two holders with the bridge.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ TIMEOUT: Final = 15.0
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """The shares that the demo requests one after the other while pods start and end."""
 LIVES: Final = (0.5, 0.9)
-"""Bounds of the seconds that a pod runs. They must exceed the time in which the agent reads the checkpoint; otherwise
+"""Least and most seconds that a pod runs: more than the time in which the agent reads the checkpoint, because otherwise
 the agent keeps a grant for 10 s.
 """
 DWELL: Final = 0.7
 """Minimum seconds between two moves, in which pods start and end. The value only sets the demo's pace."""
 WIDTH: Final = 72
 MOST_TEXT: Final = 80
-"""Maximum characters per line of the text about a pod's failure. The beginning of the line takes 18 more."""
+"""Maximum characters per line of the text about a pod's failure. The line's beginning takes 18 more characters."""
 
 
 class DemoGpus(plugin_demo.Gpus):
-    """Simulated GPUs, for pods and for claims."""
+    """Simulated GPUs that pods and claims can get."""
 
     driver = DRIVER
 
 
 @contextlib.contextmanager
 def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """Run a coroutine in a thread and event loop of its own while the context lasts. Raises DemoError if it fails."""
+    """While the context is active, run a coroutine in its own thread and event loop. Raises DemoError if it fails."""
     over = threading.Event()
     errors: list[Exception] = []
 
@@ -101,7 +101,7 @@ class Scene:
     node: FakeNode
 
     def device(self, pod: FakePod, side: str) -> str:
-        """Return the only device of a running pod, after checks of its side and of the container's environment."""
+        """Return the only device of a running pod. Check that it is from `side`, and that the container has it."""
         devices = self.node.devices_of(pod)
         check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
         (name,) = devices
@@ -113,9 +113,9 @@ class Scene:
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
-        """Wait until the condition is met.
+        """Wait until `met` returns True.
 
-        what: the condition, for the error. why: returns an addition to the error.
+        what: the condition in words, for the error. why: returns an addition to the error.
         """
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
@@ -123,19 +123,19 @@ class Scene:
             raise DemoError(f"not true within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
 
     def ask(self, share: str) -> float:
-        """Request a share in the way of `dra-bridge migrate`. Return the time of the request (monotonic seconds)."""
+        """Request a share as `dra-bridge migrate` does. Return the time of the request (monotonic seconds)."""
         node, patch = self.server.get("nodes", NODE), fleet.share_patch(DRIVER, share)
         node["metadata"].setdefault("annotations", {}).update(patch["metadata"]["annotations"])
         self.server.replace(node)
         return time.monotonic()
 
     def view(self) -> Any:
-        """Return what `dra-bridge status` would show of the node."""
+        """Return the node's state as `dra-bridge status` would show it."""
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), (), leases=self.server.objects("leases"))
         return view
 
     def moved(self) -> bool:
-        """Return whether all devices are on the sides that the requested share demands."""
+        """Return whether as many devices are on the DRA side as the requested share requires."""
         return fleet.finished(self.view())
 
     def counts(self) -> dict[str, int]:
@@ -157,7 +157,10 @@ def scene(printer: Printer) -> Iterator[Scene]:
 
 
 async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
-    """Run a DRA driver without the bridge. It offers every device and does not know which ones the plugin has given."""
+    """Run a DRA driver without the bridge.
+
+    The driver offers every device, because it does not know which devices the plugin has given to pods.
+    """
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
     async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
@@ -181,7 +184,7 @@ async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
 
 
 def naive(scene: Scene) -> None:
-    """Run the first part: end a plugin while its pods run, beside a driver that offers the same devices."""
+    """Run the demo's first part: end a plugin while its pods run, and start a driver that offers the same devices."""
     gpus, node, event = DemoGpus(2), scene.node, scene.printer.event
     with contextlib.ExitStack() as stack:
         plugin = stack.enter_context(contextlib.ExitStack())
@@ -220,7 +223,7 @@ def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
 
 
 class Churn:
-    """Starts and ends pods by `limits` and by claims while the context lasts, more pods than there are devices."""
+    """While the context is active, starts and ends pods by `limits` and by claims, more pods than there are devices."""
 
     def __init__(self, node: FakeNode, each: int) -> None:
         self.started: Counter[str] = Counter()
@@ -231,7 +234,7 @@ class Churn:
         self._over = threading.Event()
         self._random = random.Random(7)  # noqa: S311 - no secret
         self._lives: dict[str, dict[FakePod, float]] = {"plain": {}, "claim": {}}
-        """By kind of pod, the existing pods, each with the seconds for which it is to run."""
+        """For each kind of pod, the existing pods, each with the seconds for which it should run."""
         self._thread = threading.Thread(target=self._main, name="churn", daemon=True)
 
     def __enter__(self) -> Self:
@@ -255,7 +258,7 @@ class Churn:
     def replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
         """Delete pods that have run long enough or have failed, and start as many new ones.
 
-        lives: by pod, the seconds for which it is to run.
+        lives: for each pod, the seconds for which it should run.
         """
         now = time.monotonic()
         for pod, life in list(lives.items()):
@@ -273,7 +276,7 @@ class Churn:
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices by the bridge. Return begin and end of the time with changing pods (monotonic seconds)."""
+    """Move devices by the bridge. Return when the pods' starts and ends began and stopped (monotonic seconds)."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
@@ -346,7 +349,7 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
 
 
 def bridged(scene: Scene) -> None:
-    """Run the second part with the bridge, and check that no device had two holders."""
+    """Run the demo's second part, with the bridge, and check that no device had two holders."""
     printer = scene.printer
     with bridge(scene):
         began, ended = move_devices(scene, 4)

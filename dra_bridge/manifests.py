@@ -1,4 +1,4 @@
-"""Makes the manifests with which the agent runs on a cluster's nodes, with no more rights than the agent needs.
+"""Makes the manifests that deploy the agent on a cluster's nodes, with no more rights than the agent needs.
 
 `manifests` is a pure function of the configuration: it fills in the template manifests.yaml. `to_yaml` returns the
 result as text.
@@ -36,19 +36,20 @@ class Deployment:
 
     version: the version of resource.k8s.io for the DeviceClasses. extended_resource: whether the DeviceClasses name the
     extended resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse the field).
-    metrics_port: 0 for no metrics and no probes. runtime_class: "" for none; the agent gets NVIDIA's library from the
-    runtime. device_plugin_directory, pod_resources_socket (if "", pod-resources/kubelet.sock in kubelet_root),
-    cgroup_root, pod_log_directory: paths on the nodes, as in the options of `run`. own_command: the command of an
-    author's own agent, which reads no config file; () for `dra-bridge run`. privileged: whether the agent's container
-    is privileged; auto: if the configuration needs it (`privileges`). writable_sys: directories of sysfs that hooks of
-    an author's own agent write to, because a container's /sys is read-only. quota, tenants: the number of devices of
-    each resource that each of these namespaces may have; 0 and () for no ResourceQuota. kubernetes: the API server's
-    minor version; before 36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's
-    configuration for the DeviceClasses. parameters: by driver, the expression that finds a problem in parameters
-    (`parameters.expression`), for a policy that refuses claims and classes; empty for no policy. A driver without an
-    expression accepts any parameters. flow_schema: whether the agents' requests have a priority level of their own at
-    the API server. plugin_only: whether to run `deviceplugin run`, which does not use the API server, instead of
-    `dra-bridge run`; also if no resource names a driver.
+    metrics_port: the port of metrics and probes, 0 for neither. runtime_class: the RuntimeClass from which the agent's
+    container gets NVIDIA's library, "" for none. device_plugin_directory, pod_resources_socket (if "",
+    pod-resources/kubelet.sock in kubelet_root), cgroup_root, pod_log_directory: paths on the nodes, as in the options
+    of `run`. own_command: the command of an author's own agent, which reads no config file; () for `dra-bridge run`.
+    privileged: whether the agent's container is privileged; "auto": only if the configuration requires this
+    (`privileges`). writable_sys: directories of sysfs that hooks of an author's own agent write to, because a
+    container's /sys is read-only. quota, tenants: the number of devices of each resource that each of these namespaces
+    may have; 0 and () for no ResourceQuota. kubernetes: the API server's minor version; before 36, a quota counts
+    claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the DeviceClasses.
+    parameters: for each driver, the expression that finds a problem in claims' parameters (`parameters.expression`),
+    for a policy that refuses such claims and classes; empty for no policy. A driver without an expression accepts any
+    parameters. flow_schema: whether the agents' requests have a priority level of their own at the API server.
+    plugin_only: whether to run `deviceplugin run`, which does not use the API server, instead of `dra-bridge run`; also
+    if no resource names a driver.
     """
 
     image: str = f"deviceplugin:{VERSION}"
@@ -85,8 +86,8 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 
     The device cgroup of an unprivileged container allows no process to open the host's device nodes, whatever their
     owner and mode. The agent need not open device nodes to list them, watch them and give them to containers. The
-    NVIDIA runtime opens the nodes of the GPUs that exist when the container starts. The needs of an author's own agent
-    are not known, so this agent is privileged only if the deployment requests it.
+    NVIDIA runtime opens the nodes of the GPUs that exist when the container starts. It is unknown what an author's own
+    agent needs, so such an agent is privileged only if the deployment requests this.
     """
     if deployment.privileged != "auto":
         return ["the deployment asks for it"] if deployment.privileged == "always" else []
@@ -108,8 +109,8 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
     """Return the objects to apply, in their order. text: the content of the config file, for a ConfigMap.
 
-    Without a text, the objects contain no ConfigMap with it. Raises ValueError if the path of a driver's socket would
-    be too long, or if there are more resources than Kueue accepts.
+    If `text` is empty, there is no such ConfigMap. Raises ValueError if the path of a driver's socket would be too
+    long, or if there are more resources than Kueue accepts.
     """
     how = deployment or Deployment()
     served = bridged(config, how)
@@ -171,7 +172,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     if lock.plugins:
         _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
     if any(gpus.injection == "cdi" for gpus in nvidia) and how.cdi_directory != "/etc/cdi":
-        # NVIDIA's own tools write a CDI spec to /etc/cdi, which contains the names of GPUs.
+        # NVIDIA's own tools write a CDI spec with the names of GPUs to /etc/cdi.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
     return [*first, *classes, *last]
 
@@ -191,7 +192,7 @@ def _template() -> list[Manifest]:
 
 
 def filled(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a part of the template with its ${name} replaced by values; None if its `when` is false.
+    """Return a part of the template with each ${name} replaced by its value; None if the part's `when` is false.
 
     A part whose value is None or an empty list is left out of the object that contains it.
     """
@@ -217,7 +218,7 @@ def _mount(pod: Manifest, name: str, path: str, kind: str, *, read_only: bool = 
 
 
 def bridged(config: Config, how: Deployment) -> list[ResourceConfig]:
-    """Return the resources that the agent serves to claims, too: those with a driver, unless `plugin_only`."""
+    """Return the resources whose devices claims can get: resources with a driver, unless `plugin_only`."""
     return [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
 
 
@@ -265,8 +266,8 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
 def _hard(how: Deployment, resource: ResourceConfig, served: Collection[ResourceConfig]) -> dict[str, str]:
     """Return the entries of a quota for a resource, by key.
 
-    Since 1.36, the key `requests.` also counts claims of the class that names the resource. Before 1.36, claims are
-    counted by a separate key (pkg/quota/v1/evaluator/core/resource_claims.go).
+    Since Kubernetes 1.36, the key `requests.` also counts claims of the DeviceClass that names the resource. Before,
+    claims are counted by a separate key (pkg/quota/v1/evaluator/core/resource_claims.go).
     """
     hard, values = {f"requests.{resource.name}": str(how.quota)}, _class_values(how, resource)
     if resource in served and (how.kubernetes < 36 or not values["extended_resource_name"]):
@@ -275,7 +276,7 @@ def _hard(how: Deployment, resource: ResourceConfig, served: Collection[Resource
 
 
 def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
-    """Return Kueue's configuration as YAML, by which a resource has one name in quotas, for `limits` and for claims."""
+    """Return Kueue's configuration as YAML: quotas count a resource under one name, for `limits` and for claims."""
     if len(served) > KUEUE_MAPPINGS:
         raise ValueError(f"Kueue takes {KUEUE_MAPPINGS} deviceClassMappings, and there are {len(served)} resources")
     lines = ["apiVersion: config.kueue.x-k8s.io/v1beta2", "kind: Configuration", "resources:", "  deviceClassMappings:"]
@@ -286,7 +287,7 @@ def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
 
 
 def _parameter_problem(expressions: Mapping[str, str]) -> str:
-    """Return the policy's expression for the first problem in the parameters of a claim or class, "" for none."""
+    """Return the admission policy's expression for the first problem in parameters; "" if nothing is checked."""
     if not expressions:
         return ""
     chosen = "".join(
@@ -303,9 +304,9 @@ def wide_mounts(config: Config) -> list[str]:
 
 
 def _directories(config: Config) -> dict[str, str]:
-    """Return the host directories to mount, in which the agent looks for devices: path to volume type.
+    """Return the host directories in which the agent searches devices, to mount them: volume type by path.
 
-    /dev is left out. The directory of a file that lists unhealthy simulated devices is created if it is missing.
+    /dev is not included. The directory of a file that lists unhealthy simulated devices is created if it is missing.
     """
     directories: dict[PurePosixPath, str] = {}
     for resource in config.resources:
@@ -326,7 +327,7 @@ def _fixed(glob: str) -> PurePosixPath:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and repeated values in full instead of as references."""
+    """Writes texts of several lines as YAML blocks, and repeated values in full instead of as aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,9 +1,9 @@
-"""Makes expressions that check the opaque parameters of claims and classes at admission, by a source's type.
+"""Makes expressions for admission policies that check opaque parameters of claims and classes by a source's type.
 
 An expression is in CEL and reads `p.parameters`. Its value is the first problem, as a text that names the field; "" if
-there is none. Whatever an expression refuses, the driver would refuse, too (`driver.claims.decoded_config`). The
-expression does not check what only the driver can check: patterns, formats of strings, fields that class or claim may
-still add, and values that are nested too deeply. Pure.
+there is none. The driver would refuse everything that an expression refuses (`driver.claims.decoded_config`). Some
+checks are only in the driver: patterns, formats of strings, fields that class or claim may still add, and values that
+are nested too deeply. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import inspect as types
 
 TAKES_NONE: Final = "this driver accepts no parameters"
 DEPTH: Final = 4
-"""Maximum depth of checked values, because the API server limits the length and the cost of an expression."""
+"""Maximum nesting depth of checked values, because the API server limits the length and the cost of an expression."""
 _USUAL: Final = ("apiVersion", "kind")
 """Fields that the parameters of every type may have."""
 _TEXTS: Final = (
@@ -32,7 +32,7 @@ _INT64: Final = 2**63
 
 
 def expression(config_types: Iterable[Any]) -> str:
-    """Return the expression for a driver, by the `config_type` of each of its sources; "" if it accepts all."""
+    """Return the expression for a driver, from the `config_type` of each of its sources; "" if no check is needed."""
     wanted = [one for one in dict.fromkeys(config_types) if one is not None]
     if not wanted:
         return _text(TAKES_NONE)
@@ -40,10 +40,9 @@ def expression(config_types: Iterable[Any]) -> str:
 
 
 def _problem(info: Any, value: str, path: str, depth: int) -> str:
-    """Return an expression for the problem of a value that must have a type; "" if every value has it.
+    """Return an expression for the problem of a value that must have this type; "" if every value has the type.
 
-    value: an expression of the value. path: the value's name in messages, ""
-    for the parameters themselves.
+    value: a CEL expression for the value. path: the value's name in messages, "" for the parameters as a whole.
     """
     name = path or "parameters"
     while isinstance(info, types.Metadata):
@@ -100,8 +99,8 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
     for field in info.fields:
         quoted = _text(field.encode_name)
         inner = _problem(field.type, f"{value}[{quoted}]", f"{prefix}{field.encode_name}", depth + 1) or '""'
-        # The parameters themselves are merged from class and claim, so a missing field is no problem there. Nested
-        # fields are not merged.
+        # A missing field of the parameters themselves is no problem, because class and claim are merged. Nested objects
+        # are not merged.
         absent = _text(f"{prefix}{field.encode_name}: is required" if field.required and depth else "")
         if (inner, absent) != ('""', '""'):
             problems.append(f"({quoted} in {value} ? {inner} : {absent})")
@@ -110,7 +109,7 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
 
 def _union(info: Any, value: str, path: str, depth: int) -> str:
     kinds = [kind for kind in info.types if not isinstance(kind, types.NoneType)]
-    # Between several types of objects, the driver decides by a tag or by the fields, which is not checked here.
+    # If several types of objects are possible, the driver chooses by a tag or by the fields, which is not checked here.
     if sum(isinstance(kind, _OBJECTS) for kind in kinds) > 1:
         return ""
     problem = _either([_problem(kind, value, path, depth) for kind in kinds])
@@ -118,7 +117,7 @@ def _union(info: Any, value: str, path: str, depth: int) -> str:
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Return an expression for the problem of a value that must fit one of several types. problems: one for each type.
+    """Return an expression for the problem of a value that must have one of several types. problems: one for each type.
 
     The result is "" if one type accepts all values.
     """
@@ -171,10 +170,10 @@ def _sizes(info: Any, value: str, begin: str, what: str) -> list[str]:
 
 
 def _takes_more(kind: type[enum.Enum]) -> bool:
-    """Return whether an enum accepts values that are no values of its members, by a `_missing_` of its own."""
+    """Return whether an enum accepts other values than those of its members, because it defines `_missing_`."""
     return getattr(kind._missing_, "__func__", None) is not getattr(enum.Enum._missing_, "__func__", None)
 
 
 def _text(value: str | int) -> str:
-    """Return a value as a literal of CEL. That is JSON, if only JSON's own special characters are escaped."""
+    """Return a value as a CEL literal: its JSON in which only JSON's own special characters are escaped."""
     return json.dumps(value, ensure_ascii=False)

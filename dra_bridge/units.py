@@ -1,7 +1,7 @@
-"""Makes systemd units for an agent that runs outside of pods, and the objects that the cluster needs for this agent.
+"""Makes systemd units for agents outside of pods, and the cluster's objects (accounts, rights) for these agents.
 
-`units` and `rights` are pure functions of the configuration, as `dra_bridge.manifests` is: they fill in the templates
-beside this module. `written` writes the units to files.
+`units` and `rights` are pure functions of the configuration that fill in the templates beside this module. `written`
+writes the units to files.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from deviceplugin.config import ADOPTED, Config, needed
 from dra_bridge.manifests import Deployment, Manifest, arguments, bridged, filled, manifests, privileges
 
 DURATION: Final = "720h"
-"""The requested life of a token. A node that was off for longer needs a new token from an administrator."""
+"""The requested lifetime of a token. A node that was off for longer needs a new token from an administrator."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
-"""Pairs: a setting by which systemd creates directories, and their parent directory."""
+"""Pairs of a setting by which systemd creates directories, and the parent directory of these directories."""
 ACCOUNT: Final = "/etc/dra-bridge"
 """The directory with the agent's `token` and `ca.crt`, as in a pod, and with `server`, the API server's address."""
 
 
 def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
-    """Return the texts of the systemd units, by the name of their file."""
+    """Return the texts of the systemd units, by file name."""
     how = how or Deployment()
     bridge = bool(bridged(config, how))
     program, root = ("dra-bridge" if bridge else "deviceplugin"), how.kubelet_root.rstrip("/")
@@ -88,7 +88,8 @@ def _quoted(argument: str) -> str:
 def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) -> list[str]:
     """Return the unit's lines about the directories to which the agent writes.
 
-    systemd creates those in StateDirectory= and RuntimeDirectory= before it starts the agent. The others must exist.
+    systemd creates the directories of StateDirectory= and RuntimeDirectory= before it starts the agent. Other
+    directories must exist.
     """
     written = [how.device_plugin_directory]
     if bridge:
@@ -105,13 +106,14 @@ def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) ->
 
 
 def _devices(config: Config, how: Deployment) -> list[str]:
-    """Return the unit's lines that depend on how the agent uses devices.
+    """Return the lines of the unit about the agent's access to devices.
 
     The unit has no private /dev, because the agent lists the host's devices and gives them to containers. ProtectClock=
     is set only together with DevicePolicy=, because it implies a device policy.
     """
     nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
     lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
-    if not (needed(config).commands or nvidia):  # What other programs and libraries need is not known.
+    # It is unknown which devices configured commands, and NVIDIA's library, need.
+    if not (needed(config).commands or nvidia):
         lines.append("MemoryDenyWriteExecute=yes")
     return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]

@@ -1,1 +1,1 @@
-"""Rewrites manifests from limits to claims, and back. All other text of a manifest stays unchanged."""
+"""Rewrites manifests from `limits` to claims, and back. All other text of a manifest stays unchanged."""

@@ -40,9 +40,9 @@ class ManifestText(NamedTuple):
 class Conversion:
     """The settings of a conversion.
 
-    classes: names of DeviceClasses, by resource; the DeviceClasses in the manifests are added. namespace: the namespace
-    of objects that name none; "" if it is not known. version: the version of resource.k8s.io in which
-    ResourceClaimTemplates are written. custom: where custom resources have pod specs.
+    classes: for each resource, the name of its DeviceClass; the DeviceClasses in the manifests are added. namespace:
+    the namespace of objects that name no namespace; "" if unknown. version: the version of resource.k8s.io in which
+    ResourceClaimTemplates are written. custom: the paths at which custom resources have pod specs.
     """
 
     classes: Mapping[str, str]
@@ -52,7 +52,7 @@ class Conversion:
 
 
 class ChangedPod(NamedTuple):
-    """A pod spec to convert: the object that contains it, the path from the object, and the changes."""
+    """A pod spec to convert: the object that contains the pod spec, the path to the pod spec, and the changes."""
 
     body: Mapping[str, Any]
     path: Path
@@ -63,7 +63,7 @@ class ChangedPod(NamedTuple):
 class Converted:
     """The result of a conversion. texts: the new texts of the streams. pods: the converted pod specs.
 
-    templates: the ResourceClaimTemplates of these pods, by the devices that each template requests.
+    templates: the ResourceClaimTemplates of these pods, by the devices that a template requests.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -280,14 +280,14 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
 def _listed(
     text: str, tree: Tree, mapping: yaml.MappingNode, key: str, items: Sequence[str], gone: Iterable[str]
 ) -> Edit:
-    """Return the edit that adds items to the list under a key of a mapping. The key may be missing."""
+    """Return the edit that adds items to the list under a key of a mapping, which may lack the key."""
     if any(one.value == key for one, _ in mapping.value):
         return edits.with_items(text, tree.entry(mapping, key)[1], items)
     return edits.with_list(text, mapping, key, items, set(gone))
 
 
 def _flow(value: Mapping[str, str], mapping: yaml.MappingNode) -> str:
-    """Return a mapping in flow style. If the mapping around it is JSON, the result is JSON as well."""
+    """Return a mapping in YAML's flow style. If the mapping that contains it is JSON, the result is JSON as well."""
     if mapping.flow_style and mapping.value and mapping.value[0][0].style == '"':
         return json.dumps(value)
     return "{" + ", ".join(f"{key}: {_scalar(text)}" for key, text in value.items()) + "}"

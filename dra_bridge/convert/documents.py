@@ -2,7 +2,7 @@
 
 The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
 text as this module does. As kubectl and Helm do, this module splits the stream at lines that begin with `---` before it
-parses. So an invalid document does not affect the others.
+parses. So an invalid document does not affect the other documents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnwritableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a stream. text: with its line `---`. line: where the document begins in the stream, from 1."""
+    """One document of a stream. text: with the line `---`. line: the document's first line in the stream, from 1."""
 
     text: str
     line: int
@@ -58,7 +58,7 @@ class Document:
 
 
 def documents(stream: str) -> list[Document]:
-    """Split a stream into its documents, whose texts, joined, are the stream again."""
+    """Split a stream into its documents. Their texts, joined, are the stream again."""
     starts = [0]
     for match in _START.finditer(stream):
         # The directives of a document (%YAML) come before its `---`.
@@ -72,7 +72,7 @@ def documents(stream: str) -> list[Document]:
 
 
 class _Redefining(yaml.SafeLoader):
-    """A loader that lets a text define an anchor again, as YAML and kubectl do. The loader of libyaml refuses that."""
+    """A YAML loader that permits a second definition of an anchor, as YAML and kubectl do, but not libyaml's loader."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if not self.check_event(yaml.AliasEvent):
@@ -99,14 +99,15 @@ class Tree:
             where = f", line {mark.line + 1}" if mark else ""
             raise YamlTextError(f"{getattr(error, 'problem', None) or error}{where}") from error
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise YamlTextError(f"{type(error).__name__}: {error}") from error  # Such as for a date with month 13.
+            # For example, the text has a date with month 13.
+            raise YamlTextError(f"{type(error).__name__}: {error}") from error
         self._shared = {id(node) for node, count in _references(self.root) if count > 1}
 
     def entry(self, mapping: yaml.Node, key: str) -> tuple[yaml.Node, yaml.Node]:
         """Return the nodes of a key and its value.
 
-        Raises UnwritableError if the key does not occur exactly once, or if an anchor, an alias or a merge key uses the
-        text of the key or the value elsewhere as well.
+        Raises UnwritableError if the key does not occur exactly once, or if the text of key or value is also used
+        elsewhere, by an anchor, an alias or a merge key.
         """
         found = [] if not isinstance(mapping, yaml.MappingNode) else [e for e in mapping.value if e[0].value == key]
         if len(found) != 1:
@@ -175,7 +176,7 @@ def inside_scalars(tree: Tree) -> set[tuple[int, int]]:
 
 
 def _below(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Yield a node and all nodes below it, each once."""
+    """Yield a YAML node and all nodes below this node, each once."""
     seen: set[int] = set()
     waiting = [node]
     while waiting:

@@ -1,7 +1,7 @@
-"""Edits a YAML text so that all other bytes stay, and the result alone is enough to undo the edit. Pure functions.
+"""Edits a YAML text, keeps all other bytes, and marks the edits, so that they can be undone. Pure functions.
 
 Comments mark each changed line. A removed line becomes a comment, `# dra-bridge: was LINE`. An added line ends with the
-comment `# dra-bridge: added`, and an added document begins with it.
+comment `# dra-bridge: added`, and an added document begins with this comment.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def with_list(
         quoted = bool(mapping.value) and mapping.value[0][0].style == '"'
         name = f'"{key}"' if quoted else key
         place = mapping.start_mark.index + 1
-        place += text[mapping.start_mark.index :].index("{")  # The mapping begins after an anchor or a tag.
+        place += text[mapping.start_mark.index :].index("{")  # An anchor or a tag may stand before the mapping's brace.
         return Edit(place, place, f"{name}: {value}{', ' if rest else ''}")
     for first, _ in mapping.value:
         start = _line_start(text, first.start_mark.index)
@@ -165,7 +165,8 @@ def reversed_stream(stream: str) -> str:
     """Undo the changes that comments mark in a stream. Documents that are not YAML stay as they are."""
     bom = BOM if stream.startswith(BOM) else ""
     kept = []
-    joins = False  # True after the removal of an added document, whose `---` is the original; the next `---` was added.
+    # True after an added document was removed: its line `---` is original, and the next line `---` was added.
+    joins = False
     for document in documents(stream.removeprefix(bom)):
         text = document.text
         if joins:

@@ -12,7 +12,7 @@ from dra_bridge.convert.remarks import RemarkKind, UnconvertibleError
 from dra_bridge.convert.templates import claim_name
 
 Path = tuple[str | int, ...]
-"""Keys and indexes that lead from a document's object to a value in it."""
+"""The path from a document's object to a value in the object: keys and indexes."""
 
 MAX_DEVICES: Final = 32
 """Maximum number of devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
@@ -29,7 +29,7 @@ _PODS: Final[Mapping[tuple[str, str], Path]] = {
 
 
 class CustomPath(NamedTuple):
-    """Where objects of a custom kind have pod templates or specs. steps: keys; `*` stands for each entry or item."""
+    """The path to pod templates or specs in objects of a custom kind. steps: keys; `*` stands for every entry."""
 
     kind: str
     steps: tuple[str, ...]
@@ -55,7 +55,7 @@ class LimitedDevices:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """The change of a container. path: from the pod spec. resources: whose limits to remove. claims: names to add."""
+    """The change of a container. path: its path in the pod spec. resources: limits to remove. claims: names to add."""
 
     path: Path
     name: str
@@ -82,7 +82,8 @@ def objects_in(body: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
         return
     for index, item in enumerate(items):
         if isinstance(item, dict):
-            # Items of a DeploymentList may lack their kind and version, because the list's name implies them.
+            # Items of a DeploymentList, for example, may lack their kind and version, because the list's kind implies
+            # them.
             known = {"apiVersion": body.get("apiVersion"), "kind": kind.removesuffix("List")}
             yield ("items", index), item if item.get("kind") else {**known, **item}
 
@@ -95,7 +96,7 @@ def is_builtin(body: Mapping[str, Any]) -> bool:
 def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
     """Return the resources that an object requests by `limits` outside of the pod specs at the paths `known`."""
     found: set[str] = set()
-    seen: set[int] = set()  # By an alias, a part of the object may contain itself.
+    seen: set[int] = set()  # A part of the object may contain itself, by a YAML alias.
     waiting: list[tuple[Path, Any]] = [((), body)]
     while waiting:
         path, part = waiting.pop()
@@ -142,7 +143,7 @@ def _at(part: Any, steps: Sequence[str | int]) -> list[tuple[Path, Any]]:
 
 
 def extended_resources(container: Any) -> dict[str, Any]:
-    """Return the limits of a container that are extended resources, by name. A limit of 0 does not count."""
+    """Return a container's limits of extended resources, by resource name. A limit of 0 does not count."""
     return {name: value for name, value in _quantities(container, "limits").items() if value not in (0, "0")}
 
 
@@ -154,7 +155,7 @@ def _quantities(container: Any, part: str) -> dict[str, Any]:
 
 
 def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the containers of a pod spec with their paths. Init containers that end before others start come last."""
+    """Yield the containers of a pod spec with their paths, init containers that end before others start last."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for part in ("containers", "initContainers"):
         each = spec.get(part)
@@ -164,12 +165,12 @@ def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any
 
 
 def ends_first(path: Path, container: Mapping[str, Any]) -> bool:
-    """Return whether a container is an init container that ends before the others start; False for a sidecar."""
+    """Return whether a container is an init container that ends before other containers start; False for a sidecar."""
     return path[0] == "initContainers" and container.get("restartPolicy") != "Always"
 
 
 def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange | None:
-    """Return the changes of a pod spec; None if it requests no resource that has a class. Raises UnconvertibleError.
+    """Return the changes of a pod spec; None if it requests no resource in `classes`. Raises UnconvertibleError.
 
     classes: names of DeviceClasses, by resource. Each container gets its own claim, because containers that share a
     claim share its devices, and limits never share devices. There is one exception. A container that starts after an

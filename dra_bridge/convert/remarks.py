@@ -1,4 +1,4 @@
-"""The remarks of `convert` on manifests: parts that `convert` left unchanged, and effects of claims instead of limits.
+"""Remarks by `convert` on manifests: parts that it left unchanged, and effects of claims instead of `limits`.
 
 docs/manifests.md lists all kinds of remarks; a test compares that page with this module.
 """
@@ -19,7 +19,7 @@ class Level(Enum):
 
 
 class RemarkKind(Enum):
-    """The kind of a remark: a name, a level, and a text for the user, to which details are added."""
+    """The kind of a remark: a name, a level, and a text for users, to which a remark adds details."""
 
     UNCHANGED_PODS = (
         "unchanged-pods",

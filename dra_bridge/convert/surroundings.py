@@ -16,11 +16,12 @@ _AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPod
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Facts from the objects beside the pods. Objects that name no namespace are in `namespace`.
+    """Facts from the other objects of the manifests. Objects that name no namespace are in `namespace`.
 
-    classes: names of DeviceClasses, by resource. patient: names of PriorityClasses whose pods preempt no other pods.
-    autoscaled: the autoscaler of each scaled object, by the object's (namespace, kind, name). quotas: (namespace, name,
-    resource) of each limit in a ResourceQuota. specs: the specs of ResourceClaimTemplates, by namespace and name.
+    classes: for each resource, the name of its DeviceClass. patient: names of PriorityClasses whose pods preempt no
+    other pods. autoscaled: the autoscaler of each scaled object, by the object's (namespace, kind, name). quotas:
+    (namespace, name, resource) of each limit in a ResourceQuota. specs: the specs of ResourceClaimTemplates, by
+    namespace and name.
     """
 
     namespace: str
@@ -32,7 +33,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
-        """Collect the facts from objects. classes: names of DeviceClasses, by resource, which override the objects'."""
+        """Collect the facts from objects. classes: DeviceClass by resource, preferred to the objects' DeviceClasses."""
         named: dict[str, str] = {}
         patient, quotas = set(), set()
         autoscaled, specs = {}, {}

@@ -18,7 +18,7 @@ _HASH: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevices:
-    """A number of devices of a DeviceClass, for objects of a namespace; "" if the objects name no namespace."""
+    """A number of devices of a DeviceClass, for objects of one namespace ("" for objects that name no namespace)."""
 
     namespace: str
     class_name: str
@@ -26,7 +26,7 @@ class ClaimedDevices:
 
     @property
     def template(self) -> str:
-        """The name of the ResourceClaimTemplate for these devices. Only class and count determine the name."""
+        """The name of the ResourceClaimTemplate for these devices, which depends only on class and count."""
         return _fitting(f"{self.class_name}-{self.count}", _MAX_NAME)
 
     def body(self, version: ClaimApi) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class ClaimedDevices:
 
 
 def claim_name(resource: str, container: str) -> str:
-    """Return the name (a DNS label) that a container's claim for a resource has in the pod."""
+    """Return the name in the pod, a DNS label, of a container's claim for a resource."""
     word = re.sub(r"[^a-z0-9]+", "-", resource.rpartition("/")[2].lower()).strip("-") or "x"
     return _fitting(f"{word}-{container}", _MAX_LABEL)
 

@@ -1,4 +1,4 @@
-"""What the API server and its client exchange: kinds of objects, their paths, and errors."""
+"""The kinds of objects at the API server with their versions and names, and the errors of requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-Object = dict[str, Any]  # A Kubernetes object in the form of its JSON.
+Object = dict[str, Any]  # A Kubernetes object as a dict, in the form of its JSON.
 
 GROUP: Final = "resource.k8s.io"
 
@@ -38,9 +38,9 @@ RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 
 
 def is_older(body: Object, than: Object) -> bool:
-    """Return whether the state `body` of an object is older than the state `than`.
+    """Return whether `body` is an older state of an object than `than`, by their resource versions.
 
-    Resource versions are compared as numbers: allowed officially since Kubernetes 1.35, and correct in fact before.
+    Resource versions are compared as numbers. Kubernetes permits this since 1.35; it was correct before, too.
     """
     version, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, than))
     return version.isdecimal() and other.isdecimal() and int(version) < int(other)
@@ -65,21 +65,25 @@ class UnsupportedError(ClusterError):
 
 
 class VersionChangedError(ClusterError):
-    """Raised when an object was made for another version of resource.k8s.io than the client has chosen by now."""
+    """Raised when an object was made for another version of resource.k8s.io than the client now uses."""
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One reason of a refusal. field: the wrong field of the object. message: the text for the user."""
+    """One reason why the API server refused a request. field: the wrong field of the object.
+
+    message: the server's text.
+    """
 
     field: str = ""
     message: str = ""
 
 
 class ApiError(ClusterError):
-    """Raised when the API server refused a request or did not answer it.
+    """Raised when the API server refused a request or did not respond.
 
-    code: the HTTP status, 0 if there was no answer. reason: the server's reason in one word, or "". causes: one for
-    each wrong field. retry_after: seconds that the server asks the client to wait, 0 if the server does not ask.
+    code: the HTTP status, 0 without a response. reason: the server's reason in one word, or "". causes: one `Cause` for
+    each wrong field. retry_after: seconds that the server asks the client to wait before the next request, 0 if it does
+    not ask.
     """
 
     def __init__(
@@ -94,23 +98,22 @@ class ApiError(ClusterError):
 
 
 class UnavailableError(ApiError):
-    """Raised when the API server did not answer, or cannot serve the request now. A later try may succeed.
+    """Raised when the API server did not respond, or cannot handle the request now. A later try may succeed.
 
-    Also raised for an answer that cannot come from an API server: a 404 that does not name the requested object, or
-    another object than the requested one.
+    Also raised for a response that cannot come from an API server: a 404 that does not name the requested object, or a
+    body that is not the requested object.
     """
 
 
 class UnreadableError(UnavailableError):
-    """Raised when the API server's answer is too large or cannot be decoded.
+    """Raised when the API server's response is too large or cannot be decoded.
 
-    The server does not count as lost. As after a missing answer, it is not known whether the server carried out a
-    write.
+    The server still counts as reachable. As without a response, it is unknown whether the server executed a write.
     """
 
 
 class OversizedError(UnreadableError):
-    """Raised when an answer is larger than the client accepts. The rest of the answer was not read."""
+    """Raised when a response is larger than the client accepts. The rest of the response was not read."""
 
 
 class ForbiddenError(ApiError):
@@ -118,7 +121,7 @@ class ForbiddenError(ApiError):
 
 
 class NotFoundError(ApiError):
-    """Raised when the API server answers that the requested object does not exist (404), and names the object."""
+    """Raised when the API server responds that the requested object does not exist (a 404 that names the object)."""
 
 
 class ConflictError(ApiError):
@@ -126,7 +129,7 @@ class ConflictError(ApiError):
 
 
 class GoneError(ApiError):
-    """Raised when a resourceVersion is too old for a watch or list to continue from it (410)."""
+    """Raised when a watch or list cannot continue at a resourceVersion, because it is too old (410)."""
 
 
 class InvalidError(ApiError):
@@ -150,8 +153,8 @@ class _Details(msgspec.Struct):
     retry_after: int = msgspec.field(default=0, name="retryAfterSeconds")
 
     def name_object(self, kind: Kind, name: str) -> bool:
-        # NewNotFound of k8s.io/apimachinery puts the plural of the resource into `kind`. A 404 that a proxy sends, or
-        # that is about a missing namespace or a kind or version that is not served, does not name the object.
+        # NewNotFound of k8s.io/apimachinery puts the plural of the resource into `kind`. A 404 does not name the object
+        # if it comes from a proxy, or is caused by a missing namespace, kind or version.
         kinds, groups = ("", kind.plural, kind.kind), ("", kind.group)
         return bool(name) and self.name == name and self.kind in kinds and self.group in groups
 
@@ -182,7 +185,7 @@ _DECODER: Final = msgspec.json.Decoder(_Status)
 def error_of(
     code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
 ) -> ApiError:
-    """Return the error for an answer with this HTTP status. body: a Status object, or any text.
+    """Return the error for a response with this HTTP status. body: a Status object, or any text.
 
     kind, name: the requested object, so that a 404 can be a NotFoundError.
     """

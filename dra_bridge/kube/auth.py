@@ -1,7 +1,7 @@
-"""Finds the access to the API server: the server's address, its CA, and the client's credentials.
+"""Finds how to access the API server: the server's address and CA, and the client's credentials.
 
-In a pod, the client uses the pod's service account. Elsewhere the client uses a kubeconfig, which a separate process
-reads (`kubeconfig`).
+In a pod, the client uses the pod's service account. Elsewhere the client uses a kubeconfig file, which a separate
+process reads (module `kubeconfig`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ NAMESPACE: Final = "dra-bridge"
 """The namespace of agents outside of pods, and the default namespace of the objects that `manifests` makes."""
 
 TOKEN_AGE: Final = 60.0
-"""Seconds after which the client reads a token's file again, as client-go does. The kubelet renews a token long before
-the token expires."""
+"""Seconds after which the client reads the token's file again, as client-go does. The kubelet writes a new token long
+before the old token expires."""
 
 EXEC_TIMEOUT: Final = 120.0
-"""Seconds that the read of a kubeconfig may take, with a credential plugin that asks a user to log in."""
+"""Maximum seconds to read a kubeconfig, in which a credential plugin may ask a user to log in."""
 
 RENEW: Final = 30.0
-"""Seconds between two reads of the configuration, after a read failed or the server refused the credentials.
+"""Minimum seconds between two reads of the configuration after a read failed or the server refused the credentials.
 
-The time is long because a read of a kubeconfig starts a process, takes some 0.4 s of CPU, and runs the credential
-plugin.
+A read is expensive: it starts a process, takes some 0.4 s of CPU, and runs the credential plugin.
 """
 
 _CLAIMS: Final = msgspec.json.Decoder(dict[str, object])
@@ -53,10 +52,10 @@ _ANSWER: Final[msgspec.json.Decoder[Credentials | Failure]] = msgspec.json.Decod
 class Access:
     """The address of an API server, and what a client needs to connect to it.
 
-    authorize: returns the Authorization header, "" for none. Its argument is whether the server refused the last header
-    (401), so that a new header is needed. It raises KubeConfigError or OSError if it has no credentials. proxy: the URL
-    of an HTTP proxy, "" for none. server_name: the name in the server's certificate, "" if this name is the URL's host.
-    source: where these values come from, for messages.
+    authorize: returns the Authorization header, "" for none. Its argument: whether the server refused the last header
+    (401), so that a new header is needed. The function raises KubeConfigError or OSError if there are no credentials.
+    proxy: the URL of an HTTP proxy, "" for none. server_name: the name in the server's certificate, "" if this name is
+    the URL's host. source: the file or option from which these values come, for messages.
     """
 
     url: str
@@ -83,14 +82,14 @@ class TokenLife(NamedTuple):
 
     @property
     def overdue(self) -> float:
-        """The time by which the token should have been renewed. Kubelets renew a token at 80 % of its life."""
+        """The time by which the kubelet should have renewed the token: when 80 % of the token's life have passed."""
         return self.issued + 0.9 * (self.expires - self.issued)
 
 
 def token_life(authorization: str) -> TokenLife | None:
     """Return when a ServiceAccount's token was issued and expires; None for credentials that do not state this.
 
-    The token is a JSON Web Token. Its signature is checked only by the API server, not by this function.
+    The token is a JSON Web Token. Only the API server verifies the token's signature.
     """
     try:
         _, payload, _ = authorization.removeprefix("Bearer ").split(".")
@@ -101,12 +100,12 @@ def token_life(authorization: str) -> TokenLife | None:
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None) -> Access:
-    """Return the access to the API server by a kubeconfig, else a service account, else KUBECONFIG or ~/.kube/config.
+    """Return the access by `kubeconfig`, else by the service account, else by KUBECONFIG or ~/.kube/config.
 
-    kubeconfig: the path of a file, None for none. account: the directory of a service account; None for that of the
-    pod, if this process runs in a pod.
+    kubeconfig: the path of a kubeconfig file, or None. account: the directory of a service account; None for the pod's
+    service account, if this process runs in a pod.
 
-    Raises KubeConfigError if no configuration exists or the one found cannot be used, OSError if a file cannot be read.
+    Raises KubeConfigError if no configuration is found or it cannot be used, OSError if a file cannot be read.
     """
     host, directory = os.environ.get("KUBERNETES_SERVICE_HOST"), account or SERVICE_ACCOUNT
     if account and not kubeconfig and not host:
@@ -128,8 +127,8 @@ async def from_server(url: str, *, token_file: Path | None = None, ca_file: str 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
     """Return the TLS context that verifies the server by the cluster's CA, or else by the system's CAs.
 
-    As in Go, CAs and certificates without key identifiers are accepted, which Python refuses by default since 3.13
-    (VERIFY_X509_STRICT). An intermediate CA is accepted as the root, too.
+    CAs and certificates without key identifiers are accepted, as in Go; by default, Python refuses them since 3.13
+    (VERIFY_X509_STRICT). An intermediate CA is accepted as a root as well.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
     if ca_file:
@@ -139,10 +138,10 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _TokenFile:
-    """Returns the header with a bearer token from a file that another program renews; "" without a file.
+    """Returns the Authorization header with a bearer token from a file that another program renews; "" without a file.
 
-    If the file cannot be read in time, the token that was read before is used. OSError is raised if there is no such
-    token, or if the server refused it.
+    If the file cannot be read in time, the previous token is used. Raises OSError if there is no previous token, or if
+    the server has refused it.
     """
 
     def __init__(self, path: Path | None, header: str = "", read_at: float = float("-inf")) -> None:
@@ -171,8 +170,8 @@ class _KubeConfig:
         self._paths = paths
         self._reading = asyncio.Lock()
         self._reads = 0
-        self._next_read = 0.0  # The earliest time of the next reading, in monotonic seconds.
-        self._failure = ""  # The error of the last reading.
+        self._next_read = 0.0  # The earliest time to read the files again (monotonic seconds).
+        self._failure = ""  # The error of the last read of the files.
         self._token_file = _TokenFile(None)
 
     async def load(self) -> Access:
@@ -197,7 +196,7 @@ class _KubeConfig:
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:
-        """Add the paths and the field to a TLS error that is raised in the context."""
+        """Add the paths and the field's name to a TLS error that is raised inside this context manager."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -218,7 +217,10 @@ class _KubeConfig:
         return expires is not None and expires <= time.time()
 
     async def _renew(self, refused: bool) -> None:
-        """Get new credentials. For `RENEW` seconds after a try, its result stands, success or failure."""
+        """Get new credentials.
+
+        The result of a try, success or failure, is used for `RENEW` seconds without another try.
+        """
         if time.monotonic() >= self._next_read:
             self._failure = ""
             try:
@@ -234,8 +236,8 @@ class _KubeConfig:
 async def read_apart(paths: str) -> Credentials:
     """Read kubeconfigs in a separate process. paths: a list of files, as in KUBECONFIG. Raises KubeConfigError."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
-    # At a terminal, a credential plugin must be in the foreground to ask the user. Elsewhere the process and its
-    # plugin form a process group, so that both can be killed together.
+    # At a terminal, a credential plugin must be in the foreground to ask the user. Without a terminal, the process and
+    # its plugin form a process group, so that both can be killed together.
     group = None if os.isatty(2) else 0
     reader = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, paths, stdout=asyncio.subprocess.PIPE, process_group=group

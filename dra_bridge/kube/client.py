@@ -1,8 +1,8 @@
-"""The client of one API server. It reads, writes and watches objects, which are plain dicts in the form of their JSON.
+"""The client of one API server: reads, writes and watches objects, which are dicts in the form of their JSON.
 
-Many agents use one API server, so the client never polls. After a failure it connects again after random waits of up
-to half a minute, so that agents which have lost a server together do not come back together. The client logs each loss
-and each recovery of the server once.
+Many agents use one API server, so the client never polls. After a failure, the client connects again after random waits
+of up to half a minute, so that agents which lose a server at the same time do not all return at the same time. The
+client logs once when the server becomes unreachable, and once when it responds again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 COMPONENT: Final = "dra-bridge"  # The field manager of patches, and the source of Events.
 SILENCE: Final = (180.0, 300.0)
-"""Bounds of the seconds for which a watch counts as alive without an event or bookmark. The client draws a random value
-between them.
+"""Least and most seconds for which a watch without an event or bookmark counts as alive; a random value between them is
+used.
 
 kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its cache has
 passed the watch's position. In a cluster without changes, the cache's position moves with etcd's progress
-notifications: every 5 s with kubeadm, every 10 minutes by etcd's default. With the default, each watch of a node lists
-its objects again about every 4 minutes.
+notifications: every 5 s with kubeadm, every 10 minutes by etcd's default. With etcd's default, each watch therefore
+ends for lack of data, and lists its objects again, about every 4 minutes.
 """
 
 
@@ -48,7 +48,7 @@ its objects again about every 4 minutes.
 class Listed:
     """All objects of a list at one moment. resource_version: the list's position for a watch.
 
-    A watch yields such a list first, and again after each end of the watch that the client did not request.
+    `Cluster.follow` yields such a list first, and again after each end of the watch that the client did not request.
     """
 
     items: list[Object]
@@ -66,7 +66,7 @@ _CHANGED: Final = msgspec.json.Decoder(Changed)
 
 
 class _Asked(NamedTuple):
-    """The target and content of a request. Its path also depends on the server's version of resource.k8s.io."""
+    """The target and content of a request. The request's path also depends on the used version of resource.k8s.io."""
 
     method: str
     kind: Kind
@@ -95,11 +95,11 @@ class Cluster:
     ) -> None:
         """Store the settings; do not connect yet.
 
-        configuration: a function that reads the configuration; the client calls it at the first request, and again when
-        the server cannot be reached. deadline: seconds for one request and its answer. backoff: the waits of watches
-        after failures. watch_seconds: bounds of the seconds for which the client asks the server to keep a watch open.
-        silence: bounds of the seconds for which a watch without any data counts as alive. Between each pair of bounds,
-        the client draws a random value.
+        configuration: a function that reads the configuration; it is called at the first request, and again when the
+        server cannot be reached. deadline: maximum seconds of one request with its response. backoff: the waits of
+        watches after failures. watch_seconds: least and most seconds for which the client asks the server to keep a
+        watch open. silence: least and most seconds for which a watch without any data counts as alive. Between least
+        and most, a random value is used.
         """
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline, self.backoff.most)
@@ -112,7 +112,7 @@ class Cluster:
     def from_environment(
         cls, kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None, **options: Any
     ) -> Cluster:
-        """Use the server of a kubeconfig file, else that of the pod, else that of KUBECONFIG, else of ~/.kube/config.
+        """Make a client for the server of `kubeconfig`, else of the pod, else of KUBECONFIG or ~/.kube/config.
 
         account: the directory of a service account, to use instead of the pod's.
         """
@@ -120,7 +120,7 @@ class Cluster:
 
     @classmethod
     def from_server(cls, url: str, **options: Any) -> Cluster:
-        """Use the server at a URL, without credentials."""
+        """Make a client for the server at a URL, without credentials."""
         return cls(lambda: auth.from_server(url), **options)
 
     async def __aenter__(self) -> Self:
@@ -153,8 +153,8 @@ class Cluster:
     async def version(self) -> str:
         """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
 
-        The client asks the server once, again after an outage, and again after a 404 that concerns the whole kind.
-        Raises UnsupportedError if the server serves none of these versions.
+        The client asks the server for its versions once, and again after an outage or a 404 that concerns the whole
+        kind. Raises UnsupportedError if the server serves none of these versions.
         """
         return await self._discovery.version()
 
@@ -171,7 +171,7 @@ class Cluster:
         return await self._exchange(_Asked("GET", api.RESOURCE_CLAIMS, name, namespace), forms.CLAIM)
 
     async def allocated_claims(self) -> list[Object]:
-        """Return all allocated ResourceClaims at one moment, with only their allocations and the pods that use them."""
+        """Return all allocated ResourceClaims at one moment, with only their allocations and the pods using them."""
         claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS)
         return [claim.body() for claim in claims if claim.results]
 
@@ -207,7 +207,7 @@ class Cluster:
         label_selector: str = "",
         keep: Callable[[Object], bool] | None = None,
     ) -> Listed:
-        """Read all objects of a kind at one moment (a consistent read). keep: returns whether an object is wanted."""
+        """Read all objects of a kind at one moment (a consistent read). keep: returns whether to return an object."""
         selectors = api.selectors_of(field_selector, label_selector)
         return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors, keep))
 
@@ -222,8 +222,8 @@ class Cluster:
         1.36). The client does not use this token: a list of two revisions can miss a device whose allocation passes
         from a claim on a later page to a claim on an earlier page.
 
-        Raises GoneError if the list has to begin anew, OversizedError if one object exceeds the size limit of an
-        answer.
+        Raises GoneError if the list has to begin anew, OversizedError if one object exceeds the size limit of a
+        response.
         """
         limit, version, more = forms.FIRST_LIMIT, "", ""
         while True:
@@ -247,10 +247,11 @@ class Cluster:
             limit = forms.next_limit(limit, len(page.items), page.size)
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
-        """Create an object and return the server's version of it. dry_run: whether the server only checks the object.
+        """Create an object, and return it as the server has stored it.
 
-        Raises ConflictError if an object of this name exists, InvalidError if the server refuses the content,
-        VersionChangedError if the object was made for another version than the chosen one.
+        dry_run: whether the server only checks the object. Raises ConflictError if an object of this name exists,
+        InvalidError if the server refuses the content, VersionChangedError if the object was made for another version
+        of resource.k8s.io than the client now uses.
         """
         return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
 
@@ -268,8 +269,8 @@ class Cluster:
     async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> Object:
         """Delete an object; return a Status, or the object's last state.
 
-        An object with `metadata.finalizers` still exists then. Raises NotFoundError if the object does not exist,
-        ConflictError if its UID is not the given one.
+        An object with `metadata.finalizers` still exists afterwards. Raises NotFoundError if the object does not exist,
+        ConflictError if its UID is not `uid`.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
@@ -279,7 +280,7 @@ class Cluster:
     async def ask_pod(
         self, namespace: str, name: str, port: int, path: str, *, tls: bool = False, timeout: float
     ) -> bytes:
-        """Return a pod's answer to a GET that the API server passes on (pods/proxy). timeout: seconds.
+        """Return a pod's response to a GET request that the API server forwards (pods/proxy). timeout: seconds.
 
         Raises ApiError with the code and message of the API server or of the pod.
         """
@@ -287,7 +288,7 @@ class Cluster:
         return await self._connection.fetch(path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
 
     async def ask_node(self, name: str, path: str, *, timeout: float) -> bytes:
-        """Return a node's answer to a GET that the API server passes on (nodes/proxy). timeout: seconds.
+        """Return a node's response to a GET request that the API server forwards (nodes/proxy). timeout: seconds.
 
         name: NODE for the node's kubelet, NODE:PORT or https:NODE:PORT for another server on the node.
         """
@@ -330,23 +331,26 @@ class Cluster:
         field_selector: str = "",
         label_selector: str = "",
     ) -> AsyncGenerator[Listed | Changed, None]:
-        """Yield a list of all objects, then each change, for ever. state: kept up to date by the generator.
+        """Yield a list of all objects, then each change, without end.
 
-        A watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
-        early end, a refusal, silence) the generator yields a new `Listed`, which replaces all earlier objects. The
-        generator does not resume at the old position, because the server's storage may have been restored from an older
-        snapshot: kube-apiserver opens a watch at a future position without an error, and sends nothing until its
-        revision has reached that position (Cacher.Watch, cacher.go, 1.36).
+        state: the generator records the watch's state here. A watch that ends at the requested time is resumed at its
+        position. After any other end (a lost connection, an early end, a refusal, no data for too long) the generator
+        yields a new `Listed`, which replaces all earlier objects. The generator does not resume at the old position,
+        because the server's storage may have been restored from an older snapshot: kube-apiserver opens a watch at a
+        future position without an error, and sends nothing until its revision has reached that position (Cacher.Watch,
+        cacher.go, 1.36).
 
-        A watch that broke off begins again at a random moment, at most the backoff's longest wait later. All watches of
-        this client begin again at the same moment. A server that ends breaks the watches of all agents off, and each
-        agent lists anew: with short waits 20 agents made 37 lists in one second (`tests.fleet`).
+        A watch that was interrupted begins again after a random wait, at most the backoff's longest; all watches of
+        this client begin again at the same moment. Short waits would overload a server: if a server ends, the watches
+        of all agents are interrupted, and each agent lists anew (with short waits, 20 agents made 37 lists in one
+        second, `tests.fleet`).
 
-        During outages and refusals, and on servers without DRA, the generator waits without a limit. To end the watch,
-        close the generator (`contextlib.aclosing`).
+        During outages and refusals, and on servers without DRA, the generator waits without a limit. A caller ends the
+        watch by closing the generator (`contextlib.aclosing`).
         """
         backoff, state = self.backoff.fresh(), state or WatchState()
-        # This includes the time for the version request, a list, and the begin of the watch.
+        # Before data can arrive, the client may need up to three requests: for the version, a list, and the watch
+        # itself.
         state.patience = self._silence[1] + 3 * self._deadline
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, broken, warned = "", "", False, False
@@ -393,7 +397,8 @@ class Cluster:
                 position = ""
                 state.failed(error)
                 if time.monotonic() - opened >= 1.0:
-                    backoff.reset()  # Even so, a wait comes before the next try, if the server ends watches at once.
+                    # The next try still comes after a wait, in case the server ends each watch at once.
+                    backoff.reset()
                 wait = backoff.next()
                 if isinstance(error, GoneError):
                     if wait <= backoff.first:
@@ -403,10 +408,12 @@ class Cluster:
                         lost_at = time.monotonic()
                         broken = broken or opened < math.inf
                     if error.code == 404 and not kind.version:
-                        self._discovery.forget()  # The server may no longer serve the version.
+                        # The server may not have the used version of resource.k8s.io any more.
+                        self._discovery.forget()
                     if broken:
                         wait = self._connection.apart()
-                    wait += min(error.retry_after, backoff.most)  # The server gives all clients the same number.
+                    # All clients get the same number from the server, so the random wait stays in addition.
+                    wait += min(error.retry_after, backoff.most)
                 refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
                 if refused and not warned:
                     warned = True
@@ -414,7 +421,7 @@ class Cluster:
                 await self.pause(wait)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try. While the server is lost, the wait ends as soon as another request is answered."""
+        """Wait before another try. If the server is unreachable, the wait ends as soon as another request succeeds."""
         await self._connection.pause(seconds)
 
     async def _request(
@@ -427,9 +434,9 @@ class Cluster:
         body: object = None,
         subresource: str = "",
     ) -> Object:
-        """Send a request and return the object in the answer.
+        """Send a request, and return the object in the response.
 
-        Raises UnavailableError if the answer is not the requested object.
+        Raises UnavailableError if the response is not the requested object.
         """
         asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
         answer = await self._exchange(asked, forms.JSON)
@@ -459,7 +466,7 @@ class Cluster:
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
-                self._discovery.forget()  # The server may have been updated, and may no longer serve this version.
+                self._discovery.forget()  # The server may have been updated, and may not have this version any more.
         raise AssertionError("not reached")
 
 
@@ -476,7 +483,7 @@ def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subre
 
 
 async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
-    """Return the next line of a watch, b"" at the watch's end. Raises GoneError after `silence` seconds without one."""
+    """Return the next line of a watch, b"" at its end. Raises GoneError after `silence` seconds without a line."""
     limit = asyncio.timeout(silence)
     try:
         async with limit:

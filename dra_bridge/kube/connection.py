@@ -37,12 +37,13 @@ _R = TypeVar("_R", Response, StreamedResponse)
 
 USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
-"""The versions of resource.k8s.io that this client knows, the best first (v1 since 1.34, v1beta2 1.33, v1beta1 1.32).
+"""The versions of resource.k8s.io that this client supports, the best first (v1 is in Kubernetes since 1.34, v1beta2
+since 1.33, v1beta1 since 1.32).
 """
 
 _DEEP: Final = "the answer nests too deep to be decoded"
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError)
-"""Errors of a request without a usable answer: also failures of a token file or plugin, and answers that are not
+"""Errors of a request without a usable response, also failures of a token file or plugin, and responses that are not
 JSON."""
 
 
@@ -50,10 +51,11 @@ JSON."""
 class RequestStatistics:
     """Counters and state of the requests to the API server.
 
-    requests: answered or not, by HTTP method. failures: requests without an answer, or answered with 429 or 5xx.
-    watches: opened streams. lost_since: time.monotonic() of the first failure since the last answer, None while the
-    server answers. refused: the server's refusal of the credentials (401), None once the server accepts them. token:
-    the life of the token that was last sent, None for other credentials.
+    requests: number of all requests, by HTTP method. failures: number of requests without a response, or with a
+    response of 429 or 5xx. watches: number of opened streams. lost_since: the time (monotonic seconds) of the first
+    failure since the last response, None while the server responds. refused: the server's refusal of the credentials
+    (401), None once the server accepts them. token: when the last sent token was issued and expires, None for other
+    credentials.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -70,7 +72,7 @@ class RequestStatistics:
 
 
 class ApiRequest(NamedTuple):
-    """A request. body: for PATCH, a merge patch.
+    """A request to the API server. body: for PATCH, a merge patch.
 
     kind, name: the requested object, if the request is for one object.
     """
@@ -86,16 +88,16 @@ class ApiRequest(NamedTuple):
 class Connection:
     """A connection to one API server, by its configuration.
 
-    longest: the longest wait. Other parameters: see `Cluster`.
+    longest: the longest wait before another try, in seconds. Other parameters: see `Cluster`.
     """
 
     def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float, longest: float) -> None:
         self.statistics = RequestStatistics()
-        self._url = ""  # Empty until the configuration is read.
+        self._url = ""  # The server's URL; empty until the configuration is read.
         self._configuration = configuration
         self._deadline = deadline
         self._longest = longest
-        self._again_at = 0.0  # When watches that broke off begin again (monotonic seconds).
+        self._again_at = 0.0  # When interrupted watches begin again (monotonic seconds).
         self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
@@ -103,8 +105,8 @@ class Connection:
         self._former: list[HttpClient] = []
         self._connecting = asyncio.Lock()
         self._failure: AccessError | None = None
-        """Why the configuration could not be read the last time."""
-        self._answers = asyncio.Event()  # Set when the server answers again after it was lost.
+        """The error of the last try to read the configuration."""
+        self._answers = asyncio.Event()  # An event, set when an unreachable server responds again.
 
     @property
     def where(self) -> str:
@@ -119,16 +121,16 @@ class Connection:
             await client.aclose()
 
     async def send(self, method: str, path: str) -> Object:
-        """Send a request that names no object, and return the answer.
+        """Send a request that is not for an object, and return the response.
 
-        Raises ApiError if the server refuses the request or does not answer.
+        Raises ApiError if the server refuses the request or does not respond.
         """
         return await self.exchange(ApiRequest(method, path), forms.JSON)
 
     async def exchange(self, request: ApiRequest, form: Form[T], most: int | None = None) -> T:
-        """Send a request and decode its answer. form: decodes the answer. most: see `HttpClient.request`.
+        """Send a request, and decode the response. form: decodes the response. most: see `HttpClient.request`.
 
-        Raises ApiError if the server refuses or does not answer the request, OversizedError if the answer is larger
+        Raises ApiError if the server refuses the request or does not respond, OversizedError if the response is larger
         than `most`.
         """
         method, path, parameters, body = request.method, request.path, request.parameters, request.body
@@ -155,7 +157,10 @@ class Connection:
 
     @asynccontextmanager
     async def stream(self, path: str) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Open a stream and yield its lines. If lines cannot be read or decoded, ApiError is raised in the context."""
+        """Open a stream, and yield its lines.
+
+        If a line cannot be read or decoded, ApiError is raised inside the context manager.
+        """
         self.statistics.requests["GET"] += 1
         self.statistics.watches += 1
         async with AsyncExitStack() as stack:
@@ -171,7 +176,7 @@ class Connection:
                 yield response.lines
 
     async def fetch(self, path: str, timeout: float) -> bytes:
-        """Return the body of an answer that the API server passes on from a pod or node. Raises ApiError.
+        """Return the body of a response that the API server forwards from a pod or node. Raises ApiError.
 
         A failure here does not count as a failure of the API server or as a refusal of the credentials.
         """
@@ -215,9 +220,10 @@ class Connection:
 
     @contextmanager
     def _failures(self, method: str, path: str) -> Iterator[None]:
-        """Convert a failure in the context to UnavailableError, and count it.
+        """Convert a failure inside this context manager to UnavailableError, and count the failure.
 
-        The first failure marks the server as lost. An answer that is too large does not mark the server as lost.
+        From the first failure on, the server counts as unreachable, except if the failure is a response that is too
+        large.
         """
         try:
             yield
@@ -239,7 +245,8 @@ class Connection:
 
     def _answered(self, error: ApiError | None = None) -> None:
         refused = error is not None and error.code == 401
-        # The configuration is read again only after a refusal: otherwise its address and credentials are right.
+        # The configuration is read again only after a refusal of the credentials: otherwise, address and credentials
+        # are right.
         self._renew = refused
         before = self.statistics.refused
         self.statistics.refused = liveness.Failing.after(before, error) if refused and error is not None else None
@@ -253,7 +260,7 @@ class Connection:
             logger.info("the API server %s is back after %.1f s", self._url, time.monotonic() - lost_since)
 
     def apart(self) -> float:
-        """Return the seconds until watches that broke off begin again, all of this client at the same moment."""
+        """Return the seconds until all interrupted watches of this client begin again, at the same moment."""
         now = time.monotonic()
         if self._again_at <= now:
             self._again_at = now + random.uniform(0.0, self._longest)  # noqa: S311 - no secret
@@ -271,7 +278,8 @@ class Connection:
     async def connect(self) -> None:
         """Read the configuration.
 
-        If this fails, the previous configuration is kept. AccessError is raised if no configuration was read before.
+        If this fails, the previous configuration stays in use. Raises AccessError if there is no previous
+        configuration.
         """
         try:
             access = await self._configuration()
@@ -283,7 +291,7 @@ class Connection:
         else:
             old, self._reached = self._reached, (access, server)
             self._url = access.url
-            # Watches on the old connections continue. If they were closed, that would look like another outage.
+            # Watches on the old connections continue, because closing them would look like another outage.
             former = self._former if old is None else [*self._former, old[1]]
             self._former = [client for client in former if await client.retire()]
         self._made_at, self._renew = time.monotonic(), False
@@ -297,7 +305,7 @@ class Connection:
         before = self._failure
         async with self._connecting:
             if self._reached is None and self._failure is not None and self._failure is not before:
-                raise self._failure  # Another request has just read the configuration, in vain.
+                raise self._failure  # Another request has just tried to read the configuration, and failed.
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
                 await self.connect()
         assert self._reached is not None
@@ -321,7 +329,10 @@ class Discovery:
         self._choosing = asyncio.Lock()
 
     async def version(self, *, older_than: float = math.inf) -> str:
-        """See `Cluster.version`. older_than: seconds; an older choice is made again."""
+        """Return the version to use, see `Cluster.version`.
+
+        older_than: a choice older than so many seconds is repeated.
+        """
         async with self._choosing:
             if self.chosen and time.monotonic() - self._chosen_at <= older_than:
                 return self.chosen
@@ -344,7 +355,7 @@ class Discovery:
         return any(entry.get("name") == api.RESOURCE_SLICES.plural for entry in answer.get("resources") or ())
 
     async def _group(self) -> Object:
-        """Return the server's description of the API group resource.k8s.io; {} if the server lacks it."""
+        """Return the server's description of the API group resource.k8s.io; {} if the server lacks this group."""
         try:
             return await self._connection.send("GET", f"/apis/{GROUP}")
         except ApiError as error:
@@ -356,5 +367,5 @@ class Discovery:
         return next((group for group in groups if group.get("name") == GROUP), {})
 
     def forget(self) -> None:
-        """Make the next request choose the version again, because the server may no longer serve the chosen one."""
+        """Make the next request choose the version again, because the server may not have it any more."""
         self.chosen = ""

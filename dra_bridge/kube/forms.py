@@ -1,8 +1,8 @@
-"""Decoders of answers: JSON for whole objects, and protobuf for the allocations of ResourceClaims.
+"""Decoders of the API server's responses: JSON for whole objects, protobuf for the allocations of ResourceClaims.
 
 A tenant can write any number of claims of up to 1.5 MB, whose parameters nest up to 10,000 levels (apimachinery 1.36,
-sigs.k8s.io/json). In protobuf the parameters are one field, which the agent does not decode. So their depth and content
-cannot harm the agent, and an object has at most the size that etcd accepts.
+sigs.k8s.io/json). In protobuf, the parameters are one field, which the agent does not decode. So the parameters' depth
+and content cannot harm the agent, and an object's size is limited by etcd.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 MAGIC: Final = b"k8s\0"
-"""The first bytes of each answer in Kubernetes' protobuf."""
+"""The first bytes of each response in Kubernetes' protobuf encoding."""
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
 """The scheduler sets this annotation to "true" on claims that it makes for the `limits` of a pod (1.34 and later)."""
 POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
 """The annotation of a claim made from a template: the claim's name in the pod's spec."""
 
 MAX_PAGE: Final = 4 * 2**20
-"""Maximum bytes of a page with several objects. The rest of a larger page is not read, and the next request asks for
-fewer objects."""
+"""Maximum bytes of a page of a list with several objects. A larger page is not read further, and is requested again
+with fewer objects."""
 PAGE: Final = 2 * 2**20
-"""Bytes that `next_limit` aims at for a page."""
+"""The bytes of a page at which `next_limit` aims."""
 MAX_LIMIT: Final = 500
-"""Maximum number of objects for which a page is requested, the same as in client-go."""
+"""Maximum number of objects that a request asks for in one page, as in client-go."""
 FIRST_LIMIT: Final = 100
-"""Number of objects for which the first page of a list is requested."""
+"""Number of objects that the request for a list's first page asks for."""
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """How an answer is requested and decoded. accept: the media types. decode: raises ValueError for a wrong body.
+    """The form of a response. accept: its media types. decode: converts the body; raises ValueError for a wrong body.
 
     `decode` may also raise RecursionError.
     """
@@ -48,7 +48,7 @@ class Form(NamedTuple, Generic[T_co]):
 
 
 class Page(NamedTuple, Generic[T_co]):
-    """A page of a list. resource_version: that of the whole list.
+    """A page of a list. resource_version: the resourceVersion of the whole list.
 
     more: the token for the next page; "" on the last page. size: the bytes of the page.
     """
@@ -60,7 +60,7 @@ class Page(NamedTuple, Generic[T_co]):
 
 
 def next_limit(limit: int, count: int, size: int) -> int:
-    """Return for how many objects to request the next page. The last page was requested with `limit`.
+    """Return how many objects the request for the next page should ask for. limit: the number for the last page.
 
     count, size: number of objects and bytes of the last page.
     """
@@ -69,7 +69,7 @@ def next_limit(limit: int, count: int, size: int) -> int:
 
 
 def smaller_limit(limit: int) -> int:
-    """Return for how many objects to request a page again that was too large with `limit`."""
+    """Return how many objects to ask for when a page that was too large with `limit` is requested again."""
     return max(1, limit // 8)
 
 
@@ -77,7 +77,7 @@ JSON: Final[Form[Object]] = Form("application/json", msgspec.json.Decoder(dict[s
 
 
 def trimmed(kind: Kind, body: Object) -> Object:
-    """Remove the images and managed fields of a Node, which are most of it and are never read.
+    """Remove the images and managed fields of a Node, which are most of its bytes and are never used.
 
     Return the same object.
     """
@@ -88,7 +88,7 @@ def trimmed(kind: Kind, body: Object) -> Object:
 
 
 def page_of(kind: Kind) -> Form[Page[Object]]:
-    """Return the form of a list page with whole objects of a kind."""
+    """Return the form of a page of a list with whole objects of a kind."""
 
     def decode(body: bytes | bytearray) -> Page[Object]:
         answer = JSON.decode(body)
@@ -123,7 +123,7 @@ class ReservedPod(NamedTuple):
 
 
 class ListedClaim(NamedTuple):
-    """Those fields of a claim that agents read from lists of claims.
+    """The fields of a claim that agents use from lists of claims.
 
     for_limits: whether the scheduler made the claim for the `limits` of a pod. results: the devices of the claim's
     allocation. pods: the pods for which the claim is reserved.
@@ -202,7 +202,10 @@ CLAIMS: Final = _protobuf(_claim_page)
 
 
 def refusal_of(body: bytes | bytearray) -> Object | None:
-    """Convert a refusal in protobuf to the form of its JSON. Return None if the body is not a Status in protobuf."""
+    """Convert an error response (a Status) in protobuf to the form of its JSON.
+
+    Return None if the body is no such Status.
+    """
     try:
         status = pb.Refusal.FromString(_raw(body, "Status"))
     except (DecodeError, ValueError):

@@ -1,4 +1,4 @@
-"""HTTP to one API server by aiohttp, without redirects, cookies and compression. The caller sets the deadlines."""
+"""HTTP requests to one API server with aiohttp, without redirects, cookies and compression. Callers set deadlines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 MAX_REQUESTS: Final = 4
-"""Maximum number of requests at one time. With more, TLS handshakes of new connections would cost more than the wait.
+"""Maximum number of simultaneous requests: the TLS handshake of a further connection would take longer than the wait.
 
 Streams are not counted: each driver has a stream while it is served, and streams must not delay requests.
 """
 IDLE: Final = 60.0  # Seconds after which an idle connection is closed.
 MAX_BODY: Final = 16 * 2**20
-"""Maximum bytes of one answer. etcd accepts objects of 1.5 MiB, and in JSON one byte can become six."""
+"""Maximum bytes of one response. etcd accepts objects of 1.5 MiB, and one byte can become six bytes in JSON."""
 # Maximum bytes of one watch event. kube-apiserver accepts objects of up to 3 MiB, etcd of 1.5 MiB.
 MAX_LINE: Final = 8 * 2**20
 
@@ -40,22 +40,23 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
-"""By the TCP keepalive, a peer that disappears without a FIN (node or load balancer lost) is detected after 30 s, even
-on a watch without events."""
+"""TCP keepalive options, by which a peer that disappears without a FIN (node or load balancer lost) is detected after
+30 s, even on a watch without events."""
 
 
 class OversizedBodyError(Exception):
-    """Raised when an answer is larger than the limit. The rest of the answer is not read."""
+    """Raised when a response is larger than the limit. The rest of the response is not read."""
 
 
 HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError, OversizedBodyError)
-"""Errors of an HTTP client, beside OSError: no answer, an answer that is not HTTP, or an answer that is too large."""
+"""Errors of an HTTP client besides OSError: no response, a response that is not HTTP, or a response that is too
+large."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Response(NamedTuple):
-    """An HTTP answer with its whole body."""
+    """An HTTP response with its whole body."""
 
     status: int
     headers: Mapping[str, str]
@@ -63,7 +64,7 @@ class Response(NamedTuple):
 
 
 class StreamedResponse(NamedTuple):
-    """An HTTP answer. If its status is 200, the caller can read the body line by line, but need not read all lines.
+    """An HTTP response. If its status is 200, the caller can read the body line by line, and need not read all lines.
 
     body: the whole body if the status is not 200. lines: raises OversizedBodyError if a line is too long.
     """
@@ -83,13 +84,13 @@ def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Discards pooled connections on which data arrived before a request.
+    """An aiohttp connector that discards idle connections on which data has arrived without a request.
 
-    Otherwise aiohttp takes this data as the answer to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    Otherwise aiohttp takes this data as the response to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
-        for _ in range(MAX_REQUESTS + 1):  # The pool has at most this many idle connections.
+        for _ in range(MAX_REQUESTS + 1):  # The pool has at most MAX_REQUESTS idle connections.
             connection = await super().connect(*args, **kwargs)
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
@@ -132,7 +133,7 @@ class HttpClient:
             await session.close()
 
     async def retire(self) -> bool:
-        """Accept no new requests. Running requests continue, and the last of them closes the client.
+        """Accept no new requests. Running requests continue; the last one closes the client.
 
         Return whether any request is running.
         """
@@ -144,16 +145,19 @@ class HttpClient:
     async def request(
         self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"", most: int | None = None
     ) -> Response:
-        """Send a request and read the whole answer. target: path and query. most: maximum bytes; None for `MAX_BODY`.
+        """Send a request, and read the whole response. target: path and query.
 
-        Raises OversizedBodyError if the answer is larger.
+        most: maximum bytes; None for `MAX_BODY`. Raises OversizedBodyError if the response is larger.
         """
         async with self._turns, self._exchange(method, target, headers, content) as response:
             return Response(response.status, response.headers, await self._body(response, most))
 
     @contextlib.asynccontextmanager
     async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[StreamedResponse]:
-        """Send a request and yield its answer. Inside the context, the body of a 200 can be read line by line."""
+        """Send a request, and yield the response.
+
+        Inside this context manager, the body of a 200 can be read line by line.
+        """
         async with self._exchange(method, target, headers, b"") as response:
             body = b"" if response.status == 200 else await self._body(response)
             yield StreamedResponse(response.status, response.headers, body, self._lines(response))
@@ -199,7 +203,7 @@ class HttpClient:
     @staticmethod
     async def _body(response: aiohttp.ClientResponse, most: int | None = None) -> bytes | bytearray:
         most = MAX_BODY if most is None else most
-        body = bytearray()  # This object itself is returned, because a copy as bytes would double the memory.
+        body = bytearray()  # The bytearray itself is returned, because a copy as bytes would double the memory.
         async for piece in response.content.iter_any():
             body += piece
             if len(body) > most:
@@ -216,7 +220,7 @@ class HttpClient:
 
 
 def proxy_of(url: str) -> str:
-    """Return the proxy that the environment variables name for a server, "" for none, by client-go's rules.
+    """Return the proxy for a server, "" for none, from the environment variables and by client-go's rules.
 
     The rules are those of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme; NO_PROXY
     with names, addresses and CIDR ranges; no proxy for localhost and loopback addresses.
@@ -262,7 +266,7 @@ def _address(text: str) -> _Address | None:
 
 
 def _split_port(rule: str) -> tuple[str, str]:
-    """Split `host`, `host:port`, `[address]:port` or an address into host and port, "" if there is no port."""
+    """Split `host`, `host:port`, `[address]:port` or an address into host and port; the port is "" if there is none."""
     if rule.startswith("[") or rule.count(":") == 1:
         host, _, port = rule.rpartition(":")
         return host.strip("[]"), port

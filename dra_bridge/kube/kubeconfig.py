@@ -1,7 +1,7 @@
 """Reads kubeconfig files with kubernetes_asyncio, in a separate process that `auth` starts.
 
-The library takes 45 MB, which an agent would otherwise keep. The process also runs the credential plugin, which shares
-the process's terminal. The process prints the result for `auth`.
+The library takes 45 MB of memory, which an agent would otherwise keep. The process also runs the credential plugin,
+which can use the process's terminal, and prints the result for `auth`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deviceplugin.version import installing
 
 
 class KubeConfigError(Exception):
-    """Raised when a kubeconfig is missing or wrong, or when no credentials can be got by it."""
+    """Raised when a kubeconfig is missing or wrong, or when it gives no credentials."""
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -46,16 +46,18 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The reason why no credentials were found."""
+    """The printed result if no credentials were found: the reason."""
 
     reason: str
 
 
 def main() -> None:
-    """Print credentials or a failure, as JSON. The first argument is a list of kubeconfig files, as in KUBECONFIG."""
+    """Print credentials or a failure as JSON. The first command-line argument is a list of files, as in KUBECONFIG."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # The parent process decides how to handle an interruption.
     with os.fdopen(os.dup(1), "wb") as output:
-        os.dup2(2, 1)  # If the standard output is a terminal, kubernetes_asyncio lets plugins ask the user.
+        # kubernetes_asyncio lets credential plugins ask the user only if standard output is a terminal; so use standard
+        # error as standard output.
+        os.dup2(2, 1)
         try:
             answer: Credentials | Failure = asyncio.run(read(sys.argv[1]))
         except KubeConfigError as error:
@@ -79,7 +81,7 @@ async def read(paths: str) -> Credentials:
         merger, configuration = KubeConfigMerger(paths), Configuration()
         user, file = _user(merger.config)
 
-        # As kubectl does, save new tokens of an OIDC provider, because the old tokens may be invalid then.
+        # New tokens of an OIDC provider are saved, as kubectl does, because the old tokens may be invalid afterwards.
         def save(_: object) -> None:
             with contextlib.suppress(OSError):
                 merger.save_changes()
@@ -125,7 +127,7 @@ def _content(path: str | None) -> bytes | None:
 
 
 def _user(merged: Any) -> tuple[dict[str, Any], Path]:
-    """Return the user of the current context, {} if it names none, and the path of the file with this user.
+    """Return the user of the current context ({} if it names no user), and the path of the file with this user.
 
     If the command of a credential plugin contains a slash, the command is relative to the directory of this file, which
     the library does not know. So the function makes the command absolute.

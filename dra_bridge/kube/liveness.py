@@ -1,4 +1,4 @@
-"""What is known about the connection to the API server: lasting failures, and whether a watch is alive."""
+"""The state of the connection to the API server: lasting failures, and whether a watch is alive."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Final, Self
 from dra_bridge.kube.api import ApiError, UnavailableError
 
 LOST: Final = 30.0
-"""Seconds after which failures (no answer, or a refusal) that repeat at each try count as lasting."""
+"""Seconds after which a failure (no response, or a refusal) that repeats at each try counts as lasting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A failure that has repeated at each try since a moment, with the result of the last try.
+    """A failure that has repeated at each try, with the result of the last try.
 
-    since: time of the first failed try (monotonic seconds). text: message of the last error. code: the HTTP status of
-    the last answer, 0 for an error without an answer. outage: whether the API server did not answer the last try.
+    since: time of the first failed try (monotonic seconds). text: the message of the last error. code: the HTTP status
+    of the last response, 0 for an error without a response. outage: whether the API server did not respond to the last
+    try.
     """
 
     since: float
@@ -33,7 +34,10 @@ class Failing:
         return cls(since, str(error), code, isinstance(error, UnavailableError) and not code)
 
     def lasts(self, now: float) -> bool:
-        """Return whether the failure has lasted so long that it will not pass without help. now: monotonic seconds."""
+        """Return whether the failure has lasted so long that it will probably not end by itself.
+
+        now: monotonic seconds.
+        """
         return now - self.since >= LOST
 
 
@@ -42,8 +46,8 @@ class WatchState:
     """The known state of a watch. `Cluster.follow` keeps it up to date.
 
     patience: seconds without data from the server after which the watch's data may be out of date. heard_at: when the
-    server last sent a list, an event or a bookmark (monotonic seconds), None before the first. failing: the failure
-    that keeps the watch from being open.
+    server last sent a list, an event or a bookmark (monotonic seconds), None if it never did. failing: the failure that
+    keeps the watch from being open.
     """
 
     patience: float = float("inf")
@@ -52,7 +56,7 @@ class WatchState:
 
     @property
     def begun(self) -> bool:
-        """Whether the watch was tried at all. A standby agent, which waits for another agent, does not try to watch."""
+        """Whether the client has tried to watch. A standby agent, which waits for another agent, does not try."""
         return self.heard_at is not None or self.failing is not None
 
     def heard(self) -> None:

@@ -1,1 +1,1 @@
-"""Finds the obstacles to a migration from limits to claims, in a cluster or in dumps of it. It changes nothing."""
+"""Finds obstacles to a migration from `limits` to claims, in a cluster or in dumps of a cluster. Changes nothing."""

@@ -1,4 +1,4 @@
-"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure functions."""
+"""Runs all checks on a view of the cluster, and computes the numbers that the plan shows. Pure functions."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ CHECKS: Final[Mapping[FindingKind, Check]] = {
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """The pods and devices of one resource. capacity, allocatable: of all nodes. published: devices in ResourceSlices.
+    """The pods and devices of one resource. capacity, allocatable: the sums of all nodes.
 
-    by_count: number of pods by the number of devices that each requests. by_limits, by_dra: numbers of devices that
-    pods on nodes have through the device plugin, and through DRA. waiting: number of pods without a node.
+    published: number of devices in ResourceSlices. by_count: for each number of requested devices, the number of pods
+    that request so many. by_limits: number of devices that pods on nodes have through the device plugin. by_dra: the
+    same through DRA. waiting: number of pods without a node.
     """
 
     resource: str
@@ -72,10 +73,10 @@ class ResourceUse:
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """Seconds until the pods have ended on half, and on all (most), of a number of nodes, by the pods' ages.
+    """Estimated seconds until all pods have ended on half of the nodes, and on all of them (most), by the pods' ages.
 
-    In a steady state, the remaining times of pods are distributed as their ages are. Pods that never end by themselves
-    (services) end when they are replaced.
+    The estimate assumes a steady state, in which the remaining times of pods are distributed like their ages. Pods that
+    never end by themselves (services) end when they are replaced.
     """
 
     nodes: int
@@ -85,7 +86,7 @@ class DrainTime:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """The result of `plan`. unread: what could not be read, so that findings may be missing."""
+    """The result of `plan`. unread: inputs that could not be read, so that findings may be missing."""
 
     uses: tuple[ResourceUse, ...]
     drain: DrainTime | None

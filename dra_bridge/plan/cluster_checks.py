@@ -1,6 +1,6 @@
 """Checks of DeviceClasses, rights, quotas, autoscalers and programs that count devices.
 
-Pure; one function for each kind of finding.
+Pure functions, one for each kind of finding.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ AGENT_RULES: Final = (
     ("resource.k8s.io", "resourceclaims", ("get", "list")),
     ("", "events", ("create",)),
 )
-"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`, compared by a test."""
+"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`; a test compares both."""
 OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
 """The rights (verb, resource) that a user of `migrate` and `rollout` needs."""
 GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
-"""For each provider, the label by which the cluster autoscaler finds nodes with GPUs. The last label is of Azure and
-other providers."""
+"""The labels by which the cluster autoscaler finds nodes with GPUs: of GKE, of EKS, and of Azure and other
+providers."""
 SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 UNCHANGED: Final = 36
 """The first minor version in which unchanged pods get devices through DRA by default."""
 
 
 def no_class(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find target resources that no DeviceClass names as extendedResourceName."""
+    """Find resources to migrate that no DeviceClass names as its extendedResourceName."""
     for resource in view.targets:
         if not view.classes_of(resource):
             yield PlanFinding(FindingKind.NO_CLASS, resource, "no DeviceClass has it as extendedResourceName")
 
 
 def two_classes(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find target resources that several DeviceClasses name as extendedResourceName."""
+    """Find resources to migrate that several DeviceClasses name as their extendedResourceName."""
     for resource in view.targets:
         classes = view.classes_of(resource)
         if len(classes) > 1:
@@ -93,7 +93,7 @@ def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
 
 
 def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find quotas that limit a target resource but not its DeviceClass, if the cluster has kubelets before 1.36."""
+    """If there are kubelets before 1.36, find quotas that limit a resource to migrate, but not its DeviceClass."""
     minors = [minor for node in view.nodes if (minor := minor_of(node))]
     if not minors or min(minors) >= UNCHANGED:
         return
@@ -106,7 +106,7 @@ def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find quotas that limit a target resource, or its DeviceClass, for pods of a PriorityClass."""
+    """Find quotas that limit a resource to migrate, or its DeviceClass, only for pods of a PriorityClass."""
     for quota in view.objects.of("ResourceQuota"):
         spec = part(quota, "spec")
         scopes = {
@@ -120,7 +120,7 @@ def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def _kueue(view: ClusterView) -> tuple[str, str]:
-    """Return the name of a pod of Kueue, and Kueue's configuration; "" for each that is not found."""
+    """Return the name of a pod of Kueue, and the text of Kueue's configuration; "" for what is not found."""
     pod = view.program("kueue")
     texts = [
         str(text)
@@ -132,7 +132,7 @@ def _kueue(view: ClusterView) -> tuple[str, str]:
 
 
 def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find DeviceClasses of target resources that the configuration of Kueue does not map."""
+    """Find DeviceClasses of resources to migrate for which Kueue's configuration has no mapping."""
     pod, text = _kueue(view)
     if not pod:
         return
@@ -144,7 +144,7 @@ def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find ResourceClaimTemplates of targets with CEL selectors, if Kueue runs and no such device is published yet."""
+    """If Kueue runs and no device of a driver is published yet, find ResourceClaimTemplates with CEL selectors."""
     pod, _ = _kueue(view)
     if not pod or any(view.slices.values()):
         return
@@ -168,7 +168,7 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with ResourceSlices and with pods on the plugin side that lack the mark SCALE_DOWN_DISABLED."""
+    """Find nodes in use that the autoscaler may drain: with slices and pods by `limits`, but without its mark."""
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}
@@ -184,7 +184,7 @@ def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with a provider's label for GPUs."""
+    """Find nodes with a label by which the cluster autoscaler finds nodes with GPUs."""
     if not view.autoscaler:
         return
     found: dict[str, list[str]] = {}
@@ -198,14 +198,14 @@ def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find unchanged pods, which have limits and no claims, that DRA serves."""
+    """Find pods that have `limits` and no claims in their spec, but get their devices through DRA."""
     found = [title_of(pod) for pod in view.pods if title_of(pod) in view.by_dra]
     if view.autoscaler and found:
         yield PlanFinding(FindingKind.AUTOSCALER_UNCHANGED, f"pods {listed(found)}", view.autoscaler)
 
 
 def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find target resources with the share `all` if Karpenter creates nodes."""
+    """If Karpenter creates nodes, find resources of which all devices should be for claims (share `all`)."""
     nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
     pod = view.program("karpenter", "controller") if nodes else ""
     whole = [one.resource for one in view.targets.values() if one.share == "all"]

@@ -1,4 +1,4 @@
-"""Reads dumps of API objects: lists and streams in YAML or JSON. Unused fields are dropped at once, to save memory.
+"""Reads dumps of API objects: lists and streams in YAML or JSON. Unused fields are not kept, to save memory.
 
 A list in YAML is read item by item from the parser's events, because a tree of 8,000 pods would take a gigabyte.
 """
@@ -25,13 +25,13 @@ TEMPLATE: Final = "PodTemplateSpec"
 
 
 class DumpError(Exception):
-    """Raised when a dump cannot be read. The message has the place in the dump."""
+    """Raised when a dump cannot be read. The message states the position in the dump."""
 
 
 def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:
     """Yield the objects in a dump that `plan` uses, each as its kind and its used fields. Raises DumpError.
 
-    The pod templates of Deployments and similar objects get the kind TEMPLATE. These templates count only in dumps
+    The pod templates of Deployments and similar objects get the kind TEMPLATE. These templates are used only in dumps
     without nodes, such as a chart.
     """
     for body in _bodies(text):
@@ -52,7 +52,7 @@ def _bodies(text: bytes) -> Iterator[Any]:
         try:
             yield from _items(msgspec.json.decode(text))
         except msgspec.MsgspecError:
-            pass  # The text is YAML in flow style, or has several documents.
+            pass  # The text is no JSON, but YAML in flow style, or it has several documents.
         else:
             return
     try:
@@ -67,7 +67,7 @@ def _items(body: Any) -> Iterator[Any]:
         return
     known = str(body.get("kind", "")).removesuffix("List")
     for item in body["items"]:
-        # The API server's lists of one kind have items without a kind.
+        # In the API server's lists of one kind, the items have no kind.
         yield {"kind": known, **item} if isinstance(item, dict) else item
 
 
@@ -92,7 +92,7 @@ def _from_yaml(text: bytes) -> Iterator[Any]:
                 while not isinstance(event := next(events), yaml.SequenceEndEvent):
                     item = _value(event, events, anchors)
                     if isinstance(item, dict) and "kind" not in item:
-                        waiting.append(item)  # The list's own kind may come after its items.
+                        waiting.append(item)  # The list's kind may come after the items in the text.
                     else:
                         yield item
             else:
@@ -123,7 +123,7 @@ def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
 
 
 def _scalar(event: Any) -> Any:
-    """Return the value of a scalar, of the types that used fields have: text, integer, true or false, null."""
+    """Return the value of a YAML scalar, as one of the types of used fields: text, integer, bool or null."""
     text = event.value
     if event.style or not event.implicit[0]:
         return text

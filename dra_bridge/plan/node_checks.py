@@ -1,4 +1,4 @@
-"""Checks of nodes, of their kubelets and of their agents. Pure; one function for each kind of finding."""
+"""Checks of nodes, of their kubelets and of their agents. Pure functions, one for each kind of finding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FIRST = 32
 def _by_version(
     view: ClusterView, kind: FindingKind, lacks: Callable[[int, Mapping[str, bool]], bool]
 ) -> Iterator[PlanFinding]:
-    """Yield a finding for each kubelet version, of nodes with devices, that lacks a feature.
+    """Yield a finding for each kubelet version that lacks a feature, on nodes with devices.
 
-    lacks: decides by the minor version and the kubelet's feature gates.
+    lacks: returns whether the feature is missing, by the minor version and the kubelet's feature gates.
     """
     found = defaultdict(list)
     for node in view.device_nodes:
@@ -45,7 +45,7 @@ def dra_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def unchanged_pods(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes on which DRA cannot serve unchanged pods, because DRAExtendedResource is off."""
+    """Find nodes on which pods with `limits` cannot get devices through DRA, because DRAExtendedResource is off."""
     return _by_version(
         view,
         FindingKind.UNCHANGED_PODS,
@@ -54,7 +54,7 @@ def unchanged_pods(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def features_off(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes whose kubelet lacks device taints, shared devices or parts of devices, by default or by a gate."""
+    """Find nodes whose kubelet has device taints, shared devices or partitions off, by default or by a feature gate."""
     names = ("DRADeviceTaints", "DRAConsumableCapacity", "DRAPartitionableDevices")
     return _by_version(
         view,

@@ -18,7 +18,7 @@ AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
 """The label of all objects that `dra-bridge manifests` prints."""
 
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation of claims that the scheduler makes for limits. It repeats a constant of `dra_bridge.kube`, because
+"""The annotation of claims that the scheduler makes for limits. This repeats a constant of `dra_bridge.kube`, because
 the import of that package takes a second."""
 
 
@@ -34,8 +34,8 @@ class Unread:
 class ClusterObjects:
     """All objects that were read, by kind.
 
-    now: the time of reading, in Unix seconds. kubelets: the kubelets' configurations that could be read, by node.
-    rights: whether the user has a right, by verb and resource.
+    now: the time of reading, in Unix seconds. kubelets: for each node whose kubelet's configuration could be read, this
+    configuration. rights: for each verb and resource, whether the user has the right.
     """
 
     by_kind: Mapping[str, tuple[Body, ...]]
@@ -99,7 +99,7 @@ def _metadata(body: Body) -> dict[str, Any]:
     whole = part(body, "metadata")
     kept = _kept(whole, ("name", "namespace", "labels", "creationTimestamp", "deletionTimestamp"))
     kept["owners"] = [one.get("kind", "") + " " + one.get("name", "") for one in part(whole, "ownerReferences") or ()]
-    # Only annotations of this project and of autoscalers are kept; others can be large.
+    # Only annotations of this project and of autoscalers are kept, because others can be large.
     annotations = part(whole, "annotations")
     kept["annotations"] = {
         key: value
@@ -166,7 +166,8 @@ def _slice(body: Body) -> dict[str, Any]:
 
 
 def _claim(body: Body) -> dict[str, Any]:
-    spec = part(body, "spec", "spec") or part(body, "spec")  # A template has one more `spec` than a claim.
+    # In a template, the claim's `spec` is nested in another `spec`.
+    spec = part(body, "spec", "spec") or part(body, "spec")
     requests = part(spec, "devices", "requests") or []
     return {
         "metadata": _metadata(body),

@@ -1,4 +1,4 @@
-"""Checks of pods that request devices. Pure; one function for each kind of finding."""
+"""Checks of pods that request devices. Pure functions, one for each kind of finding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DEVICES = 32
 
 
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods that request more devices of a resource than any node has, whichever side serves the devices."""
+    """Find pods that request more devices of a resource than any node has, by the device plugin and DRA together."""
     if not view.nodes:
         return  # The dump of a chart has no nodes.
     most: dict[str, int] = defaultdict(int)
@@ -23,7 +23,7 @@ def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
         for resource in view.targets:
             capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
-            # While an agent serves both sides, the capacity includes devices of both.
+            # While the bridge's agent runs, the capacity includes devices that are for DRA.
             most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
     for pod in view.pods:
         for resource, count in asked_of(pod).items():
@@ -41,7 +41,7 @@ def above_32(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def preempts(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods with a priority above 0, the default, that may preempt other pods."""
+    """Find pods that may preempt other pods: with a priority above 0, the default."""
     found = defaultdict(list)
     for pod in view.pods:
         spec = pod["spec"]

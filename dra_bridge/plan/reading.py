@@ -47,18 +47,18 @@ LISTED: Final = (
     CLUSTER_ROLES,
     CLUSTER_ROLE_BINDINGS,
 )
-"""The kinds of which `plan` lists all objects in the cluster."""
+"""The kinds of objects of which `plan` reads all objects in the cluster."""
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
 """Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""
 TIMEOUT: Final = 5.0
-"""Seconds within which a kubelet must answer, or else counts as unread."""
+"""Seconds within which a kubelet must respond; otherwise its configuration counts as unread."""
 AT_ONCE: Final = 32
-"""Maximum number of kubelets that are asked at the same time."""
+"""Maximum number of simultaneous requests to kubelets."""
 _NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}
 
 
 class _ConfigZ(msgspec.Struct):
-    """A kubelet's answer to a request for /configz."""
+    """A kubelet's response to a request for /configz."""
 
     kubeletconfig: dict[str, Any]
 
@@ -69,7 +69,7 @@ _DECODER: Final = msgspec.json.Decoder(_ConfigZ)
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
     """Return the objects of the cluster that `plan` uses, and the names of the selected nodes (without selector None).
 
-    `unread` has the kinds that the user may not read, and the kubelets that do not answer.
+    `unread` has the kinds of objects that the user may not read, and the kubelets that do not respond.
     """
     unread: list[Unread] = []
     read = await asyncio.gather(*(_list(cluster, kind, unread) for kind in LISTED))
@@ -93,7 +93,7 @@ async def _list(cluster: Cluster, kind: Kind, unread: list[Unread]) -> tuple[Bod
         async for page in cluster.pages(kind, page_of(kind)):
             bodies += map(CUT[kind.kind], page.items)
     except UnsupportedError:
-        return ()  # The cluster has no DRA, which the findings on the nodes' versions report.
+        return ()  # The cluster has no DRA; the findings about the nodes' versions report that.
     except ForbiddenError as error:
         unread.append(Unread(kind.plural, error.message))
     except ApiError as error:
@@ -112,7 +112,7 @@ async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[
 
 
 async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
-    """Return the configurations of the kubelets that answer, by node. The user needs the right to get nodes/proxy."""
+    """Return, by node, the configuration of each kubelet that responds. The user needs the right to get nodes/proxy."""
     slots = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Body] = {}
     failed: dict[str, list[str]] = {}

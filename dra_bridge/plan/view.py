@@ -37,7 +37,7 @@ ENDED: Final = ("Succeeded", "Failed")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A resource whose devices are to move. driver, share: the DRA driver, and the share for claims; "" if unknown."""
+    """A resource to migrate. driver: its DRA driver, "" if unknown. share: its share for claims, "" if unknown."""
 
     resource: str
     driver: str = ""
@@ -46,9 +46,9 @@ class Target:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The objects of a cluster, and facts derived from them. namespace: whose pods count; "" for all namespaces.
+    """The objects of a cluster, and facts derived from them. namespace: only its pods count; "" for all namespaces.
 
-    given: the resources whose devices are to move; if empty, all extended resources. selected: names of the nodes that
+    given: the resources to migrate (targets); if empty, all extended resources. selected: names of the nodes that
     count; None for all nodes.
     """
 
@@ -65,7 +65,7 @@ class ClusterView:
 
     @cached_property
     def targets(self) -> Mapping[str, Target]:
-        """The resources whose devices are to move: those in `given`, or else all that nodes have or pods request."""
+        """The resources to migrate: those in `given`, or else all extended resources of nodes and pods."""
         if self.given:
             return {one.resource: one for one in self.given}
         names = {name for node in self.nodes for name in part(node, "status", "capacity")}
@@ -88,7 +88,7 @@ class ClusterView:
 
     @cached_property
     def pods(self) -> tuple[Body, ...]:
-        """The pods of the namespace that request a target by limits, on the selected nodes or without a node yet."""
+        """The namespace's pods with `limits` of a resource to migrate, on selected nodes or without a node yet."""
         names = {name_of(node) for node in self.nodes}
         return tuple(
             pod
@@ -100,7 +100,7 @@ class ClusterView:
 
     @cached_property
     def pods_by_node(self) -> Mapping[str, list[Body]]:
-        """The pods that request targets by limits, by node."""
+        """For each node, the pods that request resources to migrate by `limits`."""
         found: dict[str, list[Body]] = defaultdict(list)
         for pod in self.pods:
             if node := part(pod, "spec", "nodeName"):
@@ -109,7 +109,7 @@ class ClusterView:
 
     @cached_property
     def device_nodes(self) -> tuple[Body, ...]:
-        """The nodes with devices of a target in capacity or ResourceSlices, or with pods that request a target."""
+        """The nodes with a resource to migrate: in their capacity, in ResourceSlices, or requested by their pods."""
         others = {node for node, _ in self.slices} | self.pods_by_node.keys()
         return tuple(
             node
@@ -119,7 +119,7 @@ class ClusterView:
 
     @cached_property
     def slices(self) -> Mapping[tuple[str, str], int]:
-        """The number of published devices by node and driver, for the targets' drivers."""
+        """For each node and each driver of a resource to migrate, the number of published devices."""
         found: dict[tuple[str, str], int] = defaultdict(int)
         names = {name_of(node) for node in self.nodes}
         for body in self.objects.of("ResourceSlice"):
@@ -134,13 +134,13 @@ class ClusterView:
 
     @cached_property
     def class_names(self) -> Mapping[str, str]:
-        """For each target with a DeviceClass, the name of the first DeviceClass, by resource."""
+        """For each resource to migrate with a DeviceClass, the name of its first DeviceClass."""
         found = {name: self.classes_of(name) for name in self.targets}
         return {name: name_of(classes[0]) for name, classes in found.items() if classes}
 
     @cached_property
     def by_dra(self) -> frozenset[str]:
-        """The pods (namespace/name) whose limits DRA serves."""
+        """The pods (namespace/name) that get the devices of their `limits` through DRA."""
         return frozenset(
             f"{part(claim, 'metadata', 'namespace')}/{pod}"
             for claim in self.objects.of("ResourceClaim")
@@ -150,7 +150,7 @@ class ClusterView:
 
     @cached_property
     def groups(self) -> Mapping[str, list[Body]]:
-        """The nodes with devices, by the label that names their node group. Nodes without a group are left out."""
+        """For each node group, its nodes with devices. Nodes without the label of a group are not included."""
         found: dict[str, list[Body]] = defaultdict(list)
         for node in self.device_nodes:
             labels = labels_of(node)
@@ -165,9 +165,9 @@ class ClusterView:
 
     @cached_property
     def images(self) -> Mapping[str, str]:
-        """The name of a pod for each image, by the image's name without registry and tag.
+        """For each image (by its name without registry and tag), the name of a pod that runs the image.
 
-        The images show which programs run in the cluster.
+        From the images follows which programs run in the cluster.
         """
         found: dict[str, str] = {}
         for pod in self.all_pods:
@@ -182,9 +182,9 @@ class ClusterView:
 
     @cached_property
     def autoscaler(self) -> str:
-        """The object that shows that the cluster autoscaler runs; "" if there is none.
+        """The name of an object that shows that the cluster autoscaler runs; "" if there is none.
 
-        The object of an autoscaler that the provider runs is a ConfigMap.
+        If the provider runs the autoscaler, this object is a ConfigMap.
         """
         for body in self.objects.of("ConfigMap"):
             if name_of(body) == "cluster-autoscaler-status":
@@ -194,7 +194,7 @@ class ClusterView:
 
 
 def asked_of(pod: Body) -> dict[str, int]:
-    """Return the devices that a pod requests by limits, by resource, as the scheduler counts them.
+    """Return, for each resource, the number of devices that a pod requests by `limits`, as the scheduler counts them.
 
     The number is the sum over containers and sidecars, or the request of one init container if that is larger.
     """
