@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,8 @@ def main() -> None:
 async def read(paths: str) -> Credentials:
     """Read kubeconfigs in this process. paths: a list of files, as in KUBECONFIG. Raises KubeConfigError."""
     try:
-        from kubernetes_asyncio.client import Configuration
+        _leave_out_api_objects()
+        from kubernetes_asyncio.client.configuration import Configuration
         from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
     except ImportError as error:
         raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {installing('cli')}") from error
@@ -120,6 +123,23 @@ async def read(paths: str) -> Credentials:
         proxy=configuration.proxy or "",
         server_name=configuration.tls_server_name or "",
     )
+
+
+def _leave_out_api_objects() -> None:
+    """Enter kubernetes_asyncio's packages into sys.modules without what they import. Raises ImportError.
+
+    They import the classes of all API objects: 850 modules, most of the time and memory of this process. Its reader of
+    kubeconfigs takes `Configuration` from them, and `ApiClient` for functions that are not called here (32 to 36).
+    """
+    where = None
+    for name in ("kubernetes_asyncio", "kubernetes_asyncio.client"):
+        spec = PathFinder.find_spec(name, where)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ImportError(f"there is no package {name}")
+        package = sys.modules[name] = importlib.util.module_from_spec(spec)
+        where = list(spec.submodule_search_locations)
+    configuration = importlib.import_module("kubernetes_asyncio.client.configuration")
+    vars(package).update(Configuration=configuration.Configuration, ApiClient=None)
 
 
 def _content(path: str | None) -> bytes | None:
