@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
-from dra_bridge.kube import NODES, PODS, Cluster, Kind, Object
+from dra_bridge.kube import EVENTS, NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
 """Up to this number of nodes, each node, and each node's pods, are read by a separate request."""
+_UNWELL: Final = ("status.phase=Pending,spec.nodeName!=", "status.phase=Failed")
+"""Lists in this order show each pod that fails meanwhile."""
+_UNPREPARED: Final = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
 UID_LENGTH: Final = 8
 """How many characters of a pod's UID are kept, which distinguish the pods of one node."""
+
+
+async def read_failing(cluster: Cluster, nodes: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
+    """Return the failing pods of nodes, by node, as `failing_pods`. Raises ClusterError.
+
+    nodes: resources by node. For more than FEW nodes, the failed and the pending pods of the cluster are listed once.
+    """
+    if not nodes:
+        return {}
+
+    def wanted(pod: Object) -> bool:
+        return pod["spec"].get("nodeName") in nodes and may_fail(pod, nodes[pod["spec"]["nodeName"]])
+
+    pods: dict[str, list[Object]] = {node: [] for node in nodes}
+    for selector in [f"spec.nodeName={node}" for node in nodes] if len(nodes) <= FEW else _UNWELL:
+        for pod in (await cluster.list(PODS, field_selector=selector, keep=wanted)).items:
+            pods[pod["spec"]["nodeName"]].append(pod)
+    events: Sequence[Object] = ()
+    if any((pod.get("status") or {}).get("phase") == "Pending" for of_node in pods.values() for pod in of_node):
+        events = (await cluster.list(EVENTS, field_selector=_UNPREPARED)).items
+    return {node: failing_pods(of_node, events, nodes[node]) for node, of_node in pods.items()}
+
+
+def may_fail(pod: Object, resources: Collection[str]) -> bool:
+    """Return whether a pod requests one of the resources or has claims, and has failed or does not run yet."""
+    status = pod.get("status") or {}
+    claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
+    needs = claims or not requests_of(pod).keys().isdisjoint(resources)
+    return bool(needs) and status.get("phase") in ("Failed", "Pending")
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
@@ -30,13 +62,12 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
-        claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
-        if not claims and requests_of(pod).keys().isdisjoint(resources):
+        if not may_fail(pod, resources):
             continue
-        if status.get("phase") == "Failed":
+        if status["phase"] == "Failed":
             reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
             failing[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({reason})' if reason else ''}"
-        elif status.get("phase") == "Pending" and uid in unprepared:
+        elif uid in unprepared:
             failing[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
     return failing
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from dra_bridge.rollout.agents import LABEL, lease_namespaces
 from dra_bridge.rollout.autoscaler import MarkStep
 from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.pace import Pace, read_pace, returns
-from dra_bridge.rollout.pods import failing_pods, list_each
+from dra_bridge.rollout.pods import list_each, read_failing
 from dra_bridge.rollout.reporter import Reporter
 
 MANY: Final = 12
@@ -33,7 +34,11 @@ MANY: Final = 12
 EXPLAIN: Final = 5.0
 """Seconds without a change of any node after which the obstacles of waiting nodes are printed."""
 POLL: Final = 2.0
-"""Seconds between two lists of a moving node's pods, which find failing pods."""
+"""Seconds between two lists of the moving nodes' pods, which find failing pods."""
+PAUSE: Final = 10.0
+"""After such lists, the rollout lists no pods for this many times as long as the lists took."""
+TOGETHER: Final = 50
+"""Number of nodes that begin after one list of pods. A pod that fails after the list counts as a new failure."""
 AFTER: Final = 60.0
 """Seconds after the end of a node's move for which the rollout still checks the node's pods for failures."""
 AFTER_OUTAGE: Final = 60.0
@@ -152,6 +157,13 @@ class _WatchOf(NamedTuple):
     field_selector: str = ""
 
 
+def _leave_out(kind: kube.Kind, body: Object) -> None:
+    """Remove what `fleet.views` does not read and takes most of the memory of thousands of objects."""
+    body["metadata"].pop("managedFields", None)
+    if kind is RESOURCE_SLICES:
+        body["spec"].pop("devices", None)
+
+
 class WatchedFleet:
     """Nodes, Leases and a driver's ResourceSlices, kept up to date by watches.
 
@@ -174,6 +186,8 @@ class WatchedFleet:
         self._names = names
         self._objects: dict[_WatchOf, dict[str, Object]] = {}
         self._claims: Sequence[Object] = ()
+        self._views: dict[str, tuple[list[Object], NodeView]] = {}
+        """The last views by node, with the objects that each was made of."""
         self.changed = asyncio.Event()
         self._last: list[NodeView] = []
         self._since = time.monotonic()
@@ -202,6 +216,8 @@ class WatchedFleet:
         follow = self.cluster.follow(kind, **dict(zip(what._fields[1:], selectors, strict=True)))
         async with aclosing(follow) as events:
             async for event in events:
+                for body in event.items if isinstance(event, kube.Listed) else (event.object,):
+                    _leave_out(what.kind, body)
                 if isinstance(event, kube.Listed):
                     self._objects[what] = {body["metadata"]["name"]: body for body in event.items}
                 elif event.type == "DELETED":
@@ -225,10 +241,22 @@ class WatchedFleet:
             self._objects[what][name] = body
 
     def views(self) -> list[NodeView]:
-        """Return the present progress of the nodes."""
-        nodes = [node for name, node in self._objects[self._nodes].items() if not self._names or name in self._names]
+        """Return the present progress of the nodes. Only views of changed objects are made anew."""
         leases = [lease for what in self._leases for lease in self._objects[what].values()]
-        return fleet.views(self.driver, nodes, self._objects[self._slices].values(), self._claims, leases)
+        slices = self._objects[self._slices].values()
+        nodes = self._objects[self._nodes]
+        made_of = {name: [node] for name, node in nodes.items() if not self._names or name in self._names}
+        for name, body in (
+            *((lease["metadata"]["name"], lease) for lease in leases),
+            *((body["spec"].get("nodeName", ""), body) for body in slices),
+        ):
+            if name in made_of:
+                made_of[name].append(body)
+        kept = {name: view for name, (objects, view) in self._views.items() if made_of.get(name) == objects}
+        changed = [nodes[name] for name in made_of if name not in kept]
+        made = {view.node: view for view in fleet.views(self.driver, changed, slices, self._claims, leases)}
+        self._views = {name: (objects, kept.get(name) or made[name]) for name, objects in made_of.items()}
+        return sorted((view for _, view in self._views.values()), key=lambda view: natural(view.node))
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
         """Wait `seconds` for a change. After EXPLAIN seconds without a change, print the obstacles of waiting nodes."""
@@ -246,6 +274,7 @@ class WatchedFleet:
         """Print the obstacles of waiting nodes, with the current holders of their devices."""
         with contextlib.suppress(kube.UnavailableError, kube.ForbiddenError):
             self._claims = await self.cluster.allocated_claims()
+            self._views.clear()
         self.reporter.explain([view for view in self.views() if waiting(view)])
 
 
@@ -390,8 +419,10 @@ class _Rollout:
         self._done: dict[str, float] = {}
         self._gone: Sequence[str] = ()
         """Nodes whose share this run has set and that were deleted before their moves were done."""
-        self._failing: dict[str, tuple[float, dict[str, str]]] = {}
-        """For each node, the time of the last list of its pods, and the pods that were failing then."""
+        self._failing: dict[str, dict[str, str]] = {}
+        """For each node whose pods were listed, the pods that were failing at the last list."""
+        self._next_look = -math.inf
+        """Until when (monotonic seconds) the pods are not listed again."""
         self._baseline: dict[str, frozenset[str]] = {}
         """For each node without a record of its former share, pods that failed when this run saw it move first."""
         self._held: Sequence[str] = ()
@@ -440,7 +471,7 @@ class _Rollout:
         for name in (view.node for view in begun if phases[view.node] is Phase.DONE and view.node not in self._done):
             self._reporter.say(f"{name}: done after {now - self._since[name]:.1f} s")
             self._done[name] = now
-        failing = {view.node: await self._newly_failing(view, now) for view in begun}
+        failing = await self._newly_failing(begun, now)
         gone = sorted(self._own.keys() - self._done.keys() - phases.keys(), key=natural)
         for name in gone:
             if name not in self._gone:
@@ -463,9 +494,13 @@ class _Rollout:
         decision = fleet.with_marks(decision, marks, self._limits, now - (self._waits_since or now))
         if not decision.stop:
             await self._write_marks(marks)
-        for name in decision.begin:
-            if not returns(self._goal, by_name[name]) or self._pace.take(time.monotonic()):
-                await self._begin(by_name[name])
+        begin = [by_name[name] for name in decision.begin]
+        begin = [view for view in begin if not returns(self._goal, view) or self._pace.take(time.monotonic())]
+        for first in range(0, len(begin), TOGETHER):
+            together = begin[first : first + TOGETHER]
+            failed = await self._read_failing(together)
+            for view in together:
+                await self._begin(view, failed[view.node])
         for line in decision.stop:
             self._reporter.stopped.append(f"stopped: {line}")
         if decision.stop:
@@ -476,7 +511,7 @@ class _Rollout:
             return None
         if not self._last_check:
             self._last_check = True
-            self._failing.clear()  # Pods are listed once more before the rollout reports success.
+            self._next_look = -math.inf  # Pods are listed once more before the rollout reports success.
             return await self._step()
         return self._end()
 
@@ -499,20 +534,28 @@ class _Rollout:
             node = await _patch_node(self._fleet.cluster, name, patch)
         self._fleet.put(node)
 
-    async def _newly_failing(self, view: NodeView, now: float) -> dict[str, str]:
-        """Return the failing pods of a node by UID, without pods that failed before. Lists pods every POLL seconds."""
-        at, failing = self._failing.get(view.node, (-POLL, {}))
-        if now - at >= POLL and now - self._done.get(view.node, now) <= AFTER:
-            failing = await self._failing_pods(view)
-            self._failing[view.node] = now, failing
-        if view.before is not None:
-            return failing
-        baseline = self._baseline.setdefault(view.node, frozenset(failing))
-        return {uid: reason for uid, reason in failing.items() if uid not in baseline}
+    async def _newly_failing(self, begun: Sequence[NodeView], now: float) -> dict[str, dict[str, str]]:
+        """Return the failing pods of nodes by UID, without pods that failed before. Lists pods every POLL seconds."""
+        if now >= self._next_look:
+            watched = [view for view in begun if now - self._done.get(view.node, now) <= AFTER]
+            self._failing |= await self._read_failing(watched)
+            self._next_look = now + max(POLL, PAUSE * (time.monotonic() - now))
+        newly: dict[str, dict[str, str]] = {}
+        for view in begun:
+            failing = self._failing.get(view.node)
+            if failing is not None and view.before is None:
+                known = self._baseline.setdefault(view.node, frozenset(failing))
+                failing = {uid: reason for uid, reason in failing.items() if uid not in known}
+            newly[view.node] = failing or {}
+        return newly
 
-    async def _begin(self, view: NodeView) -> None:
+    async def _read_failing(self, views: Iterable[NodeView]) -> dict[str, dict[str, str]]:
+        resources = {view.node: tuple(view.reported.resources) if view.reported is not None else () for view in views}
+        return await read_failing(self._fleet.cluster, resources)
+
+    async def _begin(self, view: NodeView, failing: Collection[str]) -> None:
         node = await self._fleet.cluster.get(NODES, view.node)
-        patch = fleet.begin_patch(self._goal, self._fleet.driver, node, await self._failing_pods(view))
+        patch = fleet.begin_patch(self._goal, self._fleet.driver, node, failing)
         if patch is None:
             self._fleet.put(node)
             return
@@ -525,15 +568,6 @@ class _Rollout:
         self._done.pop(view.node, None)
         # Show the distance to the new share now: at the next step the node may already have the share.
         self._reporter.show([replace(view, requested=wanted)])
-
-    async def _failing_pods(self, view: NodeView) -> dict[str, str]:
-        resources = view.reported.resources if view.reported is not None else ()
-        pods = (await self._fleet.cluster.list(kube.PODS, field_selector=f"spec.nodeName={view.node}")).items
-        events: Sequence[Object] = ()
-        if any((pod.get("status") or {}).get("phase") == "Pending" for pod in pods):
-            selector = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
-            events = (await self._fleet.cluster.list(kube.EVENTS, field_selector=selector)).items
-        return failing_pods(pods, events, tuple(resources))
 
     def _say_done(self, phases: Iterable[Phase]) -> None:
         counts = Counter(phases)

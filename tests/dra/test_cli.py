@@ -35,6 +35,7 @@ from dra_bridge.node.options import AGENT, add_run_options, parse_run
 from dra_bridge.rollout import pace, progress, reporter, rollout
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED
 from dra_bridge.rollout.fleet import RESTARTING
+from dra_bridge.rollout.pods import FEW
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from tests.dra.objects import allocated_claim, node_body
@@ -1252,6 +1253,33 @@ def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[.
     thread.join()
     assert ran.status == 1
     assert "stopped: n1: pod default/late has failed" in ran.out
+
+
+def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
+    """Failed and pending pods of the cluster are listed, not the pods of each node; what failed before stops nothing."""
+    many = [f"n{number}" for number in range(1, FEW + 3)]
+    for name in many:
+        nodes.agent(name)
+    nodes.server.create(failed_pod("n2", "early", {R: "1"}))
+    nodes.server.create(failed_pod("elsewhere", "other", {R: "1"}))
+    held = nodes.agents["n1"]
+    held.held["gpu-0"] = "pod default/p"
+    same = ("rollout", "--driver", D, "-l", "pool=gpu", "--max-unavailable", "100")
+
+    def fail() -> None:
+        nodes.wait_for(lambda: held.states["gpu-0"] is State.TO_DRA)
+        nodes.server.create(failed_pod("n3", "late", {R: "1"}))
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    ran = bridge(*same, "--share", "all")
+    thread.join()
+    assert ran.status == 1
+    assert [line for line in ran.out.splitlines() if line.startswith("stopped")] == [
+        "stopped: n3: pod default/late has failed (UnexpectedAdmissionError: no devices)"
+    ]
+    selectors = [request.query["fieldSelector"] for request in nodes.server.requests("GET", "/pods")]
+    assert set(selectors) == {"status.phase=Pending,spec.nodeName!=", "status.phase=Failed"}
 
 
 def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
