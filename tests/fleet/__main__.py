@@ -28,6 +28,7 @@ from tests.fleet.limits import (
     GROWTH,
     IN_STEP,
     MOVE_REQUESTS,
+    POD_LISTS,
     REST_REQUESTS,
     SPREAD,
     Limit,
@@ -303,19 +304,22 @@ def page_of_commands(count: int, found: Sequence[Command]) -> str:
     ]
     return "\n".join(
         (
-            f"{count:,} Nodes with 50 images each, Leases and slices as agents write them, and no agents.\n",
+            f"{count:,} Nodes with 50 images each, Leases and slices as agents write them, a pod each that does not "
+            f"run yet, and no agents. `status` is the fastest of {commands.TRIES} runs; its devices' holders are in "
+            "the claims, since no agent answers.\n",
             page.table(head, rows),
-            page.of_limits(limits_of_commands(found)),
+            page.of_limits(limits_of_commands(count, found)),
         )
     )
 
 
-def limits_of_commands(found: Sequence[Command]) -> list[Limit]:
+def limits_of_commands(count: int, found: Sequence[Command]) -> list[Limit]:
     """Return the limits of commands."""
     return [
         *(Limit(f"{one.name}: seconds to its first line", one.first, FIRST_OUTPUT, "s") for one in found),
         *(Limit(f"{one.name}: resident MB", one.mb, COMMAND_MB, "MB") for one in found),
         *(Limit(f"{one.name}: exit status", one.status, 0) for one in found),
+        *(Limit(f"{one.name}: lists of pods", one.requests.get("list pods", 0.0), POD_LISTS * count) for one in found),
     ]
 
 
@@ -325,7 +329,7 @@ def of_commands(options: argparse.Namespace) -> list[Limit]:
         found = commands.measure(plane, options.nodes)
         left = commands.unrestored(plane)
     page.write({"commands": page_of_commands(options.nodes, found)})
-    return [*limits_of_commands(found), Limit("annotations that an undone rollout leaves", len(left), 0)]
+    return [*limits_of_commands(options.nodes, found), Limit("annotations that an undone rollout leaves", len(left), 0)]
 
 
 PARTS: Final[dict[str, Callable[[argparse.Namespace], list[Limit]]]] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from deviceplugin.register.records import State
 from dra_bridge.rollout import progress
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from tests.fleet.audit import of_user
-from tests.fleet.parts import Counts, each
+from tests.fleet.parts import Counts, each, show
 from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, Usage, names_of
 
 OPERATOR: Final = "default:operator"
@@ -31,11 +32,19 @@ IMAGES: Final = [
 """As many as a kubelet reports (nodeStatusMaxImages)."""
 
 
+PUBLISHED: Final = [
+    {"name": f"fpga-sim-{number}", "attributes": {"fpga.example.com/model": {"string": "simulated"}}}
+    for number in range(DEVICES)
+]
+TRIES: Final = 4
+"""Runs of `status`: the first one compiles its modules, and the machine may do other work meanwhile."""
+
+
 @dataclass
 class Command:
     """A command's run. first, cpu: seconds and its CPU seconds until its first line. seconds: of all of it.
 
-    MB: the most that was resident. requests: by verb and resource. line: the first one.
+    mb: the most that was resident. requests: by verb and resource. line: the first one.
     """
 
     name: str
@@ -68,7 +77,7 @@ class Reports:
         self._pool = ThreadPoolExecutor(4)
 
     def make(self) -> None:
-        """Make the objects of all nodes."""
+        """Make the objects of all nodes, and a pod on each that does not run yet: such pods cost a rollout most."""
         list(self._pool.map(self._make, sorted(self._names)))
 
     def _make(self, name: str) -> None:
@@ -83,9 +92,15 @@ class Reports:
         lease = {"name": name, "namespace": NAMESPACE, "labels": labels, "annotations": annotations}
         api.create({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": lease, "spec": {}})
         pool = {"name": name, "generation": 1, "resourceSliceCount": 1}
-        spec = {"driver": DRIVER, "nodeName": name, "pool": pool, "devices": []}
+        spec = {"driver": DRIVER, "nodeName": name, "pool": pool, "devices": PUBLISHED}
         body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec}
         api.create(body)
+        container = {"name": "c", "image": "none", "resources": {"limits": {RESOURCE: "1"}}}
+        spec = {"nodeName": name, "serviceAccountName": OPERATOR.partition(":")[2], "containers": [container]}
+        spec["automountServiceAccountToken"] = False
+        api.create(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "default"}, "spec": spec}
+        )
         self._reported[name] = ""
 
     @contextmanager
@@ -148,14 +163,37 @@ def operator(plane: ControlPlane) -> Path:
     return plane.service_account_kubeconfig("operator")
 
 
+class Peak:
+    """The most memory of a process. It reads the kernel's high-water mark while the process runs.
+
+    The process's `ru_maxrss` would not do: it counts what this program had resident when it started the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.mb = 0.0
+        self._status = Path(f"/proc/{pid}/status")
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):
+            while found := re.search(r"VmHWM:\s*(\d+) kB", self._status.read_text()):
+                self.mb = int(found[1]) * 1024 / 1e6
+                time.sleep(0.02)
+
+
 def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
-    """Run a command to its end and measure it."""
+    """Run a command to its end and measure it. Its modules are compiled, as pip leaves them."""
     log = plane.audit
     log.more()
     command = [sys.executable, "-m", "dra_bridge", *arguments, "--kubeconfig", str(kubeconfig)]
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(plane.directory / "compiled")}
     began = time.monotonic()
     with (plane.logs / f"{arguments[0]}.log").open("ab") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **compiled}
+        )
+    peak = Peak(process.pid)
     assert process.stdout is not None
     lines: list[str] = []
     first = cpu = 0.0
@@ -163,15 +201,14 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
         if not lines:
             first, cpu = time.monotonic() - began, Usage.of(process.pid).cpu
         lines.append(line)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    status = process.wait()
     return Command(
         " ".join(arguments[:1]),
         first,
         cpu,
         time.monotonic() - began,
-        usage.ru_maxrss * 1024 / 1e6,
-        process.returncode,
+        peak.mb,
+        status,
         len(lines),
         lines[0].rstrip() if lines else "",
         each(of_user(log.more(), OPERATOR), 1),
@@ -183,19 +220,17 @@ def measure(plane: ControlPlane, count: int) -> list[Command]:
     names = names_of(count)
     reports = Reports(plane, names)
     began = time.monotonic()
+    kubeconfig = operator(plane)
     reports.make()
     print(f"{count} nodes after {time.monotonic() - began:.0f} s", flush=True)
-    kubeconfig = operator(plane)
-    found = []
-    many = ("--selector", "pool=fpga", "--max-unavailable", str(max(1, count // 4)))
+    many = ("--driver", DRIVER, "--selector", "pool=fpga", "--max-unavailable", str(max(1, count // 4)))
+    tried = [run(plane, kubeconfig, "status", "--driver", DRIVER) for _ in range(TRIES)]
+    found = [min(tried, key=lambda one: one.first)]
+    show(found[-1])
     with reports.kept():
-        for arguments in (
-            ("status", "--driver", DRIVER),
-            ("rollout", "--driver", DRIVER, "--share", "all", *many),
-            ("rollout", "--driver", DRIVER, "--undo", *many),
-        ):
-            found.append(run(plane, kubeconfig, *arguments))
-            print(json.dumps(vars(found[-1])), flush=True)
+        for arguments in (("--share", "all"), ("--undo",)):
+            found.append(run(plane, kubeconfig, "rollout", *many, *arguments))
+            show(found[-1])
     return found
 
 

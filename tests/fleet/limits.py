@@ -45,3 +45,5 @@ FIRST_OUTPUT = 2.0
 """Seconds until `status` and `rollout` show something."""
 COMMAND_MB = 150.0
 """Resident MB of these commands at the most."""
+POD_LISTS = 0.5
+"""Lists of pods that a rollout makes, for each node."""

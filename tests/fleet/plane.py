@@ -41,7 +41,7 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Usage(NamedTuple):
-    """What a process has used. cpu: seconds so far. resident: MB now."""
+    """What a process has used. cpu: seconds so far, with those of its ended children. resident: MB now."""
 
     cpu: float
     resident: float
@@ -51,7 +51,7 @@ class Usage(NamedTuple):
         """Return what a process has used."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-        return cls((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), resident)
+        return cls(sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"), resident)
 
 
 class ControlPlane(Cluster):
