@@ -78,6 +78,8 @@ class Publisher:
         self._drivers: dict[str, PublishedDriver] = {}
         self._group: asyncio.TaskGroup | None = None
         self._listed = asyncio.Event()
+        self._of_node: dict[str, Object] = {}
+        """The slices that name the node, of all drivers, by their names, as the watch has reported them."""
         self._owner: Object | None = None
         self._changed = asyncio.Event()
         self._noticed = noticed
@@ -96,6 +98,10 @@ class Publisher:
             driver = self._drivers[pool.driver] = PublishedDriver(
                 pool, self._rate_limit(), Mirror(pool.driver, self._node)
             )
+            if self._listed.is_set() and self.watch.lapse(time.monotonic()) is None:
+                driver.mirror.relist(SliceScope.NODE)
+                for body in self._of_node.values():
+                    self._keep(body)
             if self._group is not None:
                 self._start(driver, self._group)
         elif driver.pool == pool:
@@ -169,13 +175,18 @@ class Publisher:
         async with aclosing(follow) as events:
             async for event in events:
                 if isinstance(event, kube.Changed):
-                    self._observe(neutral(event.object), deleted=event.type == "DELETED")
+                    body, deleted = neutral(event.object), event.type == "DELETED"
+                    self._of_node.pop(body["metadata"]["name"], None)
+                    if not deleted:
+                        self._of_node[body["metadata"]["name"]] = body
+                    self._observe(body, deleted=deleted)
                     continue
                 self._owner = None  # The Node object may have been replaced.
+                self._of_node = {body["metadata"]["name"]: body for body in map(neutral, event.items)}
                 for driver in self._drivers.values():
                     driver.mirror.relist(SliceScope.NODE, new_watch=True)
-                for item in event.items:
-                    self._keep(neutral(item))
+                for body in self._of_node.values():
+                    self._keep(body)
                 self._features.forget_missing()
                 for driver in self._drivers.values():
                     driver.show()
@@ -282,7 +293,7 @@ class Publisher:
         Return False if the server keeps changing the slices.
         """
         try:
-            # A scope must be listed if the driver was added after the watch began, or if the result of a write is
+            # A scope must be listed if the watch was lost when the driver was added, or if the result of a write is
             # uncertain.
             for scope in set(SliceScope) - driver.mirror.listed:
                 selector = self._selector(driver, scope)

@@ -780,7 +780,7 @@ async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> Non
 
 
 async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
-    """Two drivers share the watch of the node's slices; one that joins later finds its slices."""
+    """Two drivers share the watch of the node's slices; one that joins later finds its slices without a list."""
     other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"), resource="example.com/fpga")),))
 
     async def watched() -> None:
@@ -796,6 +796,10 @@ async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
         watched_fields = [entry.query["fieldSelector"] for entry in server.log if entry.watch]
         assert watched_fields.count(f"spec.nodeName={NODE}") == 1
         assert len(server.writes) == 1
+        listed = [
+            entry.query["fieldSelector"] for entry in server.requests("GET", "/resourceslices") if not entry.watch
+        ]
+        assert f"spec.driver=fpga.example.com,spec.nodeName={NODE}" not in listed
 
 
 async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
