@@ -287,12 +287,14 @@ class FakeKubelet(NodeState):
         containers: Containers | None = None,
         init_containers: Containers | None = None,
         namespace: str = "default",
+        uid: str = "",
     ) -> FakePod:
         """Create a pod. The pod stays Pending until enough allocatable devices are not requested by other pods.
 
-        limits: the limits of the only container, which is named `main`; alternatively, give `containers`.
+        limits: the limits of the only container, which is named `main`; alternatively, give `containers`. uid: the
+        pod's UID; "" for a new one.
         """
-        return self._make_pod(name, limits, containers, init_containers, namespace)
+        return self._make_pod(name, limits, containers, init_containers, namespace, uid=uid)
 
     def run_pod(
         self,
@@ -479,13 +481,14 @@ class FakeKubelet(NodeState):
         *,
         bind: bool = False,
         static: bool = False,
+        uid: str = "",
     ) -> FakePod:
         specs = _containers(limits, containers)
         with self.changed:
             key = f"{namespace}/{name}"
             if key in self.pods:
                 raise ValueError(f"there is a pod {key} already")
-            pod = FakePod(str(uuid.uuid4()), name, namespace, specs, container_specs(init_containers), self)
+            pod = FakePod(uid or str(uuid.uuid4()), name, namespace, specs, container_specs(init_containers), self)
             pod.static = static
             self.pods[key] = pod
             if bind:

@@ -191,11 +191,13 @@ class FakeNode(FakeKubelet):
         namespace: str = "default",
         claims: Sequence[str] = (),
         template: Mapping[str, int] | None = None,
+        uid: str = "",
     ) -> FakePod:
         """Create a pod. It stays Pending until its requested devices are free.
 
         claims: names of ResourceClaims. template: number of devices by DeviceClass, for a claim that is created and
-        deleted with the pod. Each container of the pod gets all devices of its claims.
+        deleted with the pod. Each container of the pod gets all devices of its claims. uid: the pod's UID; "" for a new
+        one.
         """
         if isinstance(claims, str):
             raise TypeError(f"claims must be names of ResourceClaims such as [{claims!r}], not the string {claims!r}")
@@ -206,7 +208,7 @@ class FakeNode(FakeKubelet):
         with self.changed:
             self._wants[f"{namespace}/{name}"] = _Wants(tuple(claims), template)
             return super().start_pod(
-                name, limits, containers=containers, init_containers=init_containers, namespace=namespace
+                name, limits, containers=containers, init_containers=init_containers, namespace=namespace, uid=uid
             )
 
     def claims_of(self, pod: FakePod) -> tuple[str, ...]:
@@ -490,7 +492,9 @@ class FakeNode(FakeKubelet):
                     return scheduler.waits_for(body, classes, slices, everything, self.name)
                 status["allocation"] = allocation
                 everything.append(body)
-            status.setdefault("reservedFor", []).append({"resource": "pods", "name": pod.name, "uid": pod.uid})
+            users = status.setdefault("reservedFor", [])
+            if all(user["uid"] != pod.uid for user in users):
+                users.append({"resource": "pods", "name": pod.name, "uid": pod.uid})
         for body in bodies:
             if any(body is created for created in made):
                 self.server.create(body)
