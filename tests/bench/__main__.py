@@ -29,9 +29,10 @@ from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
 from tests.bench import bench_claims, bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
+from tests.bench.process import Process, process
 from tests.config.files import bombs
 from tests.kubeconfigs import written
-from tests.programs import ANY_CONFIG, image_environment
+from tests.programs import ANY_CONFIG
 from tests.scenarios.node import wait_for
 
 MB = 1e6
@@ -47,75 +48,6 @@ def result(what: str, value: float, unit: str, limit: float | None, *, least: bo
     RESULTS.append((what, shown, wanted, ratio))
     verdict = "" if ratio is None else f"{ratio:5.2f} of the limit" + ("" if ratio <= 1 else "   MISSED")
     print(f"{what:<58} {shown:>12}   {wanted:<10} {verdict}".rstrip(), flush=True)
-
-
-class Process:
-    """A child, measured through /proc; Python runs with the options of the image."""
-
-    def __init__(self, *command: str) -> None:
-        self.began = time.monotonic()
-        environment = {**os.environ, **image_environment()}
-        self.child = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, env=environment)
-
-    def _status(self, key: str) -> int:
-        for line in Path(f"/proc/{self.child.pid}/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1])
-        raise KeyError(key)
-
-    @property
-    def resident(self) -> float:
-        """Resident memory in bytes."""
-        return self._status("VmRSS") * 1024.0
-
-    @property
-    def highest(self) -> float:
-        """The most resident memory that it ever had, in bytes."""
-        return self._status("VmHWM") * 1024.0
-
-    @property
-    def cpu(self) -> float:
-        """CPU seconds so far."""
-        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    @property
-    def threads(self) -> int:
-        """Threads now."""
-        return self._status("Threads")
-
-    @property
-    def descriptors(self) -> int:
-        """Open files now."""
-        return len(os.listdir(f"/proc/{self.child.pid}/fd"))
-
-    def settled(self) -> float:
-        """Return resident memory once it has stopped growing."""
-        before = -1.0
-        while (now := self.resident) != before:
-            before = now
-            time.sleep(0.5)
-        return now
-
-    def end(self) -> None:
-        """End it; show what it said if it ended by itself."""
-        said = b""
-        if self.child.poll() is not None and self.child.stderr is not None:
-            said = self.child.stderr.read()
-        self.child.terminate()
-        self.child.communicate(timeout=20)
-        if said:
-            print(said.decode(), file=sys.stderr)
-
-
-@contextlib.contextmanager
-def process(*command: str) -> Iterator[Process]:
-    """Run a child."""
-    child = Process(*command)
-    try:
-        yield child
-    finally:
-        child.end()
 
 
 def config(root: Path, count: int, driver: str = "") -> list[str]:

@@ -1256,7 +1256,7 @@ def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[.
 
 
 def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Failed and pending pods of the cluster are listed, not the pods of each node; what failed before stops nothing."""
+    """It lists failed and pending pods of the cluster, not the pods of each node; former failures stop nothing."""
     many = [f"n{number}" for number in range(1, FEW + 3)]
     for name in many:
         nodes.agent(name)

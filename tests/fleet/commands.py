@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from deviceplugin.register.records import State
 from dra_bridge.rollout import progress
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
+from tests.cluster.api import ApiError
 from tests.fleet.audit import of_user
 from tests.fleet.parts import Counts, each, show
 from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, Usage, names_of
@@ -32,6 +33,7 @@ IMAGES: Final = [
 """As many as a kubelet reports (nodeStatusMaxImages)."""
 
 
+SLICES: Final = "resource.k8s.io/v1"
 PUBLISHED: Final = [
     {"name": f"fpga-sim-{number}", "attributes": {"fpga.example.com/model": {"string": "simulated"}}}
     for number in range(DEVICES)
@@ -66,13 +68,28 @@ def report(share: str, requested: str) -> str:
     return progress.encoded(Progress(resources, requested, {RESOURCE: ""}))
 
 
+class Wanted(NamedTuple):
+    """What the annotations of a Node ask of its agent. share: "" for none. pool: whether a pool even if it is empty."""
+
+    share: str = ""
+    pool: bool = False
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the agent publishes a slice."""
+        return self.pool or self.share not in ("", "none")
+
+
 class Reports:
-    """Stands for the agents: has a Node's Lease say that all devices have moved soon after a share is requested."""
+    """Stands for the agents: has a Node's Lease say that all devices have moved soon after a share is requested.
+
+    It publishes and withdraws the slice, too.
+    """
 
     def __init__(self, plane: ControlPlane, names: Sequence[str]) -> None:
         self._plane = plane
         self._names = set(names)
-        self._reported: dict[str, str] = {}
+        self._done: dict[str, Wanted] = {}
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(4)
 
@@ -85,23 +102,18 @@ class Reports:
         numbers = {RESOURCE: str(DEVICES), "cpu": "8", "memory": "32Gi", "pods": "110"}
         status: dict[str, Any] = {"capacity": numbers, "allocatable": numbers, "images": IMAGES}
         status["conditions"] = [{"type": "Ready", "status": "True", "reason": "KubeletReady"}]
-        metadata = {"name": name, "labels": {"pool": "fpga"}}
-        api.create({"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status})
+        node = {"name": name, "labels": {"pool": "fpga"}}
+        api.create({"apiVersion": "v1", "kind": "Node", "metadata": node, "status": status})
         labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
         annotations = {progress.annotation(DRIVER): report("none", "")}
         lease = {"name": name, "namespace": NAMESPACE, "labels": labels, "annotations": annotations}
         api.create({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": lease, "spec": {}})
-        pool = {"name": name, "generation": 1, "resourceSliceCount": 1}
-        spec = {"driver": DRIVER, "nodeName": name, "pool": pool, "devices": PUBLISHED}
-        body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec}
-        api.create(body)
         container = {"name": "c", "image": "none", "resources": {"limits": {RESOURCE: "1"}}}
-        spec = {"nodeName": name, "serviceAccountName": OPERATOR.partition(":")[2], "containers": [container]}
-        spec["automountServiceAccountToken"] = False
-        api.create(
-            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "default"}, "spec": spec}
-        )
-        self._reported[name] = ""
+        account = {"serviceAccountName": OPERATOR.partition(":")[2], "automountServiceAccountToken": False}
+        spec = {"nodeName": name, **account, "containers": [container]}
+        metadata = {"name": name, "namespace": "default"}
+        api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        self._done[name] = Wanted()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -118,23 +130,31 @@ class Reports:
         while not self._over.wait(0.5):
             try:
                 nodes = self._plane.api.list("Node", None, "v1")
-            except OSError:
+            except (OSError, ApiError):
                 continue  # the API server is being restarted
             wanted = {}
             for body in nodes:
-                annotations = body["metadata"].get("annotations") or {}
-                wanted[body["metadata"]["name"]] = annotations.get(progress.share_annotation(DRIVER), "")
-            late = [name for name, share in self._reported.items() if wanted.get(name, "") != share]
-            list(self._pool.map(self._report, late, [wanted[name] for name in late]))
+                of_node = body["metadata"].get("annotations") or {}
+                share = of_node.get(progress.share_annotation(DRIVER), "")
+                wanted[body["metadata"]["name"]] = Wanted(share, progress.pool_annotation(DRIVER) in of_node)
+            late = [name for name, done in self._done.items() if wanted.get(name, Wanted()) != done]
+            list(self._pool.map(self._answer, late, [wanted[name] for name in late]))
 
-    def _report(self, name: str, requested: str) -> None:
-        annotations = {progress.annotation(DRIVER): report(requested or "none", requested)}
-        patch = {"metadata": {"annotations": annotations}}
+    def _answer(self, name: str, wanted: Wanted) -> None:
+        annotations = {progress.annotation(DRIVER): report(wanted.share or "none", wanted.share)}
+        patch, api = {"metadata": {"annotations": annotations}}, self._plane.api
         try:
-            self._plane.api.patch("Lease", name, patch, NAMESPACE, api_version="coordination.k8s.io/v1")
-        except OSError:
-            return
-        self._reported[name] = requested
+            if wanted.sliced and not self._done[name].sliced:
+                pool = {"name": name, "generation": 1, "resourceSliceCount": 1}
+                spec = {"driver": DRIVER, "nodeName": name, "pool": pool, "devices": PUBLISHED}
+                api.apply({"apiVersion": SLICES, "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec})
+            elif not wanted.sliced and self._done[name].sliced:
+                api.delete("ResourceSlice", name, api_version=SLICES)
+            if wanted.share != self._done[name].share:
+                api.patch("Lease", name, patch, NAMESPACE, api_version="coordination.k8s.io/v1")
+        except (OSError, ApiError):
+            return  # It is tried again.
+        self._done[name] = wanted
 
 
 def operator(plane: ControlPlane) -> Path:

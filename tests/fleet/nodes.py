@@ -25,6 +25,7 @@ from deviceplugin.sources import ConfiguredSource
 from deviceplugin.testing.pods import FakePod
 from dra_bridge.kube import Cluster
 from dra_bridge.kube.api import Object
+from dra_bridge.kube.auth import from_server
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import policies_of
@@ -33,11 +34,13 @@ from dra_bridge.testing.node import FakeNode
 from tests.cluster.api import Api, ApiError
 from tests.cluster.node import KUBELET_DIRECTORY
 from tests.fleet.plane import CONFIG, NAMESPACE
+from tests.fleet.real_pods import ClaimsOfPods, RealPods
 
 _LOG: Final = logging.getLogger(__name__)
 ROOTS: Final = KUBELET_DIRECTORY / "f"
 """Short: the paths of sockets have 107 characters at most."""
 THREADS: Final = 64
+OF_KUBELETS: Final = {"cpu", "memory", "pods", "ephemeral-storage"}
 
 
 class Server:
@@ -50,6 +53,8 @@ class Server:
         self._api = api
         self._node = node
         self._claims: dict[tuple[str, str], Object] = {}
+        self._real: set[tuple[str, str]] = set()
+        """Claims that the real scheduler allocates and the real controller releases."""
         self._classes: list[Object] = []
         self._changed = threading.Condition()
 
@@ -83,17 +88,35 @@ class Server:
         if plural == "resourceclaims":
             return self._claims[namespace, name]
         try:
-            return self._api.get("Node", name, api_version="v1")
+            node = self._api.get("Node", name, api_version="v1")
         except ApiError as error:
             raise KeyError(name) from error
+        for numbers in (node["status"].get("capacity") or {}, node["status"].get("allocatable") or {}):
+            for name in OF_KUBELETS & numbers.keys():
+                del numbers[name]  # The embedded kubelet has devices alone, and would remove what it does not have.
+        return node
 
     def create(self, body: Object) -> Object:
         """Make a claim, allocated as its status says."""
         return self.replace({**self._api.create(body), "status": body.get("status") or {}})
 
+    def adopt(self, claim: Object) -> None:
+        """Have a claim that the real scheduler has allocated."""
+        key = claim["metadata"]["namespace"], claim["metadata"]["name"]
+        self._claims[key] = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", **claim}
+        self._real.add(key)
+
+    def release(self, name: str, namespace: str) -> None:
+        """Forget such a claim."""
+        self._claims.pop((namespace, name), None)
+        self._real.discard((namespace, name))
+
     def replace(self, body: Object) -> Object:
         """Write the status of a claim."""
         kind, name, namespace = body["kind"], body["metadata"]["name"], body["metadata"]["namespace"]
+        if (namespace, name) in self._real:
+            self._claims[namespace, name] = body
+            return body
         path = self._api.resource(kind, body["apiVersion"]).path(name, namespace)
         claim = self._api.request("PUT", f"{path}/status", body)
         self._claims[namespace, name] = claim
@@ -121,6 +144,8 @@ class Nodes:
         self.bridges: dict[str, Bridge] = {}
         self.pods: dict[str, FakePod] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._real: RealPods | None = None
+        self._following: asyncio.Task[None] | None = None
 
     async def kubelets(self, names: list[str], status_period: float | None = None) -> None:
         """Start kubelets."""
@@ -169,6 +194,20 @@ class Nodes:
         """Delete a pod and wait until it is gone."""
         await asyncio.to_thread(self.pods.pop(name).delete, timeout)
 
+    async def follow_pods(self, namespace: str) -> None:
+        """Run the pods that the real scheduler binds to nodes of this process from now on."""
+        ca = str(self.accounts / "ca.crt")
+        url = f"https://{self.api.host}:{self.api.port}"
+        cluster = Cluster(lambda: from_server(url, token_file=self.accounts / "admin", ca_file=ca))
+        nodes = {name: (node, cast("ClaimsOfPods", node.server)) for name, node in self.nodes.items()}
+        self._real = RealPods(self.api, cluster, nodes)
+        self._following = asyncio.create_task(self._real.run(namespace))
+
+    async def pods_found(self) -> dict[str, Any]:
+        """Return what was found of these pods."""
+        assert self._real is not None
+        return await asyncio.to_thread(self._real.found)
+
     async def failed(self) -> list[str]:
         """Return the agents that have ended."""
         return [f"{name}: {task.exception()!r}" for name, task in self._tasks.items() if task.done()]
@@ -182,6 +221,8 @@ class Nodes:
 
     async def stop(self) -> None:
         """End all agents and kubelets."""
+        if self._following is not None:
+            self._following.cancel()
         for bridge in self.bridges.values():
             bridge.agent.stop()
         if self._tasks:

@@ -149,11 +149,11 @@ class Measured:
             wait_for(lambda: all(len(times) >= WATCHES for times in opened().values()), seconds, "all watch")
         return opened()
 
-    def grow(self, count: int) -> list[str]:
-        """Start nodes until there are so many; return the new ones."""
+    def grow(self, count: int, **options: Any) -> list[str]:
+        """Start nodes until there are so many; return the new ones. options: of `Nodes.start`."""
         names = names_of(count)[len(self.fleet.names) :]
         self.plane.add_nodes(names)
-        self.fleet.start(names, INTERVAL)
+        self.fleet.start(names, INTERVAL, **options)
         self.plane.wait_for(
             lambda: len(self.views(names)) == len(names), 120.0, f"{len(names)} agents have reported their devices"
         )

@@ -57,8 +57,8 @@ class Usage(NamedTuple):
 class ControlPlane(Cluster):
     """etcd and the API server, with default priority and fairness, RBAC and the policies of the manifests.
 
-    etcd sends its progress every 5 s, as kubeadm configures it. There are no controllers: what they would do for the
-    agents, which is to delete the Lease of a Node that is gone, no part of a run needs.
+    etcd sends its progress every 5 s, as kubeadm configures it. Unless `start_scheduling` starts some, there are no
+    controllers: what they would do for the agents, which is to delete the Lease of a Node that is gone, no run needs.
     """
 
     def __init__(self, version: str | None = None) -> None:
@@ -84,6 +84,14 @@ class ControlPlane(Cluster):
             self.stop()
             raise
         self.started_in = time.monotonic() - began
+
+    def start_scheduling(self) -> None:
+        """Start the scheduler, and the controllers of claims, of ServiceAccounts and of objects without an owner."""
+        manager = self.components["kube-controller-manager"]
+        controllers = ("resourceclaim", "serviceaccount", "garbage-collector")
+        manager.argv.append("--controllers=" + ",".join(f"{name}-controller" for name in controllers))
+        manager.start()
+        self.components["kube-scheduler"].start()
 
     def install(self, **options: Any) -> None:
         """Apply what the manifests say, all but the DaemonSet."""

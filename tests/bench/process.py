@@ -1,0 +1,82 @@
+"""A program of ours as a child, measured through /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.programs import image_environment
+
+
+class Process:
+    """A child, measured through /proc; Python runs with the options of the image."""
+
+    def __init__(self, *command: str) -> None:
+        self.began = time.monotonic()
+        environment = {**os.environ, **image_environment()}
+        self.child = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, env=environment)
+
+    def _status(self, key: str) -> int:
+        for line in Path(f"/proc/{self.child.pid}/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1])
+        raise KeyError(key)
+
+    @property
+    def resident(self) -> float:
+        """Resident memory in bytes."""
+        return self._status("VmRSS") * 1024.0
+
+    @property
+    def highest(self) -> float:
+        """The most resident memory that it ever had, in bytes."""
+        return self._status("VmHWM") * 1024.0
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds so far."""
+        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def threads(self) -> int:
+        """Threads now."""
+        return self._status("Threads")
+
+    @property
+    def descriptors(self) -> int:
+        """Open files now."""
+        return len(os.listdir(f"/proc/{self.child.pid}/fd"))
+
+    def settled(self) -> float:
+        """Return resident memory once it has stopped growing."""
+        before = -1.0
+        while (now := self.resident) != before:
+            before = now
+            time.sleep(0.5)
+        return now
+
+    def end(self) -> None:
+        """End it; show what it said if it ended by itself."""
+        said = b""
+        if self.child.poll() is not None and self.child.stderr is not None:
+            said = self.child.stderr.read()
+        self.child.terminate()
+        self.child.communicate(timeout=20)
+        if said:
+            print(said.decode(), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def process(*command: str) -> Iterator[Process]:
+    """Run a child."""
+    child = Process(*command)
+    try:
+        yield child
+    finally:
+        child.end()
