@@ -91,8 +91,7 @@ class DriverRuntime:
                 self.drop(resource)
             handover = self._handover(service, policy, Moving(self.name, leaving))
             runtime = self.resources[resource] = ResourceRuntime(service, policy, handover, leaving)
-            # type: ignore[misc]
-            runtime.unsubscribe = service.inventory.subscribe(lambda _, runtime=runtime: self._listed(runtime))
+            runtime.unsubscribe = service.inventory.subscribe(lambda _, runtime=runtime: self._listed(runtime))  # type: ignore[misc]
             self._start(runtime)
             self._listed(runtime)
         self._serve_claims()
