@@ -1,11 +1,11 @@
 """``python -m tests.cluster.matrix``: what works on which Kubernetes, by running the tests on real nodes of each.
 
-The versions are run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. With
-``--record`` PAGE is made of pytest's reports. A test is one feature and its docstring says which. Tests that passed on
-all versions are counted; the others have a row: ``yes`` is a test that passed and ``no`` one that was skipped because
-the version lacks the feature, for the reason given below the table.
+The versions are run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. A
+test is one feature and its docstring says which. With ``--record`` what was seen goes into RECORD, in the place of what
+was seen of these tests on this minor version before, and PAGE is made of it. So a part can be run alone::
 
-`--machine` makes the part about the virtual machine of tests/vm anew, of its own reports.
+    python -m tests.cluster.matrix --record --version 1.35.4 test_quota_real test_dra::test_selectors
+    python -m tests.cluster.matrix --merge DIRECTORY    # records reports VERSION.xml and PART-VERSION.xml of pytest
 
 With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version, else some of them.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import datetime as dt
 import json
 import os
 import statistics
@@ -22,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deviceplugin.device import counted
 from tests.cluster import build
@@ -45,14 +45,12 @@ TESTS = {
     "test_autoscaler_real": "Autoscalers",
     "test_quota_real": "Quotas",
     "test_parameters_real": "Parameters at admission",
+    "test_metadata_real": "Files about devices in containers",
     HOLDERS: "No device has two holders",
 }
 """The modules of tests, and the heading of each on PAGE."""
 MACHINE = "test_unit"
-"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a report of its own.
-
-It is the last part of PAGE, which `--machine DIRECTORY` makes anew of such reports alone.
-"""
+"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a report of its own."""
 TITLES = {**TESTS, MACHINE: "As a unit of systemd, with cgroup v2, in a virtual machine"}
 SCENARIOS = {
     "test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py",
@@ -60,51 +58,110 @@ SCENARIOS = {
 }
 """Where a module has its tests from, if not from the file of its name."""
 HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps", "released in use", "seconds of moves"]
+RECORD = HERE / "matrix.json"
+"""What was seen of each test on each minor version: the fields of Seen, by module, test and minor version."""
 PAGE = ROOT / "docs" / "support-matrix.md"
 INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
 
 Tests ran with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}). Those that did
-not pass on all versions have a row. `yes`: it passed. `no`: this version lacks what the test needs. `-`: it was not
-run. [Support](support.md) lists the feature gates. `tox -e matrix -- --record` makes this page. Each change is tested
-with {default}.
+not pass on all versions of a part have a row. `yes`: it passed. `no`: this version lacks what the test needs. `-`: it
+was not run. [Support](support.md) lists the feature gates. `tox -e matrix -- --record` runs all or a part, writes
+[the record](../tests/cluster/matrix.json), which has version and day of each cell, and makes this page of it. Each
+change is tested with {default}.
 """
 SCENARIOS_OF_HOLDERS = """Faults of each kind during moves, and pods that wait for each device.
 A container locks its devices; a lock that fails is an overlap.
 """
 
 
-class Outcome(NamedTuple):
-    """How a test went on one version: yes, no or FAILED, and why it was skipped or what failed."""
+class Seen(NamedTuple):
+    """How a test went on one version: yes, no or FAILED; on which and when, why it was skipped or what failed.
+
+    holders: what a scenario about holders counted, HEAD without scenario and version.
+    """
 
     word: str
+    version: str
+    date: str
     reason: str = ""
+    holders: Sequence[str] = ()
 
 
-def outcomes(report: Path) -> dict[str, dict[str, Outcome]]:
-    """Return how each test went by module and test from a report of pytest's in JUnit's form."""
-    found: dict[str, dict[str, Outcome]] = {}
-    for case in ET.parse(report).getroot().iter("testcase"):  # pytest wrote it
-        module = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
-        outcome = Outcome("yes")
-        for child in case:
-            if child.tag == "skipped":
-                outcome = Outcome("no", child.get("message", ""))
-            elif child.tag in ("failure", "error"):
-                outcome = Outcome("FAILED", child.get("message", "").partition("\n")[0][:200])
-        tests, name = found.setdefault(module, {}), case.get("name", "")
-        if name not in tests or tests[name].word != "FAILED":  # a test can fail once more, in its teardown
-            tests[name] = outcome
+Record = dict[str, dict[str, dict[str, Seen]]]
+
+
+def outcomes(version: str, report: Path) -> dict[str, dict[str, Seen]]:
+    """Return how each test went by module and test from a report of pytest's in JUnit's form.
+
+    Scenarios about holders that were skipped are left out: that is for want of time, not of a feature.
+    """
+    found: dict[str, dict[str, Seen]] = {}
+    for suite in ET.parse(report).getroot().iter("testsuite"):  # pytest wrote it
+        date = suite.get("timestamp", "").partition("T")[0]
+        for case in suite.iter("testcase"):
+            module = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
+            holders = [
+                json.loads(one.get("value", "")) for one in case.iter("property") if one.get("name") == "holders"
+            ]
+            seen = Seen("yes", version, date, "", holders[0][1:] if holders else ())
+            for child in case:
+                if child.tag == "skipped":
+                    seen = seen._replace(word="no", reason=child.get("message", ""))
+                elif child.tag in ("failure", "error"):
+                    seen = seen._replace(word="FAILED", reason=child.get("message", "").partition("\n")[0][:200])
+            tests, name = found.setdefault(module, {}), case.get("name", "")
+            if module == HOLDERS and seen.word == "no":
+                continue
+            if name not in tests or tests[name].word != "FAILED":  # a test can fail once more, in its teardown
+                tests[name] = seen
     return found
 
 
-def holder_rows(report: Path) -> list[list[str]]:
-    """Return what the scenarios about holders recorded in a report: HEAD without the version."""
-    properties = ET.parse(report).getroot().iter("property")
-    return sorted(json.loads(one.get("value", "")) for one in properties if one.get("name") == "holders")
+def read() -> Record:
+    """Return RECORD; nothing if there is none."""
+    modules = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {
+        module: {test: {at: Seen(*seen) for at, seen in cells.items()} for test, cells in tests.items()}
+        for module, tests in modules.items()
+    }
 
 
-def features(path: Path) -> dict[str, str]:
+def merged(record: Record, seen: Sequence[Mapping[str, Mapping[str, Seen]]]) -> Record:
+    """Return a record with what reports have; of a test that one has, all earlier cells of that version are left out,
+    those of other parameters too. Tests that are no more are left out.
+    """
+    cells = [(module, test, one) for report in seen for module, tests in report.items() for test, one in tests.items()]
+    anew = {(module, plain(test), minor(one.version)) for module, test, one in cells}
+    made: Record = {}
+    for module in TITLES:
+        said = features(module)
+        for test, kept in record.get(module, {}).items():
+            left = {at: one for at, one in kept.items() if (module, plain(test), at) not in anew}
+            if left and plain(test) in said:
+                made.setdefault(module, {})[test] = left
+        for _, test, one in (cell for cell in cells if cell[0] == module and plain(cell[1]) in said):
+            made.setdefault(module, {}).setdefault(test, {})[minor(one.version)] = one
+    return made
+
+
+def write(record: Record) -> None:
+    """Write RECORD, a line for each test, and make PAGE of it."""
+
+    def cells(of: Mapping[str, Seen]) -> str:
+        short = {at: seen[: 5 if seen.holders else 4 if seen.reason else 3] for at, seen in sorted(of.items())}
+        return json.dumps(short)
+
+    modules = []
+    for module, tests in record.items():
+        lines = [f"  {json.dumps(test)}: {cells(tests[test])}" for test in sorted(tests)]
+        modules.append(f" {json.dumps(module)}: {{\n" + ",\n".join(lines) + "\n }")
+    RECORD.write_text("{\n" + ",\n".join(modules) + "\n}\n")
+    PAGE.write_text(page(record))
+
+
+def features(module: str) -> dict[str, str]:
     """Return the first line of each test's docstring by the test."""
+    path = SCENARIOS.get(module, HERE / f"{module}.py")
     return {
         item.name: (ast.get_docstring(item) or item.name).partition("\n")[0]
         for item in ast.walk(ast.parse(path.read_text()))
@@ -112,39 +169,53 @@ def features(path: Path) -> dict[str, str]:
     }
 
 
-def table(by_version: Mapping[str, Mapping[str, Sequence[str]]], said: Mapping[str, str]) -> str:
-    """Return how many of a module's tests passed on all versions, a table of the others, and the reasons below it.
+def versions_of(tests: Mapping[str, Mapping[str, Seen]]) -> list[str]:
+    """Return the minor versions that something of a part was seen on."""
+    return sorted({at for cells in tests.values() for at in cells})
 
-    Tests that said lacks are left out.
+
+def table(tests: Mapping[str, Mapping[str, Seen]], said: Mapping[str, str]) -> str:
+    """Return how many of a part's tests passed on all versions, a table of the others, and the reasons below it.
+
+    Tests that said lacks are left out; those that were never run have a row.
     """
-    names = dict.fromkeys(name for found in by_version.values() for name in found if name.partition("[")[0] in said)
-    versions = [minor(version) for version in by_version]
+    ran = {plain(name) for name in tests}
+    names = [name for name in [*tests, *(one for one in said if one not in ran)] if plain(name) in said]
+    versions = versions_of(tests)
     rows = [["", *versions]]
     reasons: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: list(said).index(name.partition("[")[0])):
-        plain, _, parameters = name.partition("[")
-        feature = said[plain] + (f" [{parameters}" if parameters else "")
-        cells = [Outcome(*found.get(name, ("-",))) for found in by_version.values()]
-        if any(cell.word != "yes" for cell in cells):
-            rows.append([feature.replace("|", "\\|"), *(cell.word for cell in cells)])
+    for name in sorted(names, key=lambda name: list(said).index(plain(name))):
+        _, _, parameters = name.partition("[")
+        feature = said[plain(name)] + (f" [{parameters}" if parameters else "")
+        cells = [tests.get(name, {}).get(version) for version in versions]
+        words = [cell.word if cell else "-" for cell in cells]
+        if any(word != "yes" for word in words):
+            rows.append([feature.replace("|", "\\|"), *words])
         for version, cell in zip(versions, cells, strict=True):
-            if cell.reason:
+            if cell and cell.reason:
                 reasons.setdefault(cell.reason, []).append(version)
     passed = f"{len(names) - len(rows) + 1} of {counted(len(names), 'test')} passed on all of {', '.join(versions)}."
     because = [f"- {', '.join(dict.fromkeys(of))}: {why}" for why, of in reasons.items()]
     return "\n".join([passed, *(["", markdown(rows)] if rows[1:] else []), *([""] if because else []), *because])
 
 
-def holders_table(by_version: Mapping[str, Mapping[str, Any]]) -> str:
+def holders_table(tests: Mapping[str, Mapping[str, Seen]]) -> str:
     """Return the sums of the scenarios about holders, a row for each version."""
     rows = [["", "scenarios", "passed", *HEAD[4:6], "moves: half within", "slowest move"]]
-    for version, found in by_version.items():
-        words = [word for word, *_ in found["outcomes"].values() if word != "no"]
-        seconds = [float(one) for row in found["holders"] for one in row[5].split() if one != "-"]
+    for version in versions_of(tests):
+        cells = [cells[version] for cells in tests.values() if version in cells]
+        counts = [cell.holders for cell in cells if cell.holders]
+        seconds = [float(one) for row in counts for one in row[4].split() if one != "-"]
         times = [f"{statistics.median(seconds):.1f} s", f"{max(seconds):.1f} s"] if seconds else ["", ""]
-        sums = [str(sum(int(row[place]) for row in found["holders"])) for place in (3, 4)]
-        rows.append([minor(version), str(len(words)), str(words.count("yes")), *sums, *times])
+        sums = [str(sum(int(row[place]) for row in counts)) for place in (2, 3)]
+        passed = sum(cell.word == "yes" for cell in cells)
+        rows.append([version, str(len(cells)), str(passed), *sums, *times])
     return markdown(rows)
+
+
+def plain(test: str) -> str:
+    """Return a test's name without its parameters."""
+    return test.partition("[")[0]
 
 
 def minor(version: str) -> str:
@@ -160,90 +231,79 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def page(reports: Mapping[str, Path]) -> str:
-    """Return PAGE of pytest's reports by version."""
-    record: dict[str, dict[str, dict[str, Any]]] = {}
-    for version, report in reports.items():
-        for part in filter(Path.exists, (report, report.with_name(f"vm-{report.name}"))):
-            ran, day = outcomes(part), dt.datetime.fromtimestamp(part.stat().st_mtime, dt.UTC).date().isoformat()
-            for module in TITLES.keys() & ran.keys():
-                holders = holder_rows(part) if module == HOLDERS else []
-                record.setdefault(version, {})[module] = {"date": day, "outcomes": ran[module], "holders": holders}
+def runs(record: Record) -> str:
+    """Return a table of the programs' versions and days: how many tests of each part were seen with them."""
+    versions = sorted({at for tests in record.values() for at in versions_of(tests)})
+    rows = [["", *versions]]
+    for module, tests in record.items():
+        row = [TITLES[module]]
+        for version in versions:
+            of = Counter((cells[version].version, cells[version].date) for cells in tests.values() if version in cells)
+            row.append("; ".join(f"{at} on {date}: {count}" for (at, date), count in sorted(of.items())) or "-")
+        rows.append(row)
+    return markdown(rows)
+
+
+def page(record: Record) -> str:
+    """Return PAGE."""
     parts = [INTRODUCTION.format(containerd=build.CONTAINERD_VERSION, default=minor(build.DEFAULT_VERSION))]
-    dates = [[version, *sorted({module["date"] for module in record[version].values()})] for version in record]
-    parts += [markdown([["Kubernetes", "run on"], *([version, " to ".join(days)] for version, *days in dates)])]
-    for module, title in TITLES.items():
-        found = {version: record[version][module] for version in record if module in record[version]}
-        parts += [f"\n## {title}\n"]
+    parts += ["How many tests were seen, with which programs and when:\n", runs(record)]
+    for module, tests in record.items():
+        parts += [f"\n## {TITLES[module]}\n"]
         if module == HOLDERS:
-            parts += [SCENARIOS_OF_HOLDERS, holders_table(found)]
+            parts += [SCENARIOS_OF_HOLDERS, holders_table(tests)]
         else:
-            said = features(SCENARIOS.get(module, HERE / f"{module}.py"))
-            parts += [table({version: one["outcomes"] for version, one in found.items()}, said)]
+            parts += [table(tests, features(module))]
     return "\n".join(parts) + "\n"
 
 
-def machine_part(page_now: str, reports: Mapping[str, Path]) -> str:
-    """Return PAGE as it is now, with another part about the machine: of its reports by version. Tests that none has are
-    named as not run.
-    """
-    said = features(SCENARIOS[MACHINE])
-    by_version = {version: outcomes(report).get(MACHINE, {}) for version, report in reports.items()}
-    ran = {name.partition("[")[0] for found in by_version.values() for name in found}
-    missing = {name: Outcome("-") for name in said if name not in ran}
-    days = {dt.datetime.fromtimestamp(one.stat().st_mtime, dt.UTC).date().isoformat() for one in reports.values()}
-    head = page_now.partition(f"\n## {TITLES[MACHINE]}\n")[0]
-    shown = table({version: {**found, **missing} for version, found in by_version.items()}, said)
-    return f"{head}\n## {TITLES[MACHINE]}\n\nRun on {', '.join(sorted(days))}. {shown}\n"
-
-
-def run(version: str, tests: Sequence[str], report: Path) -> None:
+def run(version: str, tests: Sequence[str], nodes: int, report: Path) -> None:
     """Run the tests on nodes of one version."""
     environment = {**os.environ, "KUBERNETES_VERSION": version}
     subprocess.run([sys.executable, "-m", "tests.cluster.build", version], check=True, env=environment)
-    isolated = f"{NODES}*popen//python={sys.executable} -m tests.cluster.isolate {sys.executable}"
+    isolated = f"{nodes}*popen//python={sys.executable} -m tests.cluster.isolate {sys.executable}"
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     subprocess.run([*pytest, "--tx", isolated, "--dist", "worksteal", *tests], check=False, env=environment)
+
+
+def in_pytest(what: str) -> str:
+    """Return what pytest calls a module, or a test of it that is named as MODULE::TEST."""
+    module, *test = what.split("::", 1)
+    return "::".join([str(HERE / f"{module}.py"), *test])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all versions and print what did not pass; 1 if a test failed anywhere or a version gave no report."""
     parser = argparse.ArgumentParser(prog="tests.cluster.matrix", description=__doc__)
     parser.add_argument("--version", action="append", help="one of these instead of all (may be given again)")
-    parser.add_argument("--reports", type=Path, help="keep pytest's reports here, and use those that are there")
-    parser.add_argument("--record", action="store_true", help=f"make {PAGE.name} of the reports")
+    parser.add_argument("--nodes", type=int, default=NODES, help=f"how many nodes at a time ({NODES})")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} and {PAGE.name} after each version")
     parser.add_argument(
-        "--machine", type=Path, metavar="DIRECTORY", help="take the machine's part from its reports here"
+        "--merge", type=Path, metavar="DIRECTORY", help="run nothing, record pytest's reports from here"
     )
-    parser.add_argument("modules", nargs="*", help="what to run: module names (all)")
+    parser.add_argument("tests", nargs="*", help="what to run: modules, or MODULE::TEST (all)")
     options = parser.parse_args(argv)
-    if options.machine:
-        found = {one.stem.removeprefix("vm-"): one for one in sorted(options.machine.glob("vm-*.xml"))}
-        PAGE.write_text(machine_part(PAGE.read_text(), found))
+    if options.merge:
+        found = {report: report.stem.rpartition("-")[2] for report in sorted(options.merge.glob("*.xml"))}
+        write(merged(read(), [outcomes(version, report) for report, version in found.items()]))
         return 0
     whole = True
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = options.reports or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
-        reports: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory() as directory:
         for version in options.version or VERSIONS:
-            report = directory / f"{version}.xml"
-            if not report.exists():
-                print(f"--- Kubernetes {version}", flush=True)
-                run(version, [str(HERE / f"{module}.py") for module in options.modules or TESTS], report)
-            tests = outcomes(report) if report.exists() else {}
-            if tests:
-                reports[version] = report
+            print(f"--- Kubernetes {version}", flush=True)
+            report = Path(directory) / f"{version}.xml"
+            run(version, [in_pytest(what) for what in options.tests or TESTS], options.nodes, report)
+            tests = outcomes(version, report) if report.exists() else {}
             failed = [
-                f"{version}: {name}: {outcome.reason}"
+                f"{version}: {name}: {seen.reason}"
                 for module in tests.values()
-                for name, outcome in module.items()
-                if outcome.word == "FAILED"
+                for name, seen in module.items()
+                if seen.word == "FAILED"
             ]
             print(*failed, sep="\n")
             whole = whole and bool(tests) and not failed
-        if options.record:
-            PAGE.write_text(page(reports))
+            if options.record:
+                write(merged(read(), [tests]))
     return 0 if whole else 1
 
 
