@@ -73,6 +73,11 @@ class NodeWatch:
             self._known.set()
             self.annotated()
 
+    @property
+    def uninitialized(self) -> bool:
+        """Whether Karpenter has created the Node and has not initialized it yet; False until the Node is read."""
+        return self._known.is_set() and not self._initialized.is_set()
+
     async def initialized(self) -> bool:
         """Return whether new devices may begin on the DRA side; False while Karpenter has not initialized its node.
 

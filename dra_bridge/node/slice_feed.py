@@ -194,14 +194,21 @@ class SliceFeed:
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
         # nodes of its group have a pool. So an empty pool is published only if a rollout requests it, because a rollout
-        # requests it for all its nodes.
+        # requests it for all its nodes; and while Karpenter initializes the node. For a node that it created for
+        # claims, Karpenter waits for a complete pool of their driver (1.14, nodeclaim/lifecycle/initialization.go), and
+        # the devices move only after that.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
-        empty = bool(offers) and asked
+        empty = bool(offers) and (asked or (self._context.node.watch.uninitialized and self._wants_devices()))
         pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]
         ticket = self._publisher.want(pool)
         self._without = {key: self._without.get(key, (ticket, None)) for key in without}
         self._passed.set()
         return rest
+
+    def _wants_devices(self) -> bool:
+        """Return whether a share requests devices for the DRA side."""
+        share = self._context.share
+        return any(share.of(each.policy).of(len(each.listed.devices)) for each in self._context.resources.values())
 
     def _report(self) -> tuple[str, float | None]:
         """Return the report ("" for none), and the seconds until a report with changed holders may be written.

@@ -205,12 +205,12 @@ def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
-    """If Karpenter creates nodes, find resources of which all devices should be for claims (share `all`)."""
+    """If Karpenter creates nodes, find resources of which some devices should be for claims."""
     nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
     pod = view.program("karpenter", "controller") if nodes else ""
-    whole = [one.resource for one in view.targets.values() if one.share == "all"]
-    if nodes and whole:
-        reason = f"share all of {listed(whole)}" + (f"; pod {pod}" if pod else "")
+    moving = [one.resource for one in view.targets.values() if one.share != "none"]
+    if nodes and moving:
+        reason = f"claims are to have {listed(moving)}" + (f"; pod {pod}" if pod else "")
         yield PlanFinding(FindingKind.KARPENTER, f"nodes {listed(nodes)}", reason)
 
 

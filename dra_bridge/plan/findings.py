@@ -162,8 +162,8 @@ class FindingKind(Enum):
     KARPENTER = (
         "DB705",
         Severity.WARNING,
-        "with the share `all` a new node of Karpenter has nothing allocatable, and is never initialized",
-        "keep the share `none` in the config, and move a node's devices once it has karpenter.sh/initialized",
+        "Karpenter creates no node for a pod with a claim, unless its option for DRA is on",
+        "run Karpenter with `--ignore-dra-requests=false` (from 1.14), or leave pods that need new nodes with limits",
     )
     KUBE_STATE_METRICS = (
         "DB801",

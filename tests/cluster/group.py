@@ -211,6 +211,26 @@ class Group:
         """Run `dra-bridge rollout` over the group; return its status and what it has said."""
         return self.run("rollout", "--driver", self.driver, "-l", f"{LABEL}={self.label}", *arguments)
 
+    @contextlib.contextmanager
+    def rolling(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Have `dra-bridge rollout` over the group run beside the test; it is killed at the end if it still does."""
+        command = [
+            sys.executable,
+            "-m",
+            "dra_bridge",
+            "rollout",
+            "--driver",
+            self.driver,
+            "-l",
+            f"{LABEL}={self.label}",
+        ]
+        process = subprocess.Popen([*command, *arguments, "--kubeconfig", str(self.cluster.kubeconfig)])
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(30)
+
     def run(self, *arguments: str, timeout: float = 240.0) -> tuple[int, str]:
         """Run `dra-bridge` with an administrator's rights."""
         command = [sys.executable, "-m", "dra_bridge", *arguments, "--kubeconfig", str(self.cluster.kubeconfig)]

@@ -5,14 +5,18 @@ Agents and `dra-bridge rollout` are real; Nodes and kubelets are not (`tests.clu
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
+from dra_bridge.node.node_object import INITIALIZED, KARPENTER
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED
 from tests.autoscaler import Verdict, stops
 from tests.cluster.group import DEVICES, Group
 from tests.cluster.node import Cluster
+from tests.cluster.test_handover import RESOURCE as CARD
+from tests.cluster.test_handover import serving_cards, states
 
 RESOURCE, DRIVER = "example.net/card", "card.example.net"
 COUNT = 3
@@ -96,3 +100,53 @@ def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> No
     status, out = group.rollout("--share", "1", "--max-unavailable", str(COUNT))
     assert status == 0, out
     assert group.verdicts() == ALL_DISABLED
+
+
+@pytest.mark.parametrize(
+    ("ended", "next_run"),
+    [(signal.SIGINT, ("--undo",)), (signal.SIGKILL, ("--share", "none", "--take-over"))],
+    ids=["interrupted and undone", "killed and taken over"],
+)
+def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals, next_run: tuple[str, ...]) -> None:
+    """The nodes stay marked until another run takes the marks away, but for the one that an administrator has set."""
+    theirs = {SCALE_DOWN_DISABLED: "true"}
+    first, *_ = group.nodes
+    group.cluster.api.patch("Node", first.name, {"metadata": {"annotations": theirs}})
+    with group.rolling("--share", "all") as rollout:
+        group.until(lambda: group.report(first.name)["resources"][RESOURCE]["counts"].get("to-dra"), "a device waits")
+        rollout.send_signal(ended)
+        rollout.wait(60)
+    assert group.annotations() == [{**theirs, f"{DRIVER}/dra-pool": "publish"}, *[MARKS] * (COUNT - 1)]
+    assert group.verdicts() == ALL_DISABLED
+    status, out = group.rollout(*next_run)
+    assert status == 0, out
+    group.until(lambda: not group.slices(), "no node has a slice")
+    assert group.annotations() == [theirs, *[{}] * (COUNT - 1)]
+    assert group.verdicts() == [Verdict.DISABLED, *ALL_USED[1:]]
+
+
+def test_a_new_node_of_karpenter_serves_its_first_pods_by_limits(cluster: Cluster) -> None:
+    """With `share: all` its devices move once Karpenter has initialized the node. Until then its pool is empty.
+
+    With its option for DRA Karpenter waits for such a complete pool.
+    """
+    if cluster.minor < 34:
+        pytest.skip("extended resources through DRA came with 1.34")
+
+    def label(value: str | None, key: str) -> None:
+        cluster.api.patch("Node", cluster.node_name, {"metadata": {"labels": {key: value}}})
+
+    label("cards", KARPENTER)
+    try:
+        with serving_cards(cluster, "all") as bridge:
+            pod = cluster.start_pod("first", {CARD: 1}).wait_running()
+            cluster.wait_for(bridge.slices, 60, "there is a pool")
+            assert not any(one["spec"].get("devices") for one in bridge.slices())
+            assert states(bridge) == {"plugin": 8}
+            label("true", INITIALIZED)
+            cluster.wait_for(lambda: states(bridge) == {"dra": 7, "to-dra": 1}, 60, "all but the held one have moved")
+            pod.delete()
+            cluster.wait_for(lambda: states(bridge) == {"dra": 8}, 60, "the last one moves when its pod has ended")
+    finally:
+        label(None, KARPENTER)
+        label(None, INITIALIZED)

@@ -57,14 +57,14 @@ def card(share: str | int = "none") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving_cards(cluster: Cluster, **options: Any) -> Iterator[Bridge]:
-    """Run the agent with eight devices, all on the plugin's side. options: those of `Bridge.running`."""
+def serving_cards(cluster: Cluster, share: str = "none", **options: Any) -> Iterator[Bridge]:
+    """Run the agent with eight devices, all on the plugin's side first. options: those of `Bridge.running`."""
     for directory in (DEVICES, NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
     for number in range(8):
         os.mknod(DEVICES / f"card{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    with Bridge.running(cluster, card(), **options) as running:
+    with Bridge.running(cluster, card(share), **options) as running:
         cluster.wait_allocatable(RESOURCE, 8)
         try:
             yield running

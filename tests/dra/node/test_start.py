@@ -352,11 +352,16 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 
 
 async def test_nothing_moves_before_karpenter_has_initialized_the_node(node: FakeNode) -> None:
-    """A new node of Karpenter's serves its first pods by limits, whatever the share; then its devices move."""
+    """A new node of Karpenter's serves its first pods by limits, whatever the share; then its devices move.
+
+    With the option for DRA Karpenter waits for a complete pool as well; an empty one is enough.
+    """
     node.server.patch("nodes", NODE, {"metadata": {"labels": {"karpenter.sh/nodepool": "fpgas"}}})
     async with running(node, Share(part=1.0)) as bridge:
         await until(lambda: D in bridge.drivers and len(reconciled(bridge)) == 2, "the devices to be known")
         await until(lambda: len(agents.healthy(node, R)) == 2, "the kubelet to have the devices")
+        await until(lambda: len(node.server.objects()) == 1, "an empty pool")
+        assert not node.server.objects()[0]["spec"].get("devices")
         reads = len(node.server.requests("GET", "/nodes"))
         assert set(states(bridge).values()) == {State.PLUGIN}
         pod = await asyncio.to_thread(node.run_pod, "first", {R: 1})

@@ -281,7 +281,7 @@ CASES = (
     Case(
         K.KARPENTER,
         (node("n2", labels={"karpenter.sh/nodepool": "boards"}),),
-        f"nodes n2 share all of {BOARD}",
+        f"nodes n2 claims are to have {BOARD}",
         ("--driver", DRIVER, "--share", "all"),
     ),
     Case(K.KUBE_STATE_METRICS, (program("registry.k8s.io/kube-state-metrics/kube-state-metrics"),), "kube-state"),
