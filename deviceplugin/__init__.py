@@ -1,6 +1,6 @@
-"""Kubernetes device plugins in Python: describe a device once, serve it to the kubelet.
+"""Kubernetes device plugins in Python: an author describes devices, and the package registers and serves them.
 
-An author of a source needs only the names in `__all__`. All other names are imported from their modules.
+The author of a source needs only the names in `__all__`. All other names are imported from the modules.
 """
 
 from __future__ import annotations

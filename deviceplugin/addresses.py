@@ -16,7 +16,7 @@ MAX_SOCKET_PATH: Final = 107
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `host:port`, `[v6]:port` or `:port`. Raises OSError if the address has another form."""
+    """Split `host:port`, `[v6]:port` or `:port` into host and port. Raises OSError if the address has another form."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535 or (":" in host and host == bare):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits that double from `first` to `most` seconds.
+    """The waits between failed tries: they double from `first` to `most` seconds.
 
-    `draw` chooses each wait at random between half of the whole wait and the whole wait.
+    Each wait is shortened at random, to between half of it and all of it. draw: returns the random part.
     """
 
     first: float = 0.25
@@ -26,7 +26,7 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the seconds to wait if a retry before the longest wait will not help."""
+        """Return the longest wait in seconds, for an error that will not end soon."""
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:

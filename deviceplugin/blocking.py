@@ -1,6 +1,7 @@
 """Detects that a coroutine blocks the event loop, and names the line that blocks it.
 
-A blocked loop executes nothing: no call of the kubelet, no signal handler. Only another thread can report the block.
+A blocked loop executes nothing: no call of the kubelet, no signal handler. So another thread detects and reports the
+block.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PERIOD: Final = 5.0
 SAMPLE: Final = 0.2
 """Seconds between two samples of the line that the thread of a blocked loop executes."""
 TIMES: Final = 3
-"""Number of shorter blocks by one line of a source, among the last KEPT checks, after which the line is reported."""
+"""Number of shorter blocks by the same line of a source, among the last KEPT checks, from which the line is
+reported."""
 KEPT: Final = 20
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"
@@ -36,7 +38,7 @@ class BlockedLoopError(RuntimeError):
 
 
 class LoopWatch:
-    """Watches the present thread's event loop from another thread, until `end`.
+    """Watches the present thread's event loop from another thread, until `end` is called.
 
     blocked: the resource and the line that block the loop now, as text; "" while the loop runs. found: the line of a
     source that was reported last, as text; "" if there is none.
@@ -46,7 +48,7 @@ class LoopWatch:
         self.blocked = ""
         self.found = ""
         self._short: deque[tuple[str, str] | None] = deque(maxlen=KEPT)
-        """By check, the line of a source that blocked the loop for a shorter time."""
+        """For each of the last checks, the line of a source that blocked the loop for a shorter time, if any."""
         self._loop = asyncio.get_running_loop()
         self._looped = threading.get_ident()
         self._period, self._limit = period, limit
@@ -65,7 +67,8 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # The loop has ended.
                 return
-            # A busy machine delays the loop as well. A line counts as blocking only if two samples find the same line.
+            # A busy machine delays the loop as well, so a line counts as blocking only if two samples find the same
+            # line.
             line: tuple[str, str] | None = None
             same: tuple[str, str] | None = None
             while not turned.wait(SAMPLE) and not self._over.is_set():
@@ -91,7 +94,7 @@ class LoopWatch:
     def _line(self) -> tuple[str, str] | None:
         """Return the resource of the source whose code the loop's thread executes ("": none), and the executed line.
 
-        None if the thread executes the loop itself.
+        None if the thread executes the loop's own code.
         """
         frame: FrameType | None = sys._current_frames().get(self._looped)  # noqa: SLF001 - the documented way to it
         place, resource = "", ""

@@ -16,12 +16,13 @@ from deviceplugin.device import DeviceNode
 DIRECTORY: Final = "/var/run/cdi"
 """The directory in which container runtimes search CDI specs that do not survive a reboot."""
 CLASS: Final = "claim"
-"""The class in the kind of a claim's CDI device. The vendor in the kind is the driver's name."""
+"""The class in the kind (vendor/class) of a claim's CDI device; the vendor is made from the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
-"""Prefixes of a claim's CDI device names, `claim_<claim UID>_<request>`. `admin` is for administrative access alone."""
+"""The prefix of the CDI device's name for a request with administrative access alone; otherwise the prefix is `claim`:
+`claim_<claim UID>_<request>`."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
-"""The form of a claim's UID, which is a part of the claim file's name."""
+"""The form of a claim's UID, which is a part of the name of the claim's file."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
 
@@ -47,7 +48,7 @@ def qualified(driver: str, device: str) -> str:
 
 
 def file_of(name: str, uid: str) -> tuple[str, str]:
-    """Return the file name of a claim that has this CDI device, and the device's short name.
+    """Return the name of the CDI file of a claim with this CDI device, and the device's short name.
 
     The convention of the CDI library determines the file name. uid: the claim's UID.
     """
@@ -56,12 +57,15 @@ def file_of(name: str, uid: str) -> tuple[str, str]:
 
 
 def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, Any], ...]]:
-    """Return by device node its entries in a CDI spec. Blocks. Raises CdiError if a node is missing on the host."""
+    """Return, for each node, its entries in a CDI spec. Blocks. Raises CdiError if a node is missing on the host."""
     return {node: tuple(_nodes(node)) for node in nodes}
 
 
 def checked_text(value: str, what: str) -> str:
-    """Return `value`; raise CdiError if it has a NUL, which no CDI spec may have. what: its name in messages."""
+    """Return `value`; raise CdiError if it has a NUL, which is invalid in CDI specs.
+
+    what: the value's name in messages.
+    """
     if "\0" in value:
         raise CdiError(f"{what}: {value!r} contains a NUL character")
     return value
@@ -112,11 +116,11 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 def own_directory(directory: str) -> str:
-    """Return the directory of this project's other files that last until the next boot, below that of CDI specs.
+    """Return the directory, below the directory of CDI specs, of this project's files that last until the next boot.
 
     The directory of CDI specs is mounted into the agent's container, and in memory on most nodes. Runtimes do not read
-    directories below it. In the directory of CDI specs itself, each of these files would cost time: when any file there
-    is renamed or removed, containerd reads all specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch),
-    while the kubelet waits for the agent's answer.
+    directories below it. In the directory of CDI specs itself, these files would cost time: whenever a file there is
+    renamed or removed, containerd reads all specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch),
+    while the kubelet waits for the agent's response.
     """
     return os.path.join(directory, "deviceplugin")

@@ -1,6 +1,7 @@
-"""The command line: run, validate, devices, schema, demo, completion. The bridge's command line uses its classes.
+"""The command line `deviceplugin`: run, validate, devices, schema, demo, completion.
 
-Each command imports only the modules that it needs, so that `validate` never loads gRPC, and `run` starts quickly.
+The command line of `dra_bridge` uses this module's classes. Each command imports only the modules that it needs, so
+that `validate` never loads gRPC, and `run` starts quickly.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class CommandLine:
 
 
 def explained(error: ConfigError) -> str:
-    """Return the problems of a config file as text, and their number if there are several."""
+    """Return the problems of a config file as one text, which also states their number if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
 
@@ -230,7 +231,7 @@ def _devices(options: argparse.Namespace) -> int:
     listed, status = asyncio.run(_list(loaded))
     lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    hosts = {node.real for edit in edits for node in edit.device_nodes}  # The targets of symlinks.
+    hosts = {node.real for edit in edits for node in edit.device_nodes}  # With the targets of symlinks.
     hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
     _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside), lock.plugins))
@@ -271,7 +272,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 async def _list(loaded: Config) -> tuple[_Listed, int]:
-    """Return the devices of each resource whose devices can be listed, and the exit status."""
+    """Return the devices of each resource that can list its devices now, and the exit status."""
     import asyncio
 
     from deviceplugin import sources
@@ -303,7 +304,7 @@ async def first_list(source: ConfiguredSource) -> Sequence[Device]:
 
 
 def _unlinked(devices: Sequence[Device]) -> list[str]:
-    """Return warnings about devices that running containers may lose at a reload of systemd with cgroup v2."""
+    """Return warnings about devices that running containers may lose when systemd (with cgroup v2) is reloaded."""
     if not device_links.reload_matters():
         return []
     missing = device_links.unlinked(devices)
@@ -363,7 +364,7 @@ def _print_devices(listed: _Listed) -> None:
 
 
 def _nodes(source: ConfiguredSource, device: Device) -> str:
-    """Return the host paths that a container gets because of this device, without those of its resource."""
+    """Return the host paths that a container gets because of this device, without paths of the whole resource."""
     general = {mount.container for mount in source.config.mounts}
     places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]

@@ -1,4 +1,4 @@
-"""`deviceplugin demo` shows the events of a node in one process. The bridge's demo uses the classes of this module.
+"""`deviceplugin demo`: simulates a node in one process, and prints its events. `dra_bridge.demo` uses the classes here.
 
 The demo checks the statement of each line before it prints the line, and fails if a statement is not true. The demo
 writes only to a temporary directory.
@@ -31,11 +31,11 @@ TIMEOUT: Final = 10.0
 
 
 class DemoError(Exception):
-    """Raised when an expected event of the demo did not happen."""
+    """Raised when an event did not happen that the demo expects."""
 
 
 def check(met: bool, what: str) -> None:
-    """Raise DemoError unless the condition is met. what: the condition in words."""
+    """Raise DemoError if `met` is False. what: the condition in words."""
     if not met:
         raise DemoError(f"expected, but not true: {what}")
 
@@ -95,7 +95,7 @@ class Printer:
 def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
     """Run a scenario; return the exit status: 0, or 1 if a check failed.
 
-    stream: where the scenario prints, None for stdout. Log lines are printed only if the scenario fails.
+    stream: the stream to which the scenario prints, None for stdout. Log lines are printed only if the scenario fails.
     """
     printer, logged = Printer(stream or sys.stdout), io.StringIO()
     handler = logging.StreamHandler(logged)
@@ -206,7 +206,7 @@ class _Demo:
         self.event("pod", f"{pod.name} is done, {' and '.join(pod.device_ids)} free again")
 
     def failure_and_recovery(self) -> None:
-        """A free device fails and recovers; a pod waits for it."""
+        """Make a free device unhealthy, start a pod that waits for it, then make the device healthy."""
         idle = self.kubelet.devices(GPU).keys() - self.held().keys()
         check(len(idle) == 1, f"one device is free, not {idle}")
         free = idle.pop()
@@ -223,7 +223,7 @@ class _Demo:
         check(pod.device_ids == (free,), f"nightly got {free}")
 
     def holders(self) -> None:
-        """Wait until the plugin knows the holders, which it reads from the kubelet's checkpoint, not from Allocate."""
+        """Wait until the plugin has read the holders of devices from the kubelet's checkpoint."""
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
@@ -267,7 +267,7 @@ class _Demo:
         check(pod.env.get("GPU_VISIBLE_DEVICES") == joined(pod.device_ids), f"{pod.name} knows its devices")
 
     def held(self) -> dict[str, str]:
-        """Return by device the name of the running pod that holds it."""
+        """Return, for each held device, the name of the running pod that holds it."""
         return {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
 
     def numa(self, device: str) -> int:

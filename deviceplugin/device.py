@@ -25,11 +25,11 @@ QUANTITY: Final = re.compile(
 
 
 class Health(enum.Enum):
-    """The health of a device. A device of unknown health is still offered, because it may be intact.
+    """The health of a device. A device whose health is unknown is still offered, because it may be intact.
 
-    A source sets the health of each device in a list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`.
-    New pods and claims do not get an unhealthy device. The present holder keeps an unhealthy device. UNKNOWN: the
-    health could not be read.
+    A source sets the health of each device that it lists: `Device("fpga0", health=Health.UNHEALTHY, message="over 95
+    °C")`. New pods and claims do not get an unhealthy device. If a held device becomes unhealthy, its holder keeps it.
+    UNKNOWN: the health could not be read.
     """
 
     HEALTHY = "healthy"
@@ -38,18 +38,18 @@ class Health(enum.Enum):
 
     @property
     def usable(self) -> bool:
-        """Whether new containers may get a device of this health."""
+        """Whether new containers may get a device with this health."""
         return self is not Health.UNHEALTHY
 
 
 class Version(str):
-    """A semantic version as an attribute value, which selectors can compare as a version."""
+    """A semantic version as the value of an attribute, which selectors of claims can compare as a version."""
 
     __slots__ = ()
 
 
 AttributeValue = str | int | bool | Version
-"""The value of a device's attribute: one of the four types that attributes have in resource.k8s.io."""
+"""The value of a device's attribute, of one of the four types in resource.k8s.io."""
 
 
 class EditConflictError(ValueError):
@@ -62,12 +62,12 @@ def counted(number: int, what: str = "device") -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with those characters escaped that move a terminal's cursor or change its colours or order."""
+    """Return a text in which characters are escaped that move a terminal's cursor, or change colours or text order."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def natural(device: str) -> tuple[object, ...]:
-    """Return a sort key that compares digits in ids by their value: sim-2, sim-02, sim-10."""
+    """Return a sort key for ids that compares numbers in them by value: sim-2, sim-02, sim-10."""
     parts: list[object] = _DIGITS.split(device)
     for at in range(1, len(parts), 2):
         number = str(parts[at]).lstrip("0")
@@ -100,9 +100,9 @@ def _is_quantity(value: object) -> bool:
 
 
 def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
-    """Raise TypeError unless `entries` is a mapping with strings as keys and fitting values.
+    """Raise TypeError unless `entries` is a mapping of strings to values for which `fits` returns True.
 
-    what: names the entries in the message. right, value: the right types, for the message.
+    what: the entries' name for the message. right, value: the right types of entries and values, for the message.
     """
     if entries is _NOTHING:
         return
@@ -153,9 +153,9 @@ def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
 class DeviceNode:
     """A device node of the host, and its path and permissions in a container.
 
-    An empty `container` means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
-    `target` is the target of `host` at the source's last scan, if `host` is a symlink; the runtime resolves the link
-    itself.
+    If `container` is empty, the path in the container is the same as on the host. `permissions` is a combination of r
+    (read), w (write) and m (mknod). `target` is the target of `host` at the source's last scan, if `host` is a symlink;
+    the runtime resolves the link itself.
     """
 
     host: str
@@ -180,7 +180,7 @@ class DeviceNode:
 
     @property
     def real(self) -> str:
-        """The path on the host without symlinks, if the source knows it."""
+        """The path on the host without symlinks, if the source has resolved them; otherwise `host`."""
         return self.target or self.host
 
 
@@ -200,11 +200,12 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEdits:
-    """The changes to a container that gets devices, by limits or by a claim.
+    """The changes to a container that gets devices by `limits` or by a claim.
 
     env: environment variables by name. nodes: device nodes; a plain string means the node at the same path, with
-    permissions rw. mounts: bind mounts. annotations: for the container runtime (plugin side only; they are not the
-    pod's annotations). cdi: fully qualified CDI device names, vendor.com/class=name.
+    permissions rw. mounts: bind mounts. annotations: annotations of the container for the container runtime (only for
+    devices by `limits`; they are not the pod's annotations). cdi: fully qualified CDI device names,
+    vendor.com/class=name.
     """
 
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
@@ -237,11 +238,11 @@ class ContainerEdits:
 
     @classmethod
     def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
-        """Merge edits into one. Equal entries are kept once, and entries of `winner` replace others.
+        """Merge edits into one. Equal entries occur once in the result; entries of `winner` replace those of `edits`.
 
-        Raises EditConflictError if two edits give one environment variable, annotation, node or mount point different
-        contents, and `winner` gives it none. A common value of several devices, such as a list of ids, is the task of
-        the source's `edits` hook, which gets all devices of the container.
+        Raises EditConflictError if two edits have different contents for the same environment variable, annotation,
+        node or mount point, and `winner` has none for it. For a value that depends on several devices, such as a list
+        of ids, a source has the hook `edits`, which gets all devices of the container.
         """
         parts = (NO_EDITS if winner is None else winner, *edits)
         united: dict[str, dict[str, Any]] = {}
@@ -272,7 +273,8 @@ _KINDS: Final = (
     ("env", "", "environment variable"),
     ("annotations", "", "annotation"),
 )
-"""By field of edits: the attribute that names an entry ("": the field is a mapping by name), and a word for messages.
+"""For each field of edits: the attribute that names an entry ("" if the field is a mapping by name), and a word for
+messages.
 """
 
 
@@ -283,7 +285,7 @@ def _checked(
     annotations: Mapping[str, str],
     cdi: tuple[str, ...],
 ) -> ContainerEdits:
-    """Return edits from entries that were already checked as entries of other edits.
+    """Return edits whose entries need no check, because they were checked as entries of other edits.
 
     Each Allocate calls this function, so it must be fast.
     """
@@ -305,17 +307,17 @@ NO_EDITS: Final = ContainerEdits()
 class Device:
     """One device of a node, whether pods get it by limits or by claims.
 
-    id: its name on this node, 1 to 63 characters. The id must be the same after a restart, because the kubelet's
-    checkpoint contains the id. numa: the NUMA node or nodes that the device is close to. If unknown: None, or -1 as in
-    the file `numa_node` of sysfs. nodes: its device nodes. edits: further edits of a container with the device.
-    attributes: attributes that claims select on; names without a domain belong to the driver's domain. capacity:
-    amounts by name, an int or a Kubernetes quantity such as "16Gi". message: why the device is not healthy, for
-    messages. consumes: the quantities that the device takes of shared counters while it has a holder, by counter set
-    and counter. By these, partitions of one physical device exclude each other: a partition is not granted if a counter
-    is too low. counters: counter sets that the device declares, by name; several partitions may declare the same set.
-    identity: identifies the hardware, for example by a serial number, without spaces. Devices of one identity are the
-    same hardware and never have two holders. Device numbers of `nodes` that no other device of the list has also
-    identify it.
+    id: the device's name on this node, 1 to 63 characters. The id must be the same after a restart, because the
+    kubelet's checkpoint contains the id. numa: the NUMA node or nodes to which the device is close; None, or -1 as in
+    the file `numa_node` of sysfs, if unknown. nodes: the device nodes. edits: further edits of a container with the
+    device. attributes: attributes by which claims select devices; names without a domain belong to the driver's domain.
+    capacity: amounts by name, each an int or a Kubernetes quantity such as "16Gi". message: why the device is not
+    healthy, for messages. consumes: the quantity that the device takes from each shared counter while it has a holder,
+    by counter set and counter. In this way partitions of one physical device exclude each other: a partition is not
+    granted if a counter would become negative. counters: counter sets that the device declares, by name; several
+    partitions may declare the same set. identity: identifies the hardware, for example by a serial number, without
+    spaces. Devices of one identity are the same hardware and never have two holders. The hardware is also identified by
+    device numbers of `nodes` that no other device of the list has.
     """
 
     id: str
@@ -374,7 +376,7 @@ class Device:
 
     @property
     def links(self) -> tuple[DeviceNode, ...]:
-        """The device's own nodes that are symlinks. The runtime resolves them at each start of a container."""
+        """The device's own nodes whose host path is a symlink, which the runtime resolves at each container start."""
         return tuple(node for node in self.nodes if isinstance(node, DeviceNode) and node.target)
 
     @property
@@ -403,4 +405,4 @@ def in_order(devices: Iterable[Device]) -> list[Device]:
 
 
 MAX_ID: Final = 63
-"""Maximum characters of a device id. The kubelet's API states this limit, but the kubelet does not check it."""
+"""Maximum characters of a device id, as the kubelet's API states; the kubelet itself does not check this limit."""

@@ -1,4 +1,4 @@
-"""Finds device nodes that running containers lose when systemd writes the rules of their cgroups again.
+"""Finds device nodes that running containers lose when systemd rewrites the device rules of their cgroups.
 
 With cgroup v2 and the kubelet's systemd driver, a container is a scope of systemd. runc before 1.1.7 passes a device to
 systemd only if /dev/char/MAJOR:MINOR or the same path below /sys exists (libcontainer/cgroups/systemd/common.go). Then
@@ -31,16 +31,16 @@ def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return the missing link by the path of its device node.
+    """Return, for each device node without a link (path), the path of the missing link.
 
-    places: directories; a link in one of these directories is enough.
+    places: the directories of links; a link in one of them is enough.
     """
     missing: dict[str, str] = {}
     for path in {node.host for device in devices for node in device.container_edits.device_nodes}:
         try:
             status = os.stat(path)
         except OSError:
-            continue  # The source handles a missing node.
+            continue  # The source itself reports a missing node.
         if kind := "char" if stat.S_ISCHR(status.st_mode) else "block" if stat.S_ISBLK(status.st_mode) else "":
             link = f"{kind}/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             if not any((place / link).exists() for place in places):

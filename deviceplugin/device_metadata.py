@@ -1,11 +1,11 @@
-"""Writes files that describe a container's devices to the container's programs (device metadata, KEP-5304).
+"""Writes the files in which a container's programs read about the container's devices (device metadata, KEP-5304).
 
 A file is a stream of JSON objects with the same content in different versions of the format, the newest first. A reader
 uses the first version that it knows (dynamic-resource-allocation 0.37, api/metadata and kubeletplugin/metadata.go).
 
-The file of a claim's request names the devices of that request. For limits there is no claim, so each device of a
-container has its own file. The first Allocate of the device writes the file. The file stays until the node's next boot,
-because the kubelet mounts it again when the container restarts, by its copy of the answer to Allocate.
+The file of a claim's request names the devices of that request. A pod with `limits` has no claim, so each device of a
+container has its own file, which the device's first Allocate writes. The file stays until the node's next boot, because
+the kubelet mounts it again, from its copy of the AllocateResponse, whenever the container restarts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from deviceplugin.device import AttributeValue, ContainerEdits, Device, Mount, V
 from deviceplugin.naming import EXTENDED_RESOURCE, NUMA_NODE, NamingError, canonical_resource, check_attribute
 
 Described = dict[str, Any]
-"""A value in such a file, in the form of its JSON."""
+"""A JSON object in a metadata file."""
 
 VERSIONS: Final = ("v1beta1", "v1alpha1")
-"""Versions of the format, the newest first. Kubernetes 1.36 knows only v1alpha1."""
+"""The written versions of the format, the newest first. Kubernetes 1.36 supports only v1alpha1."""
 DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
 """The directory of device metadata files in containers."""
 BY_LIMITS: Final = "extendedresources"
-"""The subdirectory of files for devices by limits. Kubernetes itself defines no name for such files."""
+"""The subdirectory of files for devices that containers get by `limits`. Kubernetes itself defines no such files."""
 
 
 def attribute(value: AttributeValue) -> Described:
-    """Return an attribute's value in the form of ResourceSlices and of these files."""
+    """Return an attribute's value in the form that ResourceSlices and metadata files have."""
     if isinstance(value, bool):
         return {"bool": value}
     if isinstance(value, int):
@@ -51,7 +51,7 @@ def described(resource: str, device: Device) -> Described:
     """Return a device's attributes for its file, without attributes that the API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
     for name, value in device.attributes.items():
-        with contextlib.suppress(NamingError):  # A refused attribute is reported with the slices.
+        with contextlib.suppress(NamingError):  # An invalid attribute is reported when the slices are made.
             check_attribute(name, value)
             attributes[name] = attribute(value)
     if device.numa_nodes:
@@ -75,7 +75,7 @@ def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described],
 
 
 def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> str:
-    """Return the path of a claim request's file in a container. request: its name without the subrequest."""
+    """Return the path in containers of a request's metadata file. request: the name without the subrequest."""
     kind, name = ("resourceclaimtemplates", pod_claim) if pod_claim else ("resourceclaims", claim)
     return f"{DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
 
@@ -83,10 +83,10 @@ def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> st
 def by_limits(
     directory: str, resource: str, driver: str, pool: str, named: Iterable[tuple[str, Device]]
 ) -> ContainerEdits:
-    """Write the files of devices that a container gets by limits, and return their mounts. Blocks. Raises OSError.
+    """Write the files of devices that a container gets by `limits`; return edits that mount them. Blocks.
 
-    directory: the directory of CDI specs. driver: the driver, or the domain of a resource without a driver. named: the
-    devices with their published names.
+    Raises OSError. directory: the directory of CDI specs. driver: the DRA driver, or the domain of a resource without a
+    driver. named: pairs of a published name and the device.
     """
     own, mounts = cdi.own_directory(directory), []
     for name, device in named:

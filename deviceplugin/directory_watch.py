@@ -1,4 +1,4 @@
-"""Reads directories once for all their readers, and wakes the readers when the content has changed."""
+"""Reads directories once for several readers, and wakes these readers when the content has changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deviceplugin.tasks import SharedCall
 _T = TypeVar("_T")
 
 POLL: Final = 10.0
-"""Seconds between two reads of the directories, in case every event is lost."""
+"""Maximum seconds between two reads of the directories, in case file events are lost."""
 
 
 class DirectoryReader:
-    """Waits for changes of directories. unwatched: see `wait`, for the present wait."""
+    """Waits for changes of directories. unwatched: the present wait's argument `unwatched`."""
 
     def __init__(self, directories: tuple[DirectoryWatch[Any], ...]) -> None:
         self.unwatched = math.inf
@@ -38,9 +38,9 @@ class DirectoryReader:
         self._changed.set()
 
     async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
-        """Wait for a change or for `wake`. Return False if neither came within `timeout` seconds.
+        """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
 
-        unwatched: seconds between two reads of directories that cause no events.
+        unwatched: seconds between two reads of directories on file systems without events.
         """
         self.unwatched = unwatched
         for directory in self._directories:
@@ -56,9 +56,10 @@ class DirectoryReader:
 
 
 class DirectoryWatch(Generic[_T]):
-    """Directories whose content a blocking function reads. The directories are watched while there are readers.
+    """Directories whose content a function reads. The directories are watched while there are readers.
 
-    contents: this function; its results are compared. gather: which events may be delayed. poll: see `POLL`.
+    contents: this blocking function; a change is a different result. gather: which events may be delayed. poll: see
+    `POLL`.
     """
 
     def __init__(
@@ -76,10 +77,13 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """The present wait's seconds between two reads of directories that cause no events."""
+        """The seconds, for the present wait, between two reads of directories on file systems without events."""
 
     async def now(self) -> _T:
-        """Read the directories now. Calls that arrive before a read begins share that read. Raises LookTimeoutError."""
+        """Read the directories now. Calls that arrive before the read begins get the same result.
+
+        Raises LookTimeoutError.
+        """
         return await self._call()
 
     async def _look(self) -> _T:
@@ -100,7 +104,7 @@ class DirectoryWatch(Generic[_T]):
             self._keeping = None
 
     def hurry(self, unwatched: float) -> None:
-        """Shorten the present wait to at most `unwatched` seconds for directories that cause no events."""
+        """Shorten the present wait to at most `unwatched` seconds for directories on file systems without events."""
         if unwatched < self._unwatched and self._watch is not None:
             self._watch.wake()
 
@@ -109,7 +113,7 @@ class DirectoryWatch(Generic[_T]):
         shown: _T | None = None
         with filewatch.shared().watch(self._paths, gather=self._gather) as self._watch:
             while True:
-                with contextlib.suppress(LookTimeoutError):  # Readers get this error from their own calls.
+                with contextlib.suppress(LookTimeoutError):  # Readers get this error from their own calls of `now`.
                     now = await self.now()
                     if now != shown:
                         shown = now
@@ -121,7 +125,7 @@ class DirectoryWatch(Generic[_T]):
 
 @contextlib.contextmanager
 def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
-    """Provide a new reader of these directories until the context ends."""
+    """Provide a new reader of these directories while the context manager is active."""
     reader = DirectoryReader(directories)
     for directory in directories:
         directory.add(reader)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets, in seconds. A further bucket has no bound."""
+"""Upper bounds of the buckets, in seconds. One more bucket has no upper bound."""
 
 
 @dataclass(slots=True)
 class Durations:
-    """Statistics of the durations of calls. Counters only grow. One thread adds; any thread reads.
+    """Statistics of the durations of calls. Counters only grow. Only one thread may add; any thread may read.
 
-    counts: number of calls by bucket, not cumulated; the bucket without a bound is last. seconds: the sum of the
-    durations.
+    counts: for each bucket, the number of calls in it alone; the bucket without an upper bound is last. seconds: the
+    sum of the durations.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))

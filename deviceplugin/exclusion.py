@@ -1,7 +1,8 @@
-"""Finds devices that exclude each other, whatever their ids and resources. Pure functions.
+"""Finds devices that exclude each other because of their hardware, under any ids and resources. Pure functions.
 
-Two devices exclude each other as aliases if their identities have a token in common. They exclude each other as
-partitions if they consume the same counters, and the counters do not suffice for both.
+Two devices exclude each other if they are the same hardware: their identities have a token (such as a device number) in
+common. They also exclude each other if they are partitions that consume the same counters, and the counters do not
+suffice for both.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from deviceplugin.identity import Tokens, agree, lasting, shown
 from deviceplugin.naming import parse_quantity
 
 DeviceKey = tuple[str, str]
-"""Identifies a device by (resource, device id)."""
+"""The key of a device: (resource, device id)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
-"""By counter set and counter, an amount."""
+"""An amount for each counter, by counter set and counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware of a device, which decides whether the device excludes others.
+    """The hardware of a device, by which devices exclude each other.
 
     scope: devices with the same scope share names of counter sets. The scope is the driver, or the resource if the
     resource has no driver.
@@ -48,7 +49,7 @@ def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
 
 
 class DeviceConflictError(Exception):
-    """Raised when a device cannot be granted beside other holdings, or is not the hardware that was listed."""
+    """Raised when a device cannot be granted because of other holders, or is other hardware than it was when listed."""
 
 
 NO_TOKENS: Final[Tokens] = frozenset()
@@ -60,7 +61,7 @@ def titled(key: DeviceKey) -> str:
 
 
 def other_hardware(key: DeviceKey, granted: Tokens, now: Tokens) -> str:
-    """Return that a device is not the hardware that its holder was granted, "" if it is that hardware."""
+    """Return an error if a device is not the hardware that its holder was granted, else ""."""
     if agree(now, granted):
         return ""
     return f"{titled(key)} is not what its holder was given: {shown(granted)}, now {shown(now)}"
@@ -90,10 +91,10 @@ class HardwareIndex:
                     self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
-        """Devices that have peers (see `peers`)."""
+        """The devices that have peers (see `peers`)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
-        """The tokens that a holder of a device gets (`deviceplugin.identity.lasting`)."""
+        """For each device, the tokens that are recorded for a holder (`deviceplugin.identity.lasting`)."""
         self.listed: Final = frozenset(self._by_token)
         """All tokens of all devices."""
 
@@ -108,7 +109,7 @@ class HardwareIndex:
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
         """Return the capacity of each counter, by scope, counter set and counter.
 
-        Counters that devices declare differently are left out.
+        Counters that devices declare differently are not included.
         """
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
@@ -125,7 +126,7 @@ class HardwareIndex:
         return (self.aliases(key) | frozenset(parts)) - {key}
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
-        """Return a device with all its direct and indirect peers among `within`."""
+        """Return a device, with all devices of `within` that are its peers, or peers of its peers, and so on."""
         allowed, group, new = frozenset(within), {key}, {key}
         while new:
             new = {peer for member in new for peer in self.peers(member)} & allowed - group

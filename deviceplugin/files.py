@@ -14,7 +14,7 @@ from deviceplugin import looked_at
 class FileIdentity(NamedTuple):
     """Distinguishes a file from later files of the same name, such as a new version or a new socket.
 
-    The modification time is needed because inodes are reused. No program modifies a socket after its creation.
+    The modification time is compared because inodes are reused. A socket's time does not change after its creation.
     """
 
     device: int
@@ -46,9 +46,10 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:
-    """Replace a file atomically, without a sync. A draft that a former call has left is removed.
+    """Replace a file atomically, without a sync to disk. A draft file that a former call has left is removed.
 
-    draft: a path in the same directory that no other writer uses. Raises OSError, and leaves no draft.
+    draft: the path of a temporary file in the same directory that no other writer uses. Raises OSError; the draft is
+    removed then.
     """
     looked_at.at(path)
     try:
@@ -77,7 +78,7 @@ def put_changed(path: str, data: bytes, draft: str, mode: int) -> bool:
 
 
 def _draft(path: str, data: bytes, mode: int) -> None:
-    # With O_EXCL, no existing file and no symbolic link is opened.
+    # O_EXCL ensures that no existing file or symbolic link is opened.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)
@@ -99,7 +100,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
             raise
         if leads_to(path, lock):
             return lock
-        os.close(lock)  # The lock file was removed meanwhile; perhaps a new one exists.
+        os.close(lock)  # The lock file was removed before it was locked, and another process may have made a new one.
 
 
 def leads_to(path: str | Path, file: int) -> bool:

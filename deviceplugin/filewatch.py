@@ -1,18 +1,19 @@
-"""Gives hints that a directory has changed. Each event loop has one watcher with one inotify instance.
+"""Notifies readers that a directory may have changed (a hint).
 
-Events of inotify are only hints: an overflow drops events, they end when a directory is moved away, some file systems
-cause none, and the user may have no instance or watch left. So a watch only says "read again". Each wait has two
-timeouts after which the reader reads without a hint: one for directories with events, and one for directories without.
+Each event loop has one watcher with one inotify instance. Events of inotify are only hints to read again. Events can be
+missing: an overflow drops events, no events follow after a directory is moved away, some file systems cause no events,
+and the user may have no inotify instance or watch left. So each wait has two timeouts after which the reader reads
+without a hint: one for directories with events, and one for directories without events.
 
 While a directory does not exist, its nearest existing ancestor is watched. Ancestors are not watched otherwise, because
-the kubelet replaces a file in /var/lib/kubelet nine times for each pod. A periodic check finds out whether an existing
-directory is still the watched one.
+the kubelet replaces a file in /var/lib/kubelet nine times for each pod. A periodic check finds out whether the
+directory at the path is still the watched directory.
 
-The event loop makes no system call that waits for a file system. A thread of each watch makes such calls, and then
-ends. watchdog 7 holds a lock while it begins to watch a directory. So the thread first reads the directory's status: if
-the file system does not answer, only this thread hangs. If the file system stops answering between the two calls, no
-watch gets events until another instance replaces the present one, at the end of the first wait after 5 s. Until then,
-waits end by their timeouts.
+The event loop makes no system call that waits for a file system. Such calls are made in a thread of the watch, which
+then ends. watchdog 7 holds a lock while it begins to watch a directory. So the thread first reads the directory's
+status: if the file system does not answer, only this thread hangs. If the file system stops answering between the two
+calls, no watch gets events until another instance replaces the present one, at the end of the first wait after 5 s.
+Until then, waits end by their timeouts.
 """
 
 from __future__ import annotations
@@ -49,25 +50,28 @@ NAMES: Final[_Events] = frozenset(
         *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
     }
 )
-"""Events for names that appear in or disappear from a directory."""
+"""The inotify events for names that appear in, or disappear from, a directory."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
-"""The events of `NAMES`, and events of written files. Not for /dev, because each close of /dev/null would be an event.
+"""The events of `NAMES`, and events of written files. These are not used for /dev, because each close of /dev/null
+would be an event.
 """
 
 CHECK: Final = 1.0
-"""Seconds between two checks whether a directory is still the watched one. A check follows a wait."""
+"""Minimum seconds between two checks whether the directory at a path is still the watched directory. A check follows a
+wait."""
 SOON: Final = 0.03
-"""Seconds between two reads of content that a caller waits for, if there are no events."""
+"""Seconds between two reads, without events, of content for which a caller waits."""
 AT_REST: Final = 2.0
-"""Seconds between two reads of content that no caller waits for, if there are no events."""
+"""Seconds between two reads, without events, of content for which no caller waits."""
 RENEW: Final = 600.0
-"""Seconds after which a check watches a directory anew, because the event of its watch's end may have been dropped."""
+"""Seconds after which a check watches a directory anew, because the event for the end of its inotify watch may have
+been lost."""
 _LOOKS: Final = 20
-"""Maximum tries of a thread to watch a directory that keeps appearing and disappearing. The next wait continues."""
+"""Maximum tries of a thread to watch a directory that keeps appearing and disappearing. The next wait tries again."""
 
 
 class Gather(NamedTuple):
-    """Which hints may be delayed, so that several become one. seconds: the delay.
+    """Which hints are delayed, so that several changes give one hint. seconds: the delay.
 
     prompt: endings of paths whose hints are not delayed.
     """
@@ -80,7 +84,7 @@ AT_ONCE: Final = Gather(0.0, "")
 
 
 class Watcher:
-    """The file watcher of one event loop, which alone uses it. `shared()` returns the running loop's watcher."""
+    """The file watcher of one event loop; only this loop uses it. `shared()` returns the running loop's watcher."""
 
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
@@ -93,11 +97,11 @@ class Watcher:
         self._said: frozenset[WatchFailure] = frozenset()
 
     def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
-        """Watch for `NAMES` or `NAMES_AND_WRITES`; a context manager. The first hint means that the watch has begun."""
+        """Return a context manager that watches directories. hints: `NAMES` or `NAMES_AND_WRITES`."""
         return Watch(self, directories, hints, gather)
 
     def unwatched(self) -> tuple[Unwatched, ...]:
-        """Return the directories that are read periodically because they cause no events. Any thread may call this."""
+        """Return the directories without events, which are read periodically. Any thread may call this."""
         found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
         for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
             failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure
@@ -112,7 +116,7 @@ class Watcher:
                 loop.call_soon_threadsafe(function, *arguments)
 
     def want(self, watch: Watch, directories: frozenset[str], hints: _Events) -> None:
-        """Give `watch` the hints of these directories, and no longer those of other directories."""
+        """Let `watch` get hints for changes of these directories, and of no others."""
         gone = [watch.places.pop(directory) for directory in watch.places.keys() - directories]
         for directory in directories - watch.places.keys():
             place = watch.places[directory] = self._places.setdefault(directory, _Place(directory))
@@ -127,7 +131,7 @@ class Watcher:
             self._close()
 
     def check(self, watch: Watch, *, hinted: bool) -> None:
-        """If a check is due, check whether the directories of `watch` are still the watched ones."""
+        """If this is due, check whether the directories at the paths of `watch` are still the watched directories."""
         if not watch.places:
             return
         self._open()
@@ -139,7 +143,7 @@ class Watcher:
             self._report()
 
     def _open(self) -> None:
-        """Create the inotify instance, unless an instance works, or the last failure was too recent."""
+        """Create the inotify instance, unless a working instance exists or the last try has just failed."""
         if self._instance is not None and self._instance.stuck:
             _LOG.warning("a file system does not answer and holds up the inotify instance; another one replaces it")
             self._close()
@@ -167,7 +171,7 @@ class Watcher:
             place.due = True
 
     def _look(self, watch: Watch) -> None:
-        """Start a thread that watches those directories of `watch` that are due."""
+        """Start a thread that makes inotify watches for those directories of `watch` that are due."""
         due = any(place.due and place.asked_at is None for place in watch.places.values())
         if self._instance is None or watch in self._looking or not due:
             return
@@ -175,7 +179,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Start a thread that watches a directory, for one of the directory's watches without a running thread."""
+        """Start a thread that makes the inotify watch of a directory, for a `Watch` that has no running thread."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -183,7 +187,7 @@ class Watcher:
                 break
 
     def _look_at_all(self, instance: _Instance, watch: Watch, places: Iterable[_Place]) -> None:
-        """Watch the due directories one after another. This method runs in a thread."""
+        """Make inotify watches for the due directories, one after another. Runs in a thread."""
         for place in places:
             if place.due and place.wants and place.asked_at is None:
                 place.due, place.asked_at = False, time.monotonic()
@@ -213,9 +217,9 @@ class Watcher:
             self._look_at(place)
 
     def _drop(self, *places: _Place) -> None:
-        """Forget those places that no watch wants.
+        """Forget those places (directories) that no `Watch` needs.
 
-        A directory that a thread works on is forgotten later.
+        A directory on which a thread is working is forgotten later.
         """
         dropped = [place for place in places if not place.wants and place.asked_at is None]
         for place in dropped:
@@ -225,15 +229,15 @@ class Watcher:
             _in_thread(self._instance.forget, dropped)
 
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
-        """Apply an event of the watched directory `at` to a place.
+        """Give the hints for an event of the watched directory `at` to a place.
 
-        event: None if the directory is gone, or its watch was restarted.
+        event: None if the directory was removed, or if its inotify watch was made anew.
         """
         if place.hint(at, event):
             self._look_at(place)
 
     def _report(self) -> None:
-        """Log directories that are newly without events, and when all directories are watched again."""
+        """Log each directory that has lost its events, and log when all directories have events again."""
         lacking = {one.failure: one for one in self.unwatched()}
         for failure in lacking.keys() - self._said:
             _LOG.warning("%s", lacking[failure])
@@ -245,7 +249,8 @@ class Watcher:
 class _Found(NamedTuple):
     """An existing directory: the requested one, or its nearest existing ancestor.
 
-    at: the directory's path as requested. path: this path without symbolic links. identity: device and inode.
+    at: the directory's path as requested. path: the same path without symbolic links. identity: device and inode
+    number.
     """
 
     at: str
@@ -256,7 +261,8 @@ class _Found(NamedTuple):
 class _Begun(NamedTuple):
     """The result of a try to watch a directory.
 
-    found: the watched directory, None if none is. hints: the watched events. failure: why none is watched.
+    found: the watched directory; None if no directory is watched. hints: the watched events. failure: why no directory
+    is watched.
     """
 
     found: _Found | None
@@ -272,17 +278,18 @@ def _find(directory: str) -> _Found:
     at = directory
     while True:
         try:
-            state = os.stat(os.path.join(at, ""))  # With the trailing slash, a file counts as missing.
+            state = os.stat(os.path.join(at, ""))  # With a trailing slash, the path of a file counts as missing.
             break
         except (FileNotFoundError, NotADirectoryError):
             at = os.path.dirname(at)
-    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 treats this error of inotify_add_watch as success.
+    # For a directory that is not readable, watchdog 7 treats the error of inotify_add_watch as success.
+    if not os.access(at, os.R_OK, effective_ids=True):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
     return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of watchdog. It logs an error if an emitter with an event is stopped."""
+    """Return whether to log a record of watchdog. Its error after the stop of an emitter is left out."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
@@ -295,7 +302,7 @@ class _Instance:
 
     def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        if not files_left(3):  # If watchdog 7 got no pipe, it would leave its inotify file open.
+        if not files_left(3):  # If watchdog 7 cannot create a pipe, it leaves its inotify file open.
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._observer = Observer()
         self._observer.start()
@@ -308,13 +315,13 @@ class _Instance:
 
     @property
     def stuck(self) -> bool:
-        """Whether a file system stopped answering when a watch of it began. Any thread may read this."""
+        """Whether a file system hangs in a call that began a watch. Any thread may read this."""
         since = self._held_since
         return since is not None and time.monotonic() - since > unwatched.SILENT
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Allow one thread at a time to change the observed directories.
+        """Permit only one thread at a time to change the observed directories.
 
         Raises TimeoutError if another thread does not finish.
         """
@@ -330,7 +337,7 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all watches. If a thread hangs in the instance, the watches end when the thread continues."""
+        """End all watches. If a thread hangs in a call of the instance, the watches end when this call returns."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
@@ -340,7 +347,7 @@ class _Instance:
         hints = place.wanted
         found: _Found | None = None
         try:
-            # Search again each time, because changes before the watch of the parent began caused no event.
+            # Search the directory again in each try, because changes before the watch began have caused no event.
             for _ in range(_LOOKS):
                 before, found = found, _find(place.directory)
                 if found == before:
@@ -374,14 +381,14 @@ class _Instance:
     def _leave(self, place: _Place) -> None:
         if (observed := self._of.pop(place, None)) is not None:
             observed.wants = {other: wanted for other, wanted in observed.wants.items() if other is not place}
-            # Other watches of the directory find the failure at their next try.
+            # If this fails, other watches of the directory notice the failure at their next try.
             with contextlib.suppress(OSError, RuntimeError):
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
         """Observe the present directory, for all events that its places want. Raises OSError, RuntimeError.
 
-        The kernel has one watch for each inode, so a later request replaces the events of an earlier request.
+        The kernel has only one watch for each inode, so the request must name the events of all places.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
@@ -408,10 +415,11 @@ class _Observed(events.FileSystemEventHandler):
         self.path = path
         self.identity = (0, 0)
         self.wants: Mapping[_Place, tuple[str, _Events]] = {}
-        """By place, the directory's path there and the events that the place wants. Each change makes a new mapping."""
+        """For each place, the directory's path in it and the events that the place wants. Each change makes a new
+        mapping."""
         self.watch: ObservedWatch | None = None
         self.begun: tuple[tuple[int, int], _Events] | None = None
-        """The identity of the directory, and the events, for which the present watch began."""
+        """The directory's identity, and the events, for which the present inotify watch was made."""
         self.begun_at = 0.0
         self.ended = False
         """Whether the directory was deleted after the watch began."""
@@ -419,7 +427,7 @@ class _Observed(events.FileSystemEventHandler):
         self._call = call
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
-        # Only enqueue calls here, because an exception would end the observer's thread.
+        # Here calls are only queued for the loop, because an exception would end the observer's thread.
         gone = isinstance(event, events.DirDeletedEvent) and os.fsdecode(event.src_path) == self.path
         self.ended |= gone
         for place, (at, hints) in self.wants.items():
@@ -428,7 +436,7 @@ class _Observed(events.FileSystemEventHandler):
 
 
 class _Place:
-    """A directory, and the watches that want hints when it changes."""
+    """A directory, and the `Watch` objects that want hints when it changes."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -436,7 +444,7 @@ class _Place:
         self.wanted = _NOTHING
         self.begun = _NOT_WATCHED
         self.due = True
-        """Whether a thread should watch the directory anew."""
+        """Whether a thread should make a new inotify watch of the directory."""
         self.next_look = 0.0
         self.asked_at: float | None = None
         """Since when a thread has been working on the directory (monotonic seconds)."""
@@ -452,12 +460,12 @@ class _Place:
 
     @property
     def at(self) -> str:
-        """The watched path: that of the directory, or of its nearest existing ancestor."""
+        """The watched path: of the directory, or of the directory's nearest existing ancestor."""
         return self.directory if self.begun.found is None else self.begun.found.at
 
     @property
     def indirect(self) -> bool:
-        """Whether the watched path contains symbolic links. A change of such a link causes no event."""
+        """Whether the watched path contains symbolic links, whose changes cause no events."""
         return self.begun.found is not None and self.begun.found.path != self.begun.found.at
 
     @property
@@ -490,9 +498,9 @@ class _Place:
             watch.wake()
 
     def hint(self, at: str, event: events.FileSystemEvent | None) -> bool:
-        """Give the hints for an event of `at`; return whether a thread should watch the directory anew.
+        """Give the hints for an event of `at`; return whether a thread should make a new inotify watch.
 
-        event: None if the directory is gone.
+        event: None if the directory was removed.
         """
         if event is None:
             self.wake()
@@ -511,7 +519,7 @@ class _Place:
 
 
 class Watch:
-    """Collects hints for some directories, for one reader; several hints become one."""
+    """Collects hints for some directories, for one reader; several hints before a wait count as one."""
 
     def __init__(
         self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE
@@ -531,14 +539,14 @@ class Watch:
         self.close()
 
     def set(self, directories: Iterable[str]) -> None:
-        """Watch these directories instead of the former ones. A hint follows once a new directory is watched."""
+        """Watch these directories instead of the former ones. A hint is given once a new directory is watched."""
         wanted = frozenset(os.path.abspath(directory) for directory in directories)
         self._watcher.want(self, wanted, self._hints)
 
     async def wait(self, timeout: float, unwatched: float = math.inf) -> bool:
-        """Wait for a hint. Return False without a hint in `timeout` seconds. The caller reads in both cases.
+        """Wait for a hint. Return False if none came within `timeout` seconds; the caller then reads as well.
 
-        unwatched: the timeout while a directory is not watched, so that hints may be missing.
+        unwatched: the timeout instead of `timeout` while any directory has no events, so that hints may be missing.
         """
         watched = all(place.watched for place in self.places.values())
         try:
@@ -564,7 +572,7 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # This comes first, because the present reading may miss later changes.
+        self._gathering = False  # Set this first: a change during the following calls needs another hint.
         self._hinted.set()
 
     def close(self) -> None:

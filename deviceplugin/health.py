@@ -1,13 +1,13 @@
-"""Computes the health of a device from single probes, with rules against flapping. Also has the probes.
+"""Computes the health of a device from the results of probes, with rules against flapping, and makes the probes.
 
-The rules (the tests check them by an independent model):
+The rules (tests compare them with an independent model):
 
-1. Before any evidence a device's health is unknown. Its first probe counts by itself. 2. `failures` bad probes in a row
-make it unhealthy; fewer change nothing. 3. A fault (an event by which the device says that it is broken) makes it
-unhealthy at once. 4. Unhealthy, it is healthy again after `successes` good probes in a row that all came at least
-`quiet` seconds after its last fault; never without such a time. 5. A probe without a result leaves an unhealthy device
-unhealthy. It makes the health of any other device unknown until the next probe with a result. It does not count in a
-row of probes.
+1. Before the first result, a device's health is unknown. The result of the first probe decides alone. 2. `failures` bad
+probes in a row make a device unhealthy; fewer bad probes change nothing. 3. A fault (an event by which a device reports
+that it is broken) makes the device unhealthy at once. 4. An unhealthy device is healthy again after `successes` good
+probes in a row, all at least `quiet` seconds after the device's last fault; if `quiet` is None, it stays unhealthy
+after a fault. 5. A probe without a result leaves an unhealthy device unhealthy, and makes the health of any other
+device unknown until the next probe with a result. Such a probe does not count in a row of probes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Verdict(enum.Enum):
 
 
 ProbeResult = tuple[Verdict, str]
-"""A verdict and the reason for it, as text."""
+"""A verdict, and the reason for this verdict as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """The numbers in the rules above. quiet: None if a fault lasts until the process ends."""
+    """The numbers in the rules above. quiet: None if a device with a fault stays unhealthy until the process ends."""
 
     failures: int = 3
     successes: int = 2
@@ -52,7 +52,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """What the rules need to know of a device's earlier probes and faults, and the health that follows."""
+    """A device's health by the rules, and the facts about earlier probes and faults that the rules need."""
 
     health: Health = Health.UNKNOWN
     message: str = "not probed yet"
@@ -62,7 +62,7 @@ class HealthHistory:
     known: bool = False
 
     def checked(self, verdict: Verdict, message: str, now: float, rules: HealthRules) -> HealthHistory:
-        """Return the history after a probe at `now`, in seconds of the same clock as in `faulted`."""
+        """Return the history after a probe with this verdict. now: the probe's time, by the clock of `faulted`."""
         if verdict is Verdict.UNREADABLE:
             return self if self.health is Health.UNHEALTHY else replace(self, health=Health.UNKNOWN, message=message)
         if verdict is Verdict.BAD:
@@ -81,7 +81,7 @@ class HealthHistory:
         return HealthHistory(Health.HEALTHY, "", known=True)
 
     def faulted(self, message: str, now: float) -> HealthHistory:
-        """Return the history after a fault at `now`, in seconds of the same clock as in `checked`."""
+        """Return the history after a fault. now: the fault's time, by the same clock as in `checked`."""
         return replace(self, health=Health.UNHEALTHY, message=message, successes=0, fault_at=now, known=True)
 
 
@@ -94,14 +94,14 @@ def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
 _TEMPFAIL: Final = 75  # The exit status for "no result" (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # Last bytes of a command's output that are kept for its last line.
+_KEPT: Final = 4096  # Number of the last bytes of a command's output that are read for its last line.
 
 
 def open_probe(device: Device) -> ProbeResult:
-    """Open and close each of a device's nodes, to find out whether the device exists. Blocks.
+    """Probe a device: open and close each of its nodes, to find out whether the device is there. Blocks.
 
-    A node that another process has opened exclusively (EBUSY) is good. If the agent may not open a node, there is no
-    result.
+    A node that another process has opened exclusively (EBUSY) is a good result. If the agent lacks the permission to
+    open a node, there is no result.
     """
     for node in device.container_edits.device_nodes:
         flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -120,7 +120,7 @@ def open_probe(device: Device) -> ProbeResult:
 
 
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], ProbeResult]:
-    """Return a probe that runs a command: status 0 is good, 75 means no result, any other status is bad.
+    """Return a probe that runs a command: exit status 0 is good, 75 means no result, any other status is bad.
 
     argv: the command, in which `{id}` and `{node}` are replaced by the device's id and first node; its environment has
     DEVICE_ID and DEVICE_NODES (with ':' between). timeout: seconds after which all processes of the command are killed,
@@ -146,7 +146,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
                 output = _output(process, timeout)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
-                    # A child of the command with a session of its own is neither killed nor waited for.
+                    # A child process of the command that has made a session of its own is neither killed nor awaited.
                     os.killpg(process.pid, signal.SIGKILL)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
@@ -188,7 +188,8 @@ class Prober:
     timeout: float
     at_once: int = 8
     _deadlines: dict[str, float] = field(default_factory=dict, init=False)
-    """By device, the deadline of an unfinished probe, on the loop's clock. The probe's thread removes the entry."""
+    """For each device with an unfinished probe, the probe's deadline (the loop's clock). The probe's thread removes the
+    entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
         """Probe each device once; return the results by device id. Never raises."""
@@ -203,12 +204,13 @@ class Prober:
     async def _check(self, device: Device) -> ProbeResult:
         now = asyncio.get_running_loop().time()
         if (deadline := self._deadlines.get(device.id)) is not None:
-            # The previous probe's caller may have been cancelled before the deadline, so it is not a failure yet.
+            # The previous probe still has time: its caller may have been cancelled before the deadline. So this is no
+            # failure yet.
             if now < deadline:
                 return Verdict.UNREADABLE, "the previous probe has not ended yet"
             return Verdict.BAD, "the probe still hangs"
         hanging = sum(now >= deadline for deadline in tuple(self._deadlines.values()))
-        if hanging >= self.at_once:  # Each hanging probe keeps a thread.
+        if hanging >= self.at_once:  # Each hanging probe occupies a thread, so their number is limited.
             return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
         self._deadlines[device.id] = now + self.timeout
 
@@ -221,7 +223,7 @@ class Prober:
         try:
             return await hooks.call(f"the probe of {device.id}", run, timeout=self.timeout)
         except hooks.HookTimeoutError as error:
-            if error.work is None:  # The hook was not called.
+            if error.work is None:  # The probe was not called, so no thread removes the entry.
                 del self._deadlines[device.id]
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)

@@ -22,16 +22,17 @@ CANCELLED: Final = 1.0
 
 
 class DeviceBusyError(HookError):
-    """Raised while a hook works on a device. The message names the hook and the device."""
+    """Raised if a hook is still running for a device. The message names the hook and the device."""
 
 
 @dataclass(eq=False, slots=True)
 class HookRun:
     """One call of a hook.
 
-    tokens: by device, the device's tokens when the hook began; later the device's name may stand for other hardware, or
-    for none. over: done when the hook has ended, or is overdue. left: whether the caller no longer waits for the hook,
-    which still runs. overdue: whether the hook has run longer than its timeout, so that it holds its devices.
+    tokens: for each device, its tokens when the hook began, because the device's name may stand for other hardware
+    later. over: a future that is done when the hook has ended or is overdue. left: whether the hook still runs, but its
+    caller does not wait any more. overdue: whether the hook has run longer than its timeout, so that it counts as
+    holder of its devices.
     """
 
     hook: str
@@ -47,44 +48,45 @@ class HookRun:
 
 
 class HookDevices(Protocol):
-    """The devices that hooks work on (`deviceplugin.register.register.Register`)."""
+    """What this module needs of the devices (implemented by `deviceplugin.register.register.Register`)."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return these devices, and the devices that are the same hardware or parts of it."""
+        """Return these devices, and the devices that share hardware with any of them."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's present tokens."""
 
     def notify(self) -> None:
-        """Handle that a hook begins to hold its devices, or has ended."""
+        """Handle that a hook begins to count as holder of its devices, or has ended."""
 
 
 class HookRuns:
     """The running hooks that change devices, for pods and claims: reset, prepare, unprepare, released.
 
     Hooks on the same hardware run one by one, in the order of their calls. A hook that still runs after its timeout, or
-    after its caller was cancelled, holds its devices until it ends. Hooks run in this process, so none outlives it.
+    after its caller was cancelled, counts as holder of its devices until it ends. Hooks run in this process, so no hook
+    outlives the process.
     """
 
     def __init__(self, devices: HookDevices) -> None:
         self._devices = devices
         self.running: list[HookRun] = []
-        """The running hooks, in the order of their calls."""
+        """The running hooks, in the order in which they were called."""
 
     @property
     def overdue(self) -> Mapping[DeviceKey, str]:
-        """The devices that hooks hold because they still run after their timeouts, with the reason as text."""
+        """For each device that an overdue hook holds, the reason as text."""
         return {key: run.reason for run in self.running if run.overdue for key in run.tokens}
 
     @property
     def held(self) -> Mapping[DeviceKey, Tokens]:
-        """The devices that hooks hold, with their tokens when the hooks began."""
+        """For each device that a hook holds, the device's tokens when the hook began."""
         return {key: tokens for run in self.running if run.overdue for key, tokens in run.tokens.items()}
 
     async def call(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
     ) -> Any:
-        """Call a hook with its source's timeout, after earlier hooks have ended. Return its result.
+        """Wait for earlier hooks of the devices, then call a hook with its source's timeout; return its result.
 
         Raises HookError if the hook failed, DeviceBusyError if an earlier hook still runs after its timeout, or for
         longer than this hook's own timeout.
@@ -100,10 +102,9 @@ class HookRuns:
         devices: Sequence[Device],
         ended: Callable[[str], None] = lambda error: None,
     ) -> asyncio.Task[str]:
-        """Call a hook in the background. The task returns why it failed, "" if it succeeded.
+        """Call a hook in a background task. The task returns the hook's error, "" if it succeeded.
 
-        Later waits for the hooks of these devices include this hook. ended: a function to call with the result before
-        these waits are over.
+        `wait` waits for this hook, too. ended: a function that is called with the task's result before such waits end.
         """
         run = self._begin(hook, source, devices)
 
@@ -123,7 +124,7 @@ class HookRuns:
 
         Raises DeviceBusyError if a hook still runs after its timeout.
 
-        resets: whether to wait for `reset` as well; a caller that itself calls `reset` does not wait for it.
+        resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         devices = {key: self._devices.tokens(key) for key in keys}
         while await self._wait(devices, [run for run in self.running if resets or run.overdue or run.hook != "reset"]):
@@ -157,7 +158,7 @@ class HookRuns:
     async def _wait(
         self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[HookRun], patience: float | None = None
     ) -> bool:
-        """Wait for those of the runs that work on these devices. Return whether there were any."""
+        """Wait for those of the runs that work on these devices. Return whether there was such a run."""
         wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 
@@ -172,7 +173,7 @@ class HookRuns:
         return bool(runs)
 
     def _leave(self, run: HookRun, work: asyncio.Future[Any]) -> None:
-        """Make a hook hold its devices until it ends. A cancelled coroutine may end at once, and then holds nothing."""
+        """Let a hook count as holder of its devices until it ends, unless its cancelled coroutine ends at once."""
         run.left = True
         work.add_done_callback(lambda _: self._end(run))
         if isinstance(work, asyncio.Task):

@@ -1,9 +1,9 @@
 """Calls the hooks of an author's source, each with a deadline.
 
-If a hook fails or never returns, only the call that needs its result fails. Each plain function runs in a daemon thread
-of its own, because hanging functions would use up the threads of a pool, and keep the process from ending. A coroutine
-that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`)
-blocks the whole agent, and its deadline is noticed only afterwards.
+If a hook fails or never returns, only the caller that needs the hook's result fails. Each plain function runs in a
+daemon thread of its own, because hanging functions would use up the threads of a pool, and keep the process from
+ending. A coroutine that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead
+of `asyncio.sleep`) blocks the whole agent, so that its timeout is noticed only when it returns.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Maximum number of hanging threads of one hook's timed-out calls. While there are so many, new calls fail at once."""
+"""Maximum number of threads that hang in timed-out calls of one hook. While there are so many, new calls fail at
+once."""
 
 LATE: Final = 0.5
-"""Seconds after the deadline: a coroutine that ends even later must have blocked the loop, which is logged."""
+"""Seconds after the deadline by which a cancelled coroutine should have ended; if it ends later, a log line states that
+it blocked the loop."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
 _stuck: dict[asyncio.Future[Any], str] = {}
-"""By future of a call that hangs in a thread, the name of the hook."""
+"""For each call that hangs in a thread (by its future), the name of the hook."""
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class HookError(Exception):
-    """Raised when a hook raised an exception (`__cause__`), or returned an awaitable."""
+    """Raised when a hook raised an exception (see `__cause__`), or returned an awaitable."""
 
 
 class HookTimeoutError(HookError):
-    """Raised when a hook was too late. work: done when the hook has ended; None if the hook was not called."""
+    """Raised when a hook has exceeded its timeout. work: done when the hook has ended; None if it was not called."""
 
     def __init__(self, message: str, work: asyncio.Future[Any] | None = None) -> None:
         super().__init__(message)
@@ -54,7 +56,7 @@ Left = Callable[[asyncio.Future[Any]], None]
 
 
 def _nobody(work: asyncio.Future[Any]) -> None:
-    """Do nothing for an abandoned call; the default of `left`."""
+    """Do nothing about an abandoned call; the default of `left`."""
 
 
 @overload
@@ -98,7 +100,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 class HookStatistics:
     """Statistics of the calls of sources' hooks, by (resource, hook). Counters only grow.
 
-    seconds: the duration of all calls, failed ones included.
+    seconds: the total duration of all calls, also of failed calls.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -113,7 +115,7 @@ class HookStatistics:
         *args: object,
         left: Left = _nobody,
     ) -> _T:
-        """Call a source's hook by the function `call`, with the source's timeout; count the call. name: of the hook."""
+        """Call a source's hook with the source's timeout, and count the call. name: the hook's name."""
         key, began = (source.resource, name), time.perf_counter()
         self.calls[key] += 1
         try:
@@ -126,7 +128,7 @@ class HookStatistics:
 
 
 async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float, left: Left) -> Any:
-    """Return the hook's result, waiting at most `rest` seconds. timeout: the hook's whole time, for messages."""
+    """Wait at most `rest` seconds for a hook's result, and return it. timeout: the hook's timeout, for messages."""
     began = asyncio.get_running_loop().time()
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
@@ -152,20 +154,20 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 
 
 def _place(error: Exception) -> str:
-    """Return where the hook's own file raised an error, as " (file:line)"; "" if the traceback has no line of it."""
+    """Return the place in the hook's file that raised an error, as " (file:line)"; "" if the traceback has none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Stop waiting for a call. A reference is kept, so that asyncio does not log the late result as lost."""
+    """Stop waiting for a call. A reference is kept, so that asyncio does not log the call's late result as lost."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)
         _stuck.pop(done, None)
         if not done.cancelled():
-            done.exception()  # Otherwise asyncio logs that the exception was never retrieved.
+            done.exception()  # Retrieve the exception, because otherwise asyncio logs that it was never retrieved.
 
     future.add_done_callback(forget)
     if isinstance(future, asyncio.Task):
@@ -182,7 +184,7 @@ def _run(
         outcome, error = hook(*args), None
     except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # SystemExit and similar exceptions must not end this thread without a result.
+    except BaseException as raised:  # SystemExit, for example: the caller needs a result.
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_complete, future, outcome, error)

@@ -1,8 +1,8 @@
-"""The present devices of one resource. The plugin side and the DRA side subscribe to changes of the devices.
+"""The inventory: the present devices of one resource. Device plugin and DRA driver subscribe to its changes.
 
 A device that vanishes from the source's list may still have a holder, or an Allocate of the device may be running. The
 kubelet crashes if a device disappears during its Allocate (kubelet 1.36.3, devicemanager). So the device stays in the
-inventory, unhealthy and marked as gone, until its service has found no holder and calls `forget`.
+inventory, unhealthy and marked as gone, until the resource's service finds no holder and calls `forget`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ GONE: Final = "the device is gone"
 
 
 class DuplicateDeviceError(ValueError):
-    """Raised when a list names one device id twice."""
+    """Raised when a device list has the same device id twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class InventorySnapshot:
     """The devices of a resource at one moment.
 
-    version: 0 before the source's first list; it grows by one with each change. devices: by id, in the source's order,
-    with gone devices last. gone: ids that the source no longer lists. identities: the known tokens of devices.
-    replicas: how many containers may share each device, by id; empty if the source shares none.
+    version: 0 before the source's first list; it grows by one with each change. devices: the devices by id, in the
+    source's order, then the gone devices. gone: the ids of devices that the source does not list any more. identities:
+    the known tokens of each device, by id. replicas: for each id, how many containers may share the device; empty if
+    the source shares no device.
     """
 
     resource: str
@@ -47,7 +48,7 @@ class InventorySnapshot:
 
 
 def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
-    """Return the devices of a list by id. what: names the list in messages. Raises DuplicateDeviceError."""
+    """Return the devices of a list by id. what: the list's name in messages. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -79,7 +80,7 @@ def merged(
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
-    """Return the snapshot without those of these devices that are gone."""
+    """Return the snapshot without those devices of `forgotten` that are marked as gone."""
     drop = before.gone.intersection(forgotten)
     if not drop:
         return before
@@ -115,7 +116,8 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        if name not in before.gone:  # A free device may be forgotten before a subscriber has seen it as gone.
+        # A device without a holder may be removed before a subscriber has seen it marked as gone.
+        if name not in before.gone:
             yield DeviceChange(name, "vanished", bad=True)
         else:
             yield DeviceChange(name, "is removed: it is unlisted and has no holder")
@@ -124,7 +126,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
 def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySnapshot:
     """Return a snapshot in which all devices are unhealthy for one reason.
 
-    message: the reason. Without one (""), the devices have the health that the source has listed.
+    message: the reason; if it is "", the devices have the health that the source has listed.
     """
     devices = listed.devices
     if message:
@@ -138,7 +140,7 @@ def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySn
 class Inventory:
     """Holds one resource's present devices, and calls subscribers after each change. Belongs to one event loop.
 
-    looks: runs all reads of these devices' paths. While such a read hangs, the devices are unhealthy for that reason.
+    looks: the threads for all reads of these devices' paths. While such a read hangs, the devices count as unhealthy.
     """
 
     def __init__(self, resource: str) -> None:
@@ -147,7 +149,7 @@ class Inventory:
         self.looks: Final = Looks(resource, resource=resource)
         self.looks.changed = self._looked
         self._listed = self.snapshot
-        """The devices by the source's list, without the effect of a hanging read."""
+        """The devices as the source has listed them, without the effect of a hanging read."""
         self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
     @property
@@ -165,7 +167,7 @@ class Inventory:
         identities: Mapping[str, frozenset[str]] = _NONE,
         replicas: Mapping[str, int] = _NONE,
     ) -> bool:
-        """Store a full list; return whether anything changed. Raises DuplicateDeviceError, and then nothing changes."""
+        """Store the source's list; return whether anything changed. Raises DuplicateDeviceError without a change."""
         return self._replace(merged(self._listed, listed, identities, replicas))
 
     def share(self, replicas: Mapping[str, int]) -> None:
@@ -174,11 +176,11 @@ class Inventory:
             self._replace(dataclasses.replace(now, version=now.version + 1, replicas=replicas))
 
     def forget(self, ids: Iterable[str]) -> bool:
-        """Remove those of these devices that are gone; return whether anything changed."""
+        """Remove those of these devices that are marked as gone; return whether anything changed."""
         return self._replace(without(self._listed, ids))
 
     def subscribe(self, callback: Callable[[InventorySnapshot], None]) -> Callable[[], None]:
-        """Call `callback` in the loop with each newer snapshot; return a function that ends the subscription."""
+        """Call `callback` in the event loop with each new snapshot; return a function that ends the subscription."""
         key = object()
         self._subscribers[key] = callback
         return lambda: self._subscribers.pop(key, None) and None
@@ -191,7 +193,7 @@ class Inventory:
         return True
 
     def _looked(self) -> None:
-        """Show the devices as unhealthy because a read hangs, or as listed because no read hangs any more."""
+        """Mark the devices as unhealthy if a read hangs; restore their listed health if no read hangs any more."""
         if self._listed.listed:
             self._show(blamed(self._listed, self.looks.hanging, self.snapshot.version + 1))
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Looking(Protocol):
-    """A read in a thread (`deviceplugin.looks.Look`). path: the path that is read now; other threads may read it."""
+    """A read in a thread (`deviceplugin.looks.Look`). path: the path that it reads now, for any thread."""
 
     path: str
 
@@ -24,7 +24,7 @@ _now = _Now()
 
 
 def begin(look: Looking | None) -> None:
-    """Record the paths that this thread reads in `look.path`; None ends the recording."""
+    """Record in `look.path` the paths that this thread reads from now on; None ends the recording."""
     _now.look = look
 
 

@@ -1,9 +1,9 @@
-"""Looks: accesses to files in separate threads for each resource or directory, and with a deadline.
+"""Accesses to files ("looks") in threads, each with a deadline, so that a hanging file system blocks no event loop.
 
-A file system may stop answering (a lost network, FUSE, a broken disk). Then a call hangs, and nothing can end its
-thread. So the event loop makes no file operation. Each resource, and each directory that the agent uses, has its own
-pool of a few threads, so that a hanging look delays no look of another pool. The threads are daemons and do not keep
-the process from ending, unlike those of `concurrent.futures`.
+If a file system stops responding (a lost network, FUSE, a broken disk), a call hangs, and nothing can end its thread.
+So the event loop makes no file operation. Each resource, and each directory that the agent uses, has its own pool of a
+few threads, so that a hanging look delays no look of another pool. The threads are daemon threads, which do not keep
+the process from ending, unlike the threads of `concurrent.futures`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from deviceplugin import looked_at
 _T = TypeVar("_T")
 
 TIMEOUT: Final = 3.0
-"""Seconds that a look may take while the kubelet waits for an answer of the agent."""
+"""Maximum seconds of a look while the kubelet waits for the agent's response."""
 LONG: Final = 15.0
-"""Seconds that a look may take if it reads many files and no call of the kubelet waits for it."""
+"""Maximum seconds of a look that reads many files while no call of the kubelet waits."""
 PROMPT: Final = 0.01
-"""Seconds for which the event loop itself blocks for a look that usually takes microseconds.
+"""Maximum seconds for which the event loop itself blocks for a look that usually takes microseconds.
 
-On a busy node, the return from a thread to the loop takes longer than this.
+On a busy node, the return from a thread to the event loop would take longer.
 """
 SLOW: Final = 10.0
-"""Seconds for which the loop no longer blocks for the looks of a pool, after one of them took longer than PROMPT."""
+"""Seconds for which the event loop does not block for looks of a pool after a look of this pool took longer than
+PROMPT."""
 IDLE: Final = 30.0
 """Seconds after which a thread of a pool ends if no look needs it."""
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
-"""Number of looks that were too late, by (resource or "" for other files, kind of the look). Counters only grow."""
+"""Number of looks that exceeded their deadline, by resource ("" for other files) and kind of look. Counters only
+grow."""
 
 
 class LookTimeoutError(OSError):
-    """Raised when a look did not end in time, or an earlier look of the same pool has not ended yet."""
+    """Raised when a look did not end in time, or did not begin because an earlier look of its pool still hangs."""
 
 
 class Look(Generic[_T]):
-    """A look: one call of a function in a thread of a pool. path: the path that the function is reading."""
+    """A look: one call of a function in a thread of a pool. path: the path that the function reads now."""
 
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], path: str) -> None:
         self.kind, self.begun, self.abandoned, self.path = kind, False, False, path
@@ -64,9 +66,9 @@ class Look(Generic[_T]):
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # The reader of `result` gets the exception.
+        except Exception as error:  # The caller gets the exception from `result`.
             self._error = error
-        except BaseException as error:  # SystemExit and similar exceptions must not end this thread without a result.
+        except BaseException as error:  # SystemExit, for example: the caller needs a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
         looked_at.begin(None)
         self._arguments = ()
@@ -83,7 +85,7 @@ class Look(Generic[_T]):
         return ended
 
     def when_ended(self, callback: Callable[[], None], lock: threading.Lock) -> None:
-        """Call `callback` in the look's thread when the look ends; at once if it has ended."""
+        """Call `callback` in the look's thread when the look ends, or at once if the look has ended already."""
         with lock:
             if self._waiting is not None:
                 self._waiting.append(callback)
@@ -98,15 +100,18 @@ class Look(Generic[_T]):
             if error is not None:
                 raise error
         finally:
-            del error  # The exception's traceback refers to this frame. Only a garbage collection could end that cycle.
+            # The exception's traceback refers to this frame: without the `del`, only a garbage collection could free
+            # this cycle.
+            del error
         return self._outcome  # type: ignore[return-value]  # it has ended
 
 
 class Looks:
-    """A pool of threads for looks at one subject: a resource's hardware, or a directory. One loop uses it.
+    """A pool of threads for looks at one subject: a resource's hardware, or a directory. Belongs to one event loop.
 
-    subject: for messages, such as a path. threads: maximum number of running looks, hanging looks included. resource:
-    the resource whose hardware the looks read. changed: a function that the loop calls when `hanging` changes.
+    subject: the subject in messages, such as a path. threads: maximum number of running looks, hanging looks included.
+    resource: the resource whose hardware the looks read. changed: a function that the loop calls when `hanging`
+    changes.
     """
 
     def __init__(self, subject: str, threads: int = 3, resource: str = "") -> None:
@@ -114,13 +119,13 @@ class Looks:
         self.resource = resource
         self.changed: Callable[[], None] = lambda: None
         self.hanging = ""
-        """Why no look begins now: an earlier look has not ended yet; "" if all looks have ended."""
+        """The reason why no look can begin now, because an earlier look hangs; "" if no look hangs."""
         self._most = threads
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Look[Any]] = queue.SimpleQueue()
         self._threads = 0
         self._outstanding = 0
-        """Number of looks that wait for a thread, or run in a thread."""
+        """Number of looks that run in a thread or wait for a thread."""
         self._overdue: set[Look[Any]] = set()
         self._slow_until = 0.0
 
@@ -138,8 +143,9 @@ class Looks:
     ) -> _T:
         """Call a blocking function in a thread; return its result, or raise its exception.
 
-        kind: for the metric. place: the path for messages, if the function does not record it by `looked_at`. brief:
-        whether the function usually takes microseconds. Raises LookTimeoutError; then the call continues in its thread.
+        kind: the look's kind, for the metric. place: the path for messages, if the function does not record paths by
+        `looked_at`. brief: whether the function usually takes microseconds. Raises LookTimeoutError; then the call
+        continues in its thread.
         """
         if self.hanging:
             raise LookTimeoutError(self.hanging)
@@ -158,10 +164,10 @@ class Looks:
         return look.result
 
     def brief(self, kind: str, function: Callable[..., object], *arguments: object, place: str = "") -> bool:
-        """Call a function that usually takes microseconds; return whether it has ended. Otherwise it continues.
+        """Call a function that usually takes microseconds; return whether it has ended.
 
-        The function is not called while an earlier look has not ended. The function's result is dropped, and its
-        exception is raised.
+        If not, it continues in a thread. The function is not called while an earlier look has not ended. The function's
+        result is dropped, and its exception is raised.
         """
         if self.hanging or self._outstanding:
             return False
@@ -169,12 +175,12 @@ class Looks:
         if self.ended_at_once(look):
             look.result  # noqa: B018  # raises the exception
             return True
-        with contextlib.suppress(RuntimeError):  # Without a loop, no caller waits.
+        with contextlib.suppress(RuntimeError):  # If the loop is closed, no caller waits.
             asyncio.get_running_loop().call_later(TIMEOUT, self._note_late, look, TIMEOUT)
         return False
 
     def within(self, seconds: float, kind: str, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function from a thread that may wait `seconds` for it; return its result. Raises LookTimeoutError."""
+        """Call a function, from a thread that may block for `seconds`; return its result. Raises LookTimeoutError."""
         if self._outstanding >= self._most:
             raise LookTimeoutError(f"{self.subject}: {self._outstanding} earlier looks have not ended")
         look = self.begin(kind, function, *arguments)
@@ -197,7 +203,7 @@ class Looks:
         return look
 
     def ended_at_once(self, look: Look[Any]) -> bool:
-        """Block the loop for up to PROMPT seconds for a brief look; return whether the look has ended."""
+        """Block the event loop for up to PROMPT seconds for a brief look; return whether the look has ended."""
         if time.monotonic() < self._slow_until:
             return look.ended_within(0.0)
         if ended := look.ended_within(PROMPT):
@@ -206,9 +212,9 @@ class Looks:
         return False
 
     async def late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Wait for a look; return "" if it has ended, else why it has not. Until it ends, no further look begins.
+        """Wait for a look. Return "" if it has ended, else the reason; no further look begins until it has ended.
 
-        give_up: whether to cancel a look that has not begun within `timeout` seconds.
+        give_up: whether to cancel the look if it has not begun within `timeout` seconds.
         """
         await self._end_of(look, timeout)
         return self._note_late(look, timeout, give_up=give_up)
@@ -245,7 +251,7 @@ class Looks:
             return look.abandoned
 
     def _note_late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Record a look that is too late; return the reason, "" if it has ended after all."""
+        """Record that a look is too late; return the reason as text, or "" if the look has ended in the meantime."""
         if look.ended_within(0.0):
             return ""
         timeouts[self.resource, look.kind] += 1

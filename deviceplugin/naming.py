@@ -1,7 +1,7 @@
 """Checks names and quantities by the rules of the Kubernetes API, before they are sent to the API. Pure functions.
 
-Names in the config file are checked when the file is read. Names of a source are checked before they are published. The
-rules are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
+Names in the config file are checked when the file is read, and names of a source before they are published. The rules
+are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 """Standard attribute: the PCI address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
 NUMA_NODE: Final = "resource.kubernetes.io/numaNode"
-"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37). The DRA side adds it."""
+"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37). The bridge adds this
+attribute."""
 
 EXTENDED_RESOURCE: Final = "extendedResource"
-"""Attribute that the DRA side adds to each device: the resource to which the device belongs."""
+"""Attribute that the bridge adds to each device in slices: the resource to which the device belongs."""
 
 SHARES: Final = "shares"
-"""Capacity that the DRA side adds to a shared device: the number of its shares. A claim takes one share by default."""
+"""Capacity that the bridge adds to a shared device in slices: how many claims may share it. By default, a claim takes 1
+of it."""
 
 MAX_ENTRIES: Final = 32
 """Maximum number of attributes and capacities together that one device may have."""
@@ -49,7 +51,7 @@ _MAX_LABEL: Final = 63
 MAX_DRIVER: Final = 63
 _MAX_IDENTIFIER: Final = 32
 _MAX_VALUE: Final = 64
-_MAX_COUNTERS: Final = 32  # Of a counter set, and of a set that a device consumes.
+_MAX_COUNTERS: Final = 32  # Maximum number of counters in a counter set, and in a set that a device consumes.
 
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,7 +89,7 @@ def parse_quantity(value: int | str) -> Fraction:
 
 
 def check_label(name: str, what: str = "the name") -> None:
-    """Raise NamingError unless the name is a DNS label. what: names the name in the message."""
+    """Raise NamingError unless the name is a DNS label. what: the words for the name in the message."""
     if not LABEL.fullmatch(name):
         raise NamingError(f"{what} must be {LABEL_IN_WORDS}, not {name!r}")
 
@@ -110,7 +112,7 @@ def check_resource(name: str) -> None:
 
 
 def resource_advice(name: str) -> str:
-    """Return what is wrong with the name of an extended resource, and how to correct it."""
+    """Return a text: what is wrong with the name of an extended resource, and how to correct the name."""
     like = "write a domain of yours and a name, such as example.com/gpu"
     domain, slash, rest = name.partition("/")
     if name.startswith("requests."):
@@ -149,7 +151,10 @@ def check_attribute_name(name: str) -> None:
 
 
 def check_attribute(name: str, value: object) -> None:
-    """Raise NamingError unless name and value are allowed: a str (64 bytes), an int (64 bits), a bool or a Version."""
+    """Raise NamingError unless name and value are valid.
+
+    Values: a str (64 bytes), an int (64 bits), a bool or a Version.
+    """
     check_attribute_name(name)
     if isinstance(value, bool):
         return
@@ -166,13 +171,13 @@ def check_attribute(name: str, value: object) -> None:
 
 
 def check_capacity(name: str, value: object) -> None:
-    """Raise NamingError for a wrong name, or a value that is neither an int nor a quantity, or is negative."""
+    """Raise NamingError for an invalid name, and for a value that is negative, or neither an int nor a quantity."""
     check_attribute_name(name)
     _check_quantity(f"capacity {name!r}", value)
 
 
 def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
-    """Raise NamingError unless the set and its 1 to 32 counters are named by DNS labels, with quantities from 0."""
+    """Raise NamingError unless set and counters (1 to 32) have DNS labels as names, and no quantity is negative."""
     check_label(set_name, "a counter set's name")
     if not 0 < len(counters) <= _MAX_COUNTERS:
         raise NamingError(f"counter set {set_name!r} must have 1 to {_MAX_COUNTERS} counters, not {len(counters)}")
@@ -182,7 +187,7 @@ def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
 
 
 def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
-    """Yield why the API would refuse a device: "attributes" or "capacity", and a sentence."""
+    """Yield each reason why the API would refuse a device: "attributes" or "capacity", and a sentence."""
     names: dict[str, str] = {}
     for name, value in device.attributes.items():
         try:
@@ -197,7 +202,7 @@ def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
             check_capacity(name, value)
         except NamingError as error:
             yield "capacity", str(error)
-    # Two more entries may be added: the attribute with the resource's name, and the shares of a shared device.
+    # The bridge may add two more entries: the attribute with the resource's name, and the capacity of a shared device.
     most, count = MAX_ENTRIES - 2, len(device.attributes) + len(device.capacity)
     if count > most:
         where = "attributes" if device.attributes else "capacity"
@@ -210,35 +215,35 @@ def qualified(name: str, driver: str) -> str:
 
 
 def canonical_resource(resource: str) -> str:
-    """Return a resource's name as the value of EXTENDED_RESOURCE; of a long name, the last characters and a hash."""
+    """Return the value of EXTENDED_RESOURCE for a resource: its name, or a long name's last characters and a hash."""
     if len(resource) <= _MAX_VALUE:
         return resource
     return f"{resource[-(_MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the published name of the device with this id: a DNS label, always the same one.
+    """Return the published name of the device with this id: a DNS label, which is always the same for an id.
 
     An id that is a DNS label is its own name. Any other id (and a label that ends like a hashed name) is shortened to a
     label that ends with `--` and ten digits of its SHA-256. So two ids never have the same name.
 
-    qualifier: the word for the device's resource (`qualifiers`), which is put before the name, with `--` between them.
+    qualifier: the prefix for the device's resource (`qualifiers`); `--` separates prefix and name.
     """
     plain = LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
     if not qualifier:
         return device if plain else _hashed(device, device)
     name = f"{qualifier}--{device}"
-    # A qualifier that contains "--" makes a hashed name, which no id of an unqualified resource has.
+    # With a qualifier that contains "--", the name is hashed, so that it differs from names without a qualifier.
     if plain and "--" not in device and "--" not in qualifier and LABEL.fullmatch(name):
         return name
     return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
 
 
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
-    """Return by resource the qualifier for `device_name`, which makes names of one driver's resources different.
+    """Return, for each resource of one driver, the qualifier by which `device_name` makes different names.
 
-    The qualifier is empty for a driver's only resource. Otherwise it is the text after the slash, or a hash if that
-    text is no label or not unique.
+    The qualifier is empty for a driver's only resource. Otherwise the qualifier is the text after the resource's slash,
+    or a hash if this text is no DNS label or not unique.
     """
     words = {name: name.rpartition("/")[2] for name in resources}
     if len(words) < 2:
@@ -252,9 +257,10 @@ def qualifiers(resources: Iterable[str]) -> dict[str, str]:
 def class_name(resource: str, driver: str) -> str:
     """Return the name of the DeviceClass of a resource.
 
-    The name stays the same when the driver gets or loses another resource. With the driver fpga.example.com, the class
-    of example.com/fpga has the name of the driver, and the class of example.com/half is half.fpga.example.com. If the
-    resource's domain is not the driver's, or its name is no label, the class's name contains a hash of the whole name.
+    The name does not depend on the driver's other resources. With the driver fpga.example.com, the class of
+    example.com/fpga has the name of the driver, and the class of example.com/half is half.fpga.example.com. If the
+    resource's domain is not the driver's, or its name is no DNS label, the class's name contains a hash of the
+    resource's whole name.
     """
     domain, _, word = resource.partition("/")
     if f"{word}.{domain}" == driver:
@@ -264,10 +270,10 @@ def class_name(resource: str, driver: str) -> str:
 
 
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifiers of one driver's resources: the kept qualifiers, and new ones that differ from these.
+    """Return the qualifiers of one driver's resources: the kept qualifiers, and new qualifiers that differ from them.
 
-    kept: the qualifiers of earlier published names, also of resources that the driver no longer has. These qualifiers
-    stay, so that a published name does not change when another resource is added.
+    kept: the qualifiers of earlier published names, also of resources that the driver no longer has. Kept qualifiers do
+    not change, so that published names do not change when another resource is added.
     """
     made = qualifiers((*kept, *resources))
     end = "--" if "" in kept.values() else ""
@@ -275,7 +281,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 
 
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
-    """Return (resource, device id) by published name, for one driver. words: by resource, its qualifier."""
+    """Return, for each published name of one driver, (resource, device id). words: the qualifier of each resource."""
     return {
         device_name(name, words[resource]): (resource, name)
         for resource, ids in devices.items()
@@ -298,7 +304,7 @@ def _plain_word(word: str) -> bool:
 
 
 def _hashed_word(resource: str) -> str:
-    """Return a label for a resource that no other resource has."""
+    """Return a DNS label for a resource that differs from the labels of all other resources."""
     return f"{_slug(resource.rpartition('/')[2])[:9].rstrip('-')}-{_hash(resource)}"
 
 

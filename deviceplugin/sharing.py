@@ -1,7 +1,7 @@
 """Ids of replicas, by which several containers may hold one device at the same time.
 
-The kubelet gets the ids of replicas as `device::0`, `device::1` and so on. A device that is not shared keeps its own
-id. So an id shows whether its holder has the device alone.
+The kubelet gets the ids of replicas as `device::0`, `device::1` and so on. A device that is not shared has its own id
+there. So an id shows whether its holder has the device alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SEPARATOR: Final = "::"
 
 
 def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
-    """Return by device id how many containers may share the device: 1 to `replicas`.
+    """Return, for each device id, how many containers may share the device: 1 to `replicas`.
 
     The result is empty if the source shares no device.
     """
@@ -26,19 +26,19 @@ def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
 def _shares(source: DeviceSource, device: Device) -> int:
     try:
         return max(1, min(source.replicas, int(source.replicas_of(device))))
-    except Exception:  # `source_check` raises the error when the device is listed.
+    except Exception:  # `source_check` reports this error when the source lists the device.
         return source.replicas
 
 
 def replicas_of(device: str, replicas: int) -> tuple[str, ...]:
-    """Return the ids for the kubelet of a device that is offered `replicas` times."""
+    """Return the kubelet ids of a device that `replicas` containers may share."""
     if replicas == 1:
         return (device,)
     return tuple(f"{device}{_SEPARATOR}{number}" for number in range(replicas))
 
 
 def device_of(name: str, replicas: int) -> str:
-    """Return the device of an id that the kubelet knows: the id itself, unless it is a replica's id."""
+    """Return the device of a kubelet id: the id itself, or for a replica's id, the part before `::`."""
     if replicas == 1:
         return name
     device, separator, number = name.rpartition(_SEPARATOR)

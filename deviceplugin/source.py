@@ -1,7 +1,7 @@
 """The base class that plugin authors derive from: a source of devices, with optional hooks.
 
 A hook may be a plain function, which runs in a separate thread, or a coroutine function, which must not block. Each
-hook has a deadline. If a hook fails, only the call that needs its result fails.
+hook has a deadline. If a hook fails, only the call that needs the hook's result fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deviceplugin.device import ContainerEdits, Device
 
 Policy = Literal["links", "packed", "distributed", "none"]
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
-"""By device id and quantity, a number, or numbers by label value ("xid_errors_total": {"79": 1})."""
+"""For each device id and quantity, a number, or numbers by label value ("xid_errors_total": {"79": 1})."""
 
 
 class DeviceSource:
@@ -26,23 +26,21 @@ class DeviceSource:
     docs/sources.md has an example of each hook, with a test. Defining a subclass raises TypeError if a name in it is
     close to that of a hook or a setting, and NamingError if `resource` or `driver` is not a valid name.
 
-    Attributes:
-        resource: the extended resource, vendor-domain/name, that pods name in their limits.
-        driver: the name of the DRA driver, which DeviceClasses select, or None for limits only.
-        replicas: how many containers may share one device; above 1 the kubelet sees that many ids for each device
-            (fewer where `replicas_of` says so).
-        topology: whether the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows
-            exponentially with the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow.
-        metadata: whether containers get files that describe their devices (KEP-5304), with the devices' attributes.
-        policy: which devices a container gets that requests several, if there is no `prefer`. "links": closely linked
-            devices (by `links`, else by NUMA nodes), and replicas of different devices. "packed": replicas of as few
-            devices as possible. "distributed": replicas of the devices with the fewest users. "none": the first ids.
+    Attributes: resource: the extended resource, vendor-domain/name, that pods name in their limits. driver: the name of
+        the DRA driver, which DeviceClasses select, or None for limits only. replicas: how many containers may share one
+        device; above 1 the kubelet sees that many ids for each device (fewer where `replicas_of` says so). topology:
+        whether the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows exponentially
+        with the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow. metadata: whether containers
+        get files that describe their devices (KEP-5304), with the devices' attributes. policy: which devices a
+        container gets if it requests several and the source has no hook `prefer`. "links": devices that are closely
+        connected (by `links`, or else by NUMA nodes), and replicas of different devices. "packed": replicas of as few
+        devices as possible. "distributed": replicas of the devices with the fewest users. "none": the first ids.
         hook_timeout: seconds after which a hook's call fails. The kubelet waits for Allocate without a deadline and
-            admits no other pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`,
-            and 45 s for NodePrepareResources, which calls `reset` and `prepare`. The agent logs a warning at its start
-            if these hooks may take longer.
-        config_type: the type that a claim's opaque parameters are decoded into: any type that msgspec can convert a
-            JSON object to (a Struct, a dataclass). Unknown fields are errors. None: the driver takes no parameters.
+        admits no other pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`, and
+        45 s for NodePrepareResources, which calls `reset` and `prepare`. The agent logs a warning at its start if the
+        hooks of such a call may take longer. config_type: the type of a claim's opaque parameters: any type to which
+        msgspec can convert a JSON object (a Struct, a dataclass). Unknown fields are errors. None: the driver accepts
+        no parameters.
 
     """
 
@@ -77,8 +75,8 @@ class DeviceSource:
         """Yield the full list of devices now, and again after each change.
 
         It is an async generator, which must not block, or a plain generator, which runs in a thread of its own and may
-        block. If it ends, its last list stays valid. If it raises an exception, or yields anything but lists of Device,
-        `watch` is called again after a delay, and the last list stays valid meanwhile.
+        block. If the generator ends, its last list stays valid. If it raises an exception, or yields anything but lists
+        of Device, `watch` is called again after a delay; until then, the last list stays valid.
 
             async def watch(self):
                 while True:
@@ -92,8 +90,8 @@ class DeviceSource:
 
         For limits this hook is called once for each container, before the container exists, and again if the pod is
         admitted again. For claims it is called once for each request, also with administrative access. If a device is
-        shared, the hook is called for each pod or claim. It must not change the devices. Its environment variables,
-        nodes and mounts take precedence over those of the devices:
+        shared, the hook is called for each pod or claim. The hook must not change the devices. The environment
+        variables, nodes and mounts that it returns take precedence over those of the devices:
         `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
         """
         return ContainerEdits()
@@ -102,9 +100,9 @@ class DeviceSource:
         """Prepare the devices for their next user.
 
         For limits this hook is called before each start of a container, restarts included. For claims it is called
-        once, when the claim is prepared, since the kubelet does not tell a DRA driver of restarts. So clean up between
-        two users in this hook or in `released`. Work that each start of a container needs must be done by the program
-        in the container, if pods with claims use the device.
+        once, when the claim is prepared, since the kubelet does not tell a DRA driver of restarts. So a clean-up
+        between two users belongs into this hook or into `released`. If pods with claims use the device, work that each
+        start of a container needs must be done by the program in the container.
 
         If pods share a device, the hook is called for each pod while other pods use the device. If claims share a
         device, the hook is called for the first claim only. It is never called for administrative access.
@@ -119,8 +117,9 @@ class DeviceSource:
     ) -> Sequence[Device | str] | Awaitable[Sequence[Device | str]]:
         """Return the `size` devices of `available` that a container should get, with all of `must_include`.
 
-        If the answer is invalid or the hook raises an exception, the framework chooses. The answer contains devices or
-        their ids: `[*must_include, *(device for device in available if device not in must_include)][:size]`
+        The result contains devices or their ids. If the result is invalid or the hook raises an exception, the
+        framework chooses. Example: `[*must_include, *(device for device in available if device not in
+        must_include)][:size]`
         """
         raise NotImplementedError
 
@@ -166,17 +165,17 @@ class DeviceSource:
 
         `deviceplugin.metrics.load` lists the common quantities (`utilization_ratio`, `memory_used_bytes`). Each other
         quantity becomes a metric of its own: use base units, and the suffix `_total` for a quantity that only grows.
-        Leave out a quantity that a device cannot report, or return None, never 0:
-        `{"fpga0": {"utilization_ratio": 0.5, "power_watts": None}}`. After an error or a timeout the metrics are
-        absent; the next call is made after the late call has ended.
+        Leave out a quantity that a device cannot report, or return None, never 0: `{"fpga0": {"utilization_ratio": 0.5,
+        "power_watts": None}}`. After an error or a timeout the metrics are missing. A late call must end before the
+        next call is made.
         """
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this device, 1 to `replicas`. It must be a plain function.
+        """Return how many containers may share this device, 1 to `replicas`. Must be a plain function.
 
-        This method is called for each device of a list. If it returns anything else or raises an exception, the list
-        fails.
+        This method is called for each device of a list. If it returns an invalid number or raises an exception, the
+        list is refused.
 
         `return 1 if device.attributes["model"] == "small" else self.replicas`
         """
@@ -184,7 +183,7 @@ class DeviceSource:
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close two devices are, by frozenset of their ids. A higher number is closer. Must be quick.
+        """How close two devices are: a number for the frozenset of their ids; a higher number is closer. Must be quick.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
         `{frozenset(("fpga0", "fpga1")): 100.0}`
@@ -192,7 +191,7 @@ class DeviceSource:
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the full list of child sources, which serve further resources, whenever there is one more.
+        """Yield the full list of child sources, each for a further resource, whenever a child source is added.
 
         Define this method for resources that are known only after the hardware was read, such as kinds of partitions:
         `yield [Halves("example.com/fpga-half")]`. Child sources are served until this source ends. After an error this
@@ -210,7 +209,8 @@ class DeviceSource:
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""Minimum ratio of difflib at which a name counts as misspelt: perfer is close to prefer, match is not to watch."""
+"""Minimum ratio of difflib from which a name counts as a misspelling: `perfer` is one of prefer, `match` is none of
+watch."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
@@ -227,11 +227,11 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     """Return the method or setting of `DeviceSource` that a name is probably a misspelling of; "" if there is none.
 
     The name of a call in the kubelet's API counts as a misspelling of the call's hook. If the class also defines the
-    method or setting itself, it was not misspelt. A value of another type than the setting's is the author's own
+    method or setting itself, it was not misspelt. A value of another type than the setting's value is the author's own
     attribute.
 
     A misspelling is an error, not a warning: if `released` is never called, one user's data is left to the next user,
-    and nothing else shows this. An author who means another method can rename it.
+    and nothing else reveals this. An author who means another method can rename that method.
     """
     if hasattr(DeviceSource, name):
         return ""
@@ -243,8 +243,8 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     if (meant := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
         return str(meant)
     letters = Counter(name.lower())
-    # The number of common letters, in any order, is an upper bound of difflib's ratio. So most names need no import of
-    # difflib.
+    # The number of common letters, in any order, gives an upper bound of difflib's ratio, so that most names need no
+    # import of difflib.
     near = [
         candidate
         for candidate in free
@@ -275,9 +275,9 @@ _OTHER_NAMES: Final = {
     "getpreferredallocation": "prefer",
     "resourcename": "resource",
 }
-"""By a name in the kubelet's API, the method or setting that an author means by this name."""
+"""For each name in the kubelet's API, the method or setting that an author means by this name."""
 
 
-@functools.cache  # Each Allocate needs the result, and a class does not change.
+@functools.cache  # The result is cached: each Allocate needs it, and a class does not change.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

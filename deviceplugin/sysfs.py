@@ -1,7 +1,7 @@
 """Reads sysfs: values, NUMA nodes, device nodes, and the hardware of a device number.
 
-The functions take paths, so they work on any directory tree. A missing value is None, because sysfs changes while it is
-read.
+The functions take paths, so they also work on other directory trees. A missing value is no error but None, because
+sysfs changes while it is read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ ROOT: Final = "/sys"
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 _COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
-"""The parts of a name that the kernel counts up in the order in which devices appear: 0 of ttyUSB0, b of sdb."""
+"""Matches the counters in names, which the kernel increases in the order in which devices appear: 0 of ttyUSB0, b of
+sdb."""
 _PLACES: Final = ("port_number", "index", "partition")
-"""Files with a constant number of a device's part: a port of a serial adapter, a stream of a camera."""
+"""Files with a number that stays the same for a part of a device: a port of a serial adapter, a stream of a camera."""
 
 
 def read(path: str) -> str | None:
@@ -42,7 +43,7 @@ def numa_node(directory: str) -> int | None:
 def numa_node_above(directory: str, within: str) -> int | None:
     """Return the NUMA node of a directory, or of its nearest ancestor that states one.
 
-    within: only directories whose paths contain this text are read.
+    within: a text; only directories whose paths contain it are read.
     """
     while within in directory:
         if (node := numa_node(directory)) is not None:
@@ -93,7 +94,7 @@ def device_above(directory: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePart:
-    """The hardware of a device node. devices: names of its USB device or PCI function; each name alone is enough.
+    """The hardware of a device node. devices: names of its USB device or PCI function, each of which identifies it.
 
     place: the bus, and the USB port or PCI slot of the hardware. part: which part of the hardware the node is.
     """
@@ -111,10 +112,11 @@ class HardwareReader:
     _serials: list[tuple[str, ...]] | None = field(default=None, init=False)
 
     def behind(self, kind: str, number: str) -> HardwarePart | None:
-        """Return the hardware of a device node; None if sysfs names no USB or PCI device for it. Blocks.
+        """Return the hardware of a device node; None if sysfs shows no USB or PCI device for the node. Blocks.
 
-        A USB device has the name of its vendor, product and serial number, in any port. The port replaces a missing
-        serial number. While another device has the same serial number, the name has the port as well.
+        A USB device's name consists of vendor, product and serial number, and does not depend on the port. If the
+        serial number is missing, the port replaces it. While another device has the same serial number, the name also
+        has the port.
         """
         directory = directory_of(kind, number, self.root)
         device = device_above(directory) if directory is not None else None
@@ -151,7 +153,7 @@ def _usb(directory: str) -> tuple[str, ...] | None:
 
 
 def _part(device: str, directory: str) -> str:
-    """Return which part of a device has this sysfs directory, without numbers that the kernel counts up."""
+    """Return which part of a device this sysfs directory belongs to, without counters of the kernel."""
     steps, above = [], device
     for step in filter(None, directory.removeprefix(device).split("/")):
         steps.append(_step(above, step))
@@ -160,12 +162,12 @@ def _part(device: str, directory: str) -> str:
 
 
 def _step(above: str, name: str) -> str:
-    """Return a directory's name without the parts that the kernel counts up.
+    """Return a directory's name without counters of the kernel (the 0 of ttyUSB0).
 
-    If several names in `above` are then equal, return the whole name.
+    If several names in `above` would be equal without counters, return the whole name.
     """
     if name.startswith(f"{os.path.basename(above)}:"):
-        return name.partition(":")[2]  # A USB interface: configuration and number, 1.0.
+        return name.partition(":")[2]  # The name of a USB interface ends with configuration and number (1.0).
     plain = _COUNTED.sub("", name)
     for place in _PLACES:
         if (value := read(f"{above}/{name}/{place}")) is not None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from deviceplugin.device import printable
 
 NARROW: Final = 12
-"""Characters below which no column of a table is folded."""
+"""Minimum width of a folded column of a table, in characters."""
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
@@ -30,7 +30,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Seque
 
 
 def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
-    """Print lines. A line with True is red on a terminal, if the extra `cli` is installed."""
+    """Print lines, each given as (text, red). Red lines are red on a terminal if the extra `cli` is installed."""
     rich = import_rich() if sys.stdout.isatty() else None
     for text, red in lines:
         if rich is not None and red:
@@ -46,9 +46,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int | None) -> list[list[tuple[str, ...]]]:
-    """Return each row as one or more lines of cells. The widest columns are folded until all fit into the width.
+    """Return each row as one or more lines of cells. The widest columns are folded until the table fits into the width.
 
-    width: in characters; None for any. No column gets narrower than NARROW.
+    width: in characters; None for no limit. No column becomes narrower than NARROW.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > NARROW:

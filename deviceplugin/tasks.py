@@ -1,4 +1,4 @@
-"""Background tasks, and calls that a cancellation of the caller does not interrupt."""
+"""Runs background tasks, and calls that continue if their caller is cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Start a task for this work."""
+        """Start a task that runs this coroutine; return the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -40,9 +40,9 @@ class Tasks:
 
 
 class SharedCall(Generic[_T]):
-    """Makes one call for all callers that arrive before this call begins. Calls run one after another.
+    """Makes one call for all callers that arrive before the call begins. Calls run one after another.
 
-    A call continues if its callers are cancelled, because other callers may wait for it by then.
+    A call continues if its callers are cancelled, because other callers may be waiting for the same call by then.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> None:
@@ -67,7 +67,7 @@ class SharedCall(Generic[_T]):
     def _ended(self, task: asyncio.Task[_T]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # All callers may be cancelled.
+            task.exception()  # Retrieve the exception, because all callers may have been cancelled.
 
     async def close(self) -> None:
         """Cancel the running call and the waiting call."""

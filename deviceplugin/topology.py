@@ -1,6 +1,6 @@
 """Chooses the devices that a container gets together: pure functions over ids, NUMA nodes and link scores.
 
-An id without scores or NUMA nodes is chosen late and raises no error. Ids are compared in natural order: sim-2 before
+Ids without scores or NUMA nodes are chosen last, without an error. Ids are compared in natural order: sim-2 before
 sim-10.
 """
 
@@ -26,22 +26,24 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Ids = Collection[str]
 Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
-"""The closeness of pairs of devices, by frozenset({a, b}). A higher number is closer; a missing pair has 0."""
+"""How close pairs of devices are, by frozenset({a, b}). A higher number is closer; a pair without an entry has 0."""
 
-_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # Bits of a number, and the type code of an array of such numbers.
-# Maximum number of sets of devices (of interchangeable ones, only the number counts) for which all are compared.
+# For each width of numbers in bits, the type code of an array of such numbers.
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}
+# Maximum number of different sets of devices for which all sets are compared. Sets with equally many interchangeable
+# devices are not different.
 _EXACT: Final = 1 << 16
-# (size, number) of the requests that are assumed to follow a request for a single device.
+# The requests that are assumed to follow a request for a single device, as (size, number of requests).
 _USUAL: Final = ((4, 2), (2, 4))
-# Number of steps after which the search for ties that serve all later requests equally well is given up.
+# Number of steps after which the search ends for sets of equal rank that leave the same for all later requests.
 BUDGET: Final = 40_000
-_STARTS: Final = 24  # Number of sets with which the heuristic starts.
+_STARTS: Final = 24  # Number of sets from which the heuristic starts.
 _SWAPS: Final = 32  # Number of swaps that the heuristic tries from each set.
-_DENSE: Final = 256  # Maximum number of devices with a matrix of scores.
+_DENSE: Final = 256  # Maximum number of devices for which a matrix of scores is made.
 
 
 class Link(enum.IntEnum):
-    """The closeness of two devices: a level of PCIe, or NVLINK times the number of NVLinks between the devices."""
+    """How close two devices are: a level of the PCIe topology, or NVLINK times the number of NVLinks between them."""
 
     NVLINK = 100
     SAME_BOARD = 60
@@ -61,22 +63,22 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
 
     score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). The function chooses the set with
 
-    1. the highest total of its pairs' scores; among equals the one that leaves the best remainder:
-    2. the highest total that the next request of this size can get, then the one after it, and so on until fewer than
-       `size` devices are left, each served by this rule;
-    3. the highest total of all pairs that are left;
-    4. the smallest ids, in natural order.
+    1. the highest total of the scores of all pairs in the set; among sets with equal totals, the set that leaves the
+    best remainder: 2. the highest total that the next request of this size can get, then the request after that, and so
+    on, until fewer than `size` devices are left; 3. the highest total of all pairs of the remaining devices; 4. the
+    smallest ids, in natural order.
 
-    If `size` is 1, rule 2 is replaced: the remainder is the best one for two requests of four devices, one after the
-    other, and among equals the best one for four requests of two.
+    If `size` is 1, rule 2 is replaced: the best remainder is the remainder with the highest total for two successive
+    requests of four devices; among equal remainders, for four requests of two devices.
 
     The result is exact for up to 16 devices, and for more if enough of them are interchangeable. Otherwise a heuristic
-    applies 1, 3 and 4 within a fixed number of steps (some 10 ms for 64 devices), or until `deadline` seconds have
-    passed; only a deadline can make two calls differ. Order and repetitions of the input never matter.
+    applies rules 1, 3 and 4 within a fixed number of steps (some 10 ms for 64 devices), or until `deadline` seconds
+    have passed. Two calls with the same input can differ only because of the deadline. Order and repetitions of the
+    input never matter.
 
-    `must_include` is always kept, even if it is longer than `size` or not `available`; if there are too few devices,
-    all of them are returned. Scores that are no integers are rounded to twelve digits of the largest. The list is in
-    the natural order of the ids.
+    All of `must_include` is in the result, even if it is longer than `size` or not in `available`. If there are too few
+    devices, all of them are returned. Scores that are no integers are rounded to twelve digits of the largest score.
+    The result is in the natural order of the ids.
     """
     stop = time.perf_counter() + deadline
     required = _in_order(must_include)
@@ -106,10 +108,10 @@ def choose(
     score: Score = _NOTHING,
     physical: Mapping[str, str] = _NOTHING,
 ) -> list[str]:
-    """Choose `size` of the `available` ids by a policy of `DeviceSource`; `must_include` is always kept.
+    """Choose `size` of the `available` ids, with all of `must_include`, by a policy of `DeviceSource`.
 
-    score: as for `preferred`, between physical devices. physical: by id, its device, for all ids on this node, ids in
-    use included; a missing id is a device of its own. Raises ValueError if there is no such policy.
+    score: as for `preferred`, between physical devices. physical: for each id on this node, also for ids in use, its
+    device; an id without an entry is a device of its own. Raises ValueError if there is no such policy.
     """
     match policy:
         case "links":
@@ -124,7 +126,7 @@ def choose(
 
 
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas of different devices that are closest together.
+    """Choose replicas of different devices; of these devices, choose the devices that are closest together.
 
     From each free device, the replica with the smallest id is chosen before a second replica of any device. Without
     replicas, the result is that of `preferred`.
@@ -143,7 +145,8 @@ def links(available: Ids, must_include: Ids, size: int, score: Score, physical: 
 def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of as few devices as possible. Devices with the fewest free replicas come first.
 
-    The devices of `must_include` come before all others; see `numa_compact`, whose nodes are the devices here.
+    The devices of `must_include` are used first. The rules are those of `numa_compact`, with devices in place of its
+    NUMA nodes.
     """
     devices = _in_order(physical.get(name, name) for name in {*available, *must_include})
     places = {device: (place,) for place, device in enumerate(devices)}
@@ -152,9 +155,9 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 
 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas one by one, each of the device that has the fewest replicas in use at that point.
+    """Choose replicas one by one, each time of the device with the fewest replicas in use.
 
-    In use are the ids of `physical` that are not `available`, and the ids already chosen. Among equal devices, the
+    Ids in use are those of `physical` that are not in `available`, and the ids already chosen. Among equal devices, the
     device with the most free replicas is chosen, then the smallest id.
     """
     taken = set(must_include)
@@ -171,7 +174,7 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
 
 
 def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return by device its ids, the smallest id last."""
+    """Return, for each device, its ids, the smallest id last."""
     devices: dict[str, list[str]] = {}
     for name in sorted(ids, key=natural, reverse=True):
         devices.setdefault(physical.get(name, name), []).append(name)
@@ -181,8 +184,8 @@ def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, lis
 def arranged(devices: Collection[str], score: Score) -> list[str]:
     """Return the devices in an order in which blocks of 2, 4, 8 and so on devices are close together.
 
-    The scheduler takes devices in the order of a ResourceSlice. The first half of the order (up to a power of two) is
-    the result of `preferred`; each half is ordered in the same way.
+    The scheduler takes devices in the order of a ResourceSlice. `preferred` chooses the first half of the order
+    (rounded to a power of two); each half is then ordered in the same way.
     """
     ids = _in_order(devices)
     if len(ids) < 3 or not score:
@@ -195,7 +198,7 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
     """Return a score for each pair of devices: 20 if the two have a NUMA node in common, 10 if not.
 
-    A device without a NUMA node is in no pair. There are n^2/2 pairs: for many devices use `numa_compact`.
+    A device without a NUMA node is in no pair. The result has n^2/2 pairs, so use `numa_compact` for many devices.
     """
     placed = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {
@@ -207,12 +210,12 @@ def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], fl
 def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_include: Ids, size: int) -> list[str]:
     """Choose `size` of the `available` ids on as few NUMA nodes as possible; O(n log n).
 
-    devices: by id, its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of these
-    nodes. The nodes of `must_include` come first; if one of these nodes has all missing devices, only it is used.
-    Otherwise all devices of these nodes are taken. The rest comes from the node with the fewest free devices that has
-    enough; if no node has enough, the node with the most free devices is taken first. Devices of unknown NUMA nodes
-    come last. Among equals, the lower node and the smaller id come first. `must_include` and too few devices are
-    treated as by `preferred`.
+    devices: for each id, its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of
+    these nodes. The nodes of `must_include` are used first: if one of them has enough free devices, only this node is
+    used; otherwise all free devices of these nodes are chosen. The other devices are chosen from the node with the
+    fewest free devices among the nodes with enough; if no node has enough, all devices of the node with the most are
+    chosen, and so on. Devices with unknown NUMA nodes are chosen last. Among equals, the lower node and the smaller id
+    are chosen first. `must_include`, and a lack of devices, have the same effect as for `preferred`.
     """
     taken = set(must_include)
     free = set(available) - taken
@@ -239,7 +242,8 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
         take(nodes[min(enough, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
     for node in by_use:
         take(nodes[node].copy())
-    # Numbers of free devices only shrink (by devices near several nodes), so an outdated entry is put back corrected.
+    # A node's number of free devices only decreases (because of devices near several nodes), so an outdated entry is
+    # corrected and put back.
     largest = [(-len(members), node) for node, members in nodes.items()]
     heapq.heapify(largest)
     while missing and largest:
@@ -256,13 +260,14 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
 
 
 def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple[list[list[int]], list[int]]:
-    """Return the scores among `free` as integers of at least 0, and of each free device with all `required`.
+    """Return the scores of all pairs of `free`, and each free device's total with `required`, as integers from 0.
 
-    All pairs are raised by the same amount, which changes no order among sets of one size.
+    The same amount is added to the scores of all pairs, which does not change the order of sets of equal size.
     """
     among = [score.get(frozenset(pair), 0) for pair in combinations(free, 2)]
     beside = [score.get(frozenset(pair), 0) for pair in product(free, required)]
-    whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())  # Sums stay below 2^60.
+    # The number of bits keeps sums below 2^60.
+    whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())
     pairs = whole[: len(among)]
     bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
     lowest, least = min(pairs, default=0), min(bonus, default=0)
@@ -274,7 +279,10 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 
 
 def _integers(values: list[float], bits: int) -> list[int]:
-    """Return the values as integers of at most `bits` bits, on one scale. Values that are such integers stay exact."""
+    """Return the values, multiplied by a common factor, as integers of at most `bits` bits.
+
+    Such integers stay unchanged.
+    """
     if set(map(type, values)) != {int}:
         values = [_finite(value) for value in values]
     largest = max(map(abs, values), default=0)
@@ -289,7 +297,7 @@ def _finite(value: float) -> float:
 
 
 def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[list[int]]:
-    """Return the classes of devices that have the same scores with all other devices, the last class first."""
+    """Return the classes of interchangeable devices, which have the same scores with all others; last class first."""
     classes: list[list[int]] = []
     sums = [sum(row) for row in matrix]
     for device, row in enumerate(matrix):
@@ -307,11 +315,11 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 
 
 class _Sets:
-    """All sets of some devices, at most 2^16; of interchangeable devices only the number counts.
+    """All sets of some devices (at most 2^16 sets). Of interchangeable devices, a set has only a number.
 
-    A set is represented by a number with a digit for each class: how many devices of the class the set has. So the
-    removal of a subset is a subtraction. Some long integers contain a number for each set, so that one addition changes
-    all sets. Others contain a bit for each set, so that one AND filters all sets.
+    A set is represented by an integer with a digit for each class: the number of devices of this class in the set. So a
+    subset is removed by a subtraction. Some long integers contain a number for each set, so that one addition changes
+    the numbers of all sets. Other long integers contain a bit for each set, so that one AND filters all sets.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
@@ -319,7 +327,8 @@ class _Sets:
         self.weights: list[int] = []
         sizes = bytes(1)
         most = sum(map(sum, matrix)) + sum(bonus)
-        width = next(width for width in _WIDTHS if most >> width == 0)  # No sum may overflow into the next number.
+        # The numbers are so wide that no sum overflows into the next number.
+        width = next(width for width in _WIDTHS if most >> width == 0)
         totals, ones = 0, [1]
         for place, members in enumerate(classes):
             weight, count, row = len(sizes), len(members), matrix[members[0]]
@@ -331,14 +340,14 @@ class _Sets:
         self.whole = len(sizes) - 1
         """The number of the set of all devices. This number minus a set's number is the set's complement."""
         self.sizes = sizes + b"\xff" * len(sizes)
-        """By set, how many devices it has; 255 for a negative number.
+        """For each set, the number of its devices; 255 for negative numbers, which are no sets.
 
         One set is a subset of another if and only if the size of their difference is the difference of their sizes.
         """
         self.totals = self._numbers(totals, width)
-        """By set, the total of the scores of all its pairs."""
+        """For each set, the total of the scores of all its pairs."""
         self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
-        """By set, the same total, including the scores of its devices with the required devices."""
+        """For each set, the same total plus the scores of its devices with the required devices."""
 
     def _numbers(self, table: int, width: int) -> array[int]:
         numbers = array(_WIDTHS[width])
@@ -348,7 +357,7 @@ class _Sets:
         return numbers
 
     def choose(self, missing: int, size: int) -> list[int]:
-        """Return the best set of `missing` devices, if all later requests are for `size` devices."""
+        """Return the best set of `missing` devices, assuming that all later requests are for `size` devices."""
         left = self.sizes[self.whole] - missing
         candidates = self._of_size(missing)
         ties = _highest(candidates, self.firsts)
@@ -378,25 +387,25 @@ class _Sets:
         return sorted(smallest)
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
-        """Sort the ties: first those that leave the highest total, among equals first those with the smallest ids."""
-        # If each device is a class of its own, a set's higher number means smaller ids.
+        """Sort sets of equal rank: by the total that they leave, the highest first, then by ids, the smallest first."""
+        # If each device is a class of its own, a higher number of a set means smaller ids.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave most for `later` requests; `enough` of these ties suffice, None for all.
+        """Return those sets of equal rank that leave most for `later` requests, at most `enough`; None for all.
 
         candidates: all sets of the size of these requests.
         """
         sizes, size = self.sizes, self.sizes[candidates[0]]
-        # By possible remainder, a number with a bit for each tie that leaves it.
+        # For each possible remainder, a number with a bit for each set that leaves this remainder.
         remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}
         for request in range(later):
             fitting = self._parts_of(remainders)
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # Later requests cannot get more than the first of them.
+                return alike  # No later request can get more than the first of them.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
@@ -407,7 +416,7 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return at most `enough` ties that leave `later` of the `best` sets; none if the search takes too long."""
+        """Return up to `enough` sets that leave `later` disjoint sets of `best`; none if the search takes too long."""
         budget, sizes, size = BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
@@ -419,7 +428,7 @@ class _Sets:
             fitting = [subset for subset in some if sizes[remainder - subset] == rest]
             if requests == 1 or not fitting:
                 return bool(fitting)
-            # The order of requests does not matter, so sets before this one are not tried again.
+            # The order of requests does not matter, so sets before this set are not tried again.
             return any(serves(remainder - subset, fitting[at:], requests - 1) for at, subset in enumerate(fitting))
 
         serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
@@ -434,7 +443,7 @@ class _Sets:
         bits, count = int(flags, 2), self.whole + 1
         for members, weight in zip(self.classes, self.weights, strict=True):
             period = weight * (len(members) + 1)
-            some = (1 << period) - (1 << weight)  # The sets with a device of the class.
+            some = (1 << period) - (1 << weight)  # The sets that have a device of this class.
             while period < count:
                 some |= some << period
                 period *= 2
@@ -444,7 +453,7 @@ class _Sets:
 
 
 def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int], width: int) -> int:
-    """Return by set of these classes the sum of its devices' values, as one integer of numbers with `width` bits."""
+    """Return, for each set, the sum of its devices' values, all in one integer with `width` bits for each sum."""
     sums, shift = 0, width
     for members, base in zip(classes, ones, strict=False):
         sums = _joined(sums, values[members[0]] * base, 0, len(members), shift)
@@ -455,7 +464,8 @@ def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Itera
 def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
     """Join the sets without a class and these sets with up to `count` devices of the class.
 
-    step: what the first device adds. growth: how much more each further device adds than the device before.
+    step: the number that the first device adds. growth: how much more each further device adds than the device before
+    it.
     """
     joined = layer
     for n in range(1, count + 1):
@@ -471,9 +481,10 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
 
 
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
-    """Return a set with a high total that leaves a high total, found in a fixed number of steps.
+    """Return a set that has, and leaves, a high total, found in a fixed number of steps.
 
-    Each start is one of `firsts` with the devices closest to it. Swaps improve the starts until `stop` (perf_counter).
+    Each start is a set of one device of `firsts` and the devices closest to it. Swaps improve these sets until `stop`
+    (perf_counter).
     """
     degrees = [sum(row) for row in matrix]
     order = sorted(
@@ -483,9 +494,10 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
-            others = order[at + 1 :] + order[:at]  # Among equal devices, each start prefers others.
+            others = order[at + 1 :] + order[:at]  # Among equal devices, each start prefers other devices.
             starts.append([first, *sorted(others, key=gains.__getitem__, reverse=True)][:missing])
-    # All remaining scores together count less than the smallest difference between two chosen sets.
+    # Scores of remaining devices are scaled down so far that all together count less than the smallest difference
+    # between two sets.
     unit = 1 + 2 * sum(degrees)
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
@@ -494,17 +506,18 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
 
 
 def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
-    """Return each device's gain: its own number plus the numbers of its pairs with the chosen devices."""
+    """Return each device's gain: its own value plus the scores of its pairs with the chosen devices."""
     return [value + sum(map(row.__getitem__, chosen)) for value, row in zip(nodes, pairs, strict=True)]
 
 
 def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: float) -> tuple[int, set[int]]:
-    """Return the value and the best set on a walk of swaps: the best device comes in, the worst goes out.
+    """Return the best set, and its value, of a series of swaps: each swaps the worst device for the best other device.
 
-    For some steps neither of the two devices is swapped back, so the walk leaves sets that no single swap improves.
+    The two devices are not swapped back for some steps, so that the series continues from sets that no single swap
+    improves.
     """
     gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
-    # In `value`, pairs count twice, so the devices' own numbers are counted twice as well.
+    # In `value`, each pair counts twice, so each device's own value is counted twice as well.
     value = sum(gains[device] + nodes[device] for device in chosen)
     best, best_set = value, set(chosen)
     entered, gone = list[int](), list[int]()
@@ -530,7 +543,7 @@ def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: f
 
 
 def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
-    """Return the set after all swaps that raise its value, or keep its value and lower the ids."""
+    """Return the set after all swaps that raise its value, or lower the ids without changing the value."""
     gains = _gains(pairs, nodes, chosen)
     swapped = True
     while swapped and time.perf_counter() < stop:
@@ -549,7 +562,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Return those of very many devices of which good sets may consist, so that a matrix of scores stays small."""
+    """Of very many devices, return those that good sets may contain, so that the matrix of scores stays small."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

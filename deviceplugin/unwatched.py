@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 SILENT: Final = 5.0
-"""Seconds after which a directory's file system counts as not answering."""
+"""Seconds after which a directory's file system counts as hanging."""
 
 
 class UnwatchedCause(enum.Enum):
@@ -24,7 +24,7 @@ class UnwatchedCause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> UnwatchedCause:
-        """Return the cause of an error. EMFILE has two causes: no file, or no inotify instance is left."""
+        """Return the cause of an error. EMFILE has two causes: no file descriptor is left, or no inotify instance."""
         if isinstance(error, TimeoutError):
             return cls.SILENT
         match error.errno if isinstance(error, OSError) else None:
@@ -45,7 +45,7 @@ class WatchFailure(NamedTuple):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> WatchFailure:
-        """Return the failure that an error of the system means."""
+        """Return the failure for an error of the operating system."""
         cause = UnwatchedCause.of(error)
         return cls(cause, str(error) if cause is UnwatchedCause.ERROR else "")
 
@@ -92,7 +92,7 @@ _LIMITS: Final[Mapping[str, str]] = {
 
 
 def _limit(what: str) -> str:
-    """Return the limit of inotify instances or watches, with its value: the lower one of user and user namespace."""
+    """Return, as text, the limit of inotify instances or watches: the lower value of user and user namespace."""
     limits = [(_read_limit(f"{file}{what}"), f"{name}{what}") for file, name in _LIMITS.items()]
     value, name = min(limits, key=lambda limit: int(limit[0]) if limit[0].isdigit() else math.inf)
     return f"{name} is {value}"

@@ -8,7 +8,7 @@ VERSION: Final = "0.1.0"
 def installing(extra: str) -> str:
     """Return the command that installs the package with an extra, for messages.
 
-    No package index has the package yet, so the command names a file.
+    The package is in no package index yet, so the command names a file.
     """
     return (
         f"pip install '.[{extra}]' in the repository, or pip install 'deviceplugin-{VERSION}-py3-none-any.whl[{extra}]'"

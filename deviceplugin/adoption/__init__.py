@@ -1,6 +1,6 @@
-"""Serves vendors' unmodified plugins as the kubelet does, by a kubelet.sock in a directory of the agent.
+"""Lets vendors' unmodified plugins register with the agent as with a kubelet, at a kubelet.sock in its directory.
 
 A vendor's plugin registers at the kubelet.sock in the directory that is mounted into its container. If this is the
-agent's directory, the plugin registers with the agent. The agent then lists the plugin's devices and forwards the
-kubelet's calls to the plugin.
+agent's directory, the plugin registers with the agent. Then the agent registers with the kubelet, lists the plugin's
+devices, and forwards the kubelet's calls to the plugin.
 """

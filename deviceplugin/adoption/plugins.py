@@ -2,10 +2,10 @@
 
 Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the sockets in its directory,
 then creates kubelet.sock. During Register the kubelet connects to the plugin's endpoint and calls
-GetDevicePluginOptions; it ignores the options in Register itself. The endpoint of a resource that registered last
-replaces the former ones. A plugin supports one reader of its list: a second ListAndWatch stream takes updates from the
-first, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others). So the agent opens one stream for each endpoint,
-which stays open as long as the plugin runs.
+GetDevicePluginOptions; it ignores the options in Register itself. The endpoint that registered last for a resource
+replaces the former endpoints. A plugin supports only one reader of its device list: a second ListAndWatch stream takes
+updates from the first, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others). So the agent opens one stream for
+each endpoint, which stays open as long as the plugin runs.
 """
 
 from __future__ import annotations
@@ -40,24 +40,27 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_Re
 _LOG: Final = logging.getLogger(__name__)
 
 REGISTRY: Final = "plugins_registry"
-"""A subdirectory of the agent's directory, in which plugins that do not call Register have their sockets."""
+"""The subdirectory of the agent's directory in which plugins that do not call Register create their sockets."""
 DIAL: Final = 10.0
-"""Seconds for GetDevicePluginOptions during Register, as in the kubelet."""
+"""Maximum seconds of GetDevicePluginOptions during Register, as in the kubelet."""
 PRE_START: Final = 30.0
-"""Seconds for PreStartContainer, as in the kubelet."""
+"""Maximum seconds of PreStartContainer, as in the kubelet."""
 TURN: Final = 20.0
-"""Seconds for which an unanswered call to one plugin blocks calls to others; less than a claim waits for its answer."""
+"""Maximum seconds for which a hanging call to one plugin delays calls to other plugins; less than a claim waits for its
+response."""
 KEPT: Final = 45.0
-"""Seconds for which an unused answer to a claim is kept for the next try; the kubelet's time limit for one call."""
+"""Seconds for which a plugin's unused response for a claim is kept for the next Prepare: as long as the kubelet waits
+for a call."""
 GRACE: Final = 300.0
-"""Seconds for which devices stay listed as Unhealthy after their plugin has dropped them from its list, or is gone."""
+"""Seconds for which devices stay in the agent's list as Unhealthy after the vendor's plugin has removed them, or has
+ended."""
 TAKEOVER: Final = 5.0
-"""Seconds that an agent waits for another agent of the same directory to end, before it fails."""
+"""Seconds for which an agent waits for another agent with the same directory to end."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 
 class ListedDevice(NamedTuple):
-    """A device in a plugin's list. problem: why the device is not healthy, "" if it is healthy."""
+    """A device in the device list of a vendor's plugin. problem: why the device is not healthy, "" if it is healthy."""
 
     problem: str
     numa: tuple[int, ...]
@@ -67,7 +70,7 @@ VendorList = Mapping[str, ListedDevice]
 
 
 def listed(message: pb.ListAndWatchResponse) -> VendorList:
-    """Return a plugin's list as a mapping in the order of ids, so that repeated or reordered lists compare equal."""
+    """Return a plugin's device list as a mapping sorted by id, so that repeated or reordered lists are equal."""
     devices = {
         device.ID: ListedDevice(
             "" if device.health == "Healthy" else "its plugin lists it as unhealthy",
@@ -85,10 +88,10 @@ _UNANSWERED: Final = {
 
 
 class VendorCallError(Exception):
-    """Raised when a plugin refuses a call (the plugin's message) or does not answer (a message that names the plugin).
+    """Raised when a plugin refuses a call (with the plugin's message) or does not respond (with the agent's message).
 
-    code: the status that the kubelet gets; a gRPC client reports a lost connection as UNAVAILABLE. unanswered: whether
-    the plugin did not answer. details: gRPC's message.
+    code: the status code for the kubelet (UNAVAILABLE after a lost connection, as gRPC clients report it). unanswered:
+    whether the plugin did not respond. details: gRPC's message.
     """
 
     def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
@@ -103,9 +106,9 @@ class AdoptionError(Exception):
 
 @dataclass(eq=False)
 class VendorPlugin:
-    """An endpoint that a plugin has registered. devices: the plugin's last list. alive: whether its stream is open.
+    """An endpoint that a plugin has registered. devices: the plugin's last device list.
 
-    since: when the plugin registered, or when its stream ended (Unix seconds).
+    alive: whether its stream is open. since: when the plugin registered, or when its stream ended (Unix seconds).
     """
 
     resource: str
@@ -117,17 +120,19 @@ class VendorPlugin:
     alive: bool = True
     since: float = field(default_factory=time.time)
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
-    """By a claim's UID and ids, calls of `VendorPlugins.allocate_claim`, until their answers are used or dropped."""
+    """For each claim (UID, device ids), the call of `VendorPlugins.allocate_claim`, until its response is used or
+    dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Locked by a caller of `call_in_turn` until its call is answered, without a time limit."""
+    """A lock that a caller of `call_in_turn` holds until the plugin has responded, without a time limit."""
     pending: dict[object, float] = field(default_factory=dict)
-    """When each unanswered call began (Unix seconds)."""
+    """For each running call, when it began (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
-        """Forward a call of the kubelet to the plugin; return the answer unchanged. Raises VendorCallError."""
+        """Forward a call of the kubelet to the plugin; return the response unchanged. Raises VendorCallError."""
         if method not in self._calls:
-            self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
+            # Without serializers, requests and responses stay bytes.
+            self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]
         this = object()
         self.pending[this] = time.time()
         try:
@@ -137,16 +142,16 @@ class VendorPlugin:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            # `_follow` has closed the channel. If this handler were cancelled, the kubelet would never get an answer.
+            # `_follow` has closed the channel. If this handler were cancelled, the kubelet would never get a response.
             raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
         finally:
             del self.pending[this]
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
-        """Call the plugin after earlier calls are answered, or after `TURN` seconds. Raises VendorCallError.
+        """Call the plugin once earlier calls have ended, or after `TURN` seconds. Raises VendorCallError.
 
         The wait is limited, because the plugin may hang in an Allocate for a claim, and the kubelet admits no other pod
-        until this call is answered.
+        until this call has a response.
         """
         async with contextlib.AsyncExitStack() as stack:
             with contextlib.suppress(TimeoutError):
@@ -161,20 +166,20 @@ class VendorPlugin:
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Store a new list, and drop answers that are out of date.
+        """Store the plugin's new device list, and drop responses for claims that are out of date.
 
-        The same id may mean other hardware after it left the list or came back.
+        An id may stand for other hardware after it has left the list and returned.
         """
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
 
     def forget(self, uid: str) -> None:
-        """Drop the answers for a claim that has ended."""
+        """Drop the plugin's responses for a claim that has ended."""
         for key in [key for key in self.claimed if key[0] == uid]:
             del self.claimed[key]
 
     def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
-        """Drop, of the answers with these keys, those for one of these ids, because such answers are out of date."""
+        """Drop the responses with these keys that are for any of these ids, because they are out of date."""
         for key in keys:
             if not set(key[1]).isdisjoint(ids):
                 del self.claimed[key]
@@ -190,10 +195,10 @@ class VendorPlugin:
 
 
 class VendorPlugins(RegistrationServicer):
-    """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
+    """Serves a kubelet.sock in a directory of the agent, and follows the plugins that register there.
 
-    The subdirectory `plugins_registry` replaces the kubelet's directory of that name. registered: called with the name
-    of a resource whenever a plugin has registered the resource.
+    The subdirectory `plugins_registry` stands for the kubelet's directory with that name. registered: called with the
+    name of a resource whenever a plugin has registered the resource.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -201,9 +206,9 @@ class VendorPlugins(RegistrationServicer):
         self._looks = Looks(str(directory))
         self.registered: Callable[[str], None] = lambda resource: None
         self._turn = asyncio.Lock()
-        """Locked while a plugin allocates, for at most `TURN` seconds.
+        """A lock that is held while any plugin allocates, but for at most `TURN` seconds.
 
-        The kubelet calls one plugin after another, and plugins rely on that. The agent cannot find out which endpoints
+        The kubelet calls only one plugin at a time, and plugins rely on that. The agent cannot find out which endpoints
         belong to one process: in a pod, SO_PEERCRED has no pid for a process of another pod.
         """
         self._plugins: dict[str, VendorPlugin] = {}
@@ -230,19 +235,19 @@ class VendorPlugins(RegistrationServicer):
         return {resource for resource, plugin in self._plugins.items() if plugin.alive}
 
     def bypassed(self, resource: str) -> None:
-        """Record that a plugin registered a resource with the kubelet instead of the agent.
+        """Record that a vendor's plugin has registered a resource with the kubelet instead of the agent.
 
-        Until the plugin registers with the agent, the agent no longer waits for it.
+        From now on, the agent does not wait for this plugin, until the plugin registers with the agent.
         """
         self._bypassed.add(resource)
         self._notify()
 
     def registered_elsewhere(self, resource: str) -> bool:
-        """Return whether a resource's plugin registered with the kubelet, and not with the agent since."""
+        """Return whether a resource's plugin has registered with the kubelet, and not with the agent afterwards."""
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
-        """Allocate devices to containers, one after another; return one AllocateResponse with the plugin's bytes.
+        """Let the plugin allocate devices to one container after another; return one AllocateResponse with its bytes.
 
         wanted: the device ids of each container. Raises VendorCallError if the plugin refuses, or is gone.
         """
@@ -253,9 +258,9 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """Run `work`, which calls a plugin, for one plugin at a time.
+        """Run `work`, which calls a plugin, while no other plugin is called.
 
-        A call that hangs blocks calls to all plugins for `TURN` seconds, and then only calls to its own plugin.
+        A hanging call delays calls to all plugins for `TURN` seconds, and then only calls to its own plugin.
         """
         ended = False
 
@@ -277,15 +282,15 @@ class VendorPlugins(RegistrationServicer):
                     self._turn.release()
 
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
-        """Allocate devices to a claim, and call PreStartContainer if the plugin needs it; return the answer.
+        """Let the plugin allocate devices to a claim, and call PreStartContainer if it needs that; return the response.
 
-        Allocate has no deadline. The call continues after its caller has timed out. If the same claim asks again for
-        the same devices within `KEPT` seconds, it gets this call's answer. uid: the claim's UID. ids: the device ids.
-        The answer is dropped as out of date if the claim has ended, or if one of the devices was allocated to another
-        holder or left the list meanwhile.
+        Allocate has no deadline. The call continues after its caller has timed out. If the same claim needs the same
+        devices again within `KEPT` seconds, it gets the response of this call. uid: the claim's UID. ids: the device
+        ids. The response is dropped as out of date if meanwhile the claim has ended, or a device was allocated to
+        another holder or has left the list.
 
-        Raises VendorCallError if the plugin refuses or is gone, TimeoutError if there is no answer within `timeout`
-        seconds, ConnectionError if the agent ends, LookupError if the answer is out of date.
+        Raises VendorCallError if the plugin refuses or is gone, TimeoutError if there is no response within `timeout`
+        seconds, ConnectionError if the agent ends, LookupError if the response is out of date.
         """
         key, claimed = (uid, tuple(ids)), plugin.claimed
         if (task := claimed.get(key)) is None:
@@ -304,7 +309,7 @@ class VendorPlugins(RegistrationServicer):
         return answer
 
     def _allocated(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]], task: asyncio.Task[bytes]) -> None:
-        """Keep an answer until a caller uses it, for at most `KEPT` seconds. A failed call is not kept."""
+        """Keep a plugin's response until a caller uses it, for at most `KEPT` seconds. A failed call is not kept."""
         self._tasks.discard(task)
 
         def drop() -> None:
@@ -322,7 +327,7 @@ class VendorPlugins(RegistrationServicer):
 
         async def work() -> bytes:
             if plugin.claimed.get(key) is not mine:
-                # No caller needs the answer any more, or a device left the plugin's list meanwhile.
+                # No caller needs the response any more, or a device has left the plugin's list.
                 raise LookupError
             answer = await plugin.allocate(ids)
             if plugin.options.pre_start_required:
@@ -346,7 +351,7 @@ class VendorPlugins(RegistrationServicer):
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:
-        """Lock the directory. Otherwise plugins of another agent would register here and stay away from that agent."""
+        """Lock the directory, because plugins can register with only one of two agents with the same directory."""
         until = time.monotonic() + TAKEOVER
         while not await self._looks.at("sockets", lock.acquire):
             if time.monotonic() > until:
@@ -357,9 +362,9 @@ class VendorPlugins(RegistrationServicer):
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
 
-        When a gRPC server stops, it unlinks the path of its socket. So the server gets another path, and kubelet.sock
-        is a hard link to that path. A rename replaces a former kubelet.sock by the link. Plugins see this as a creation
-        of kubelet.sock (inotify).
+        A gRPC server that stops unlinks the path of its socket, which may be a newer server's by then. So the server
+        gets a path of its own, and kubelet.sock is a hard link to it, which replaces a former kubelet.sock by a rename.
+        For plugins, this is a creation of kubelet.sock (inotify).
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"
         own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
@@ -393,8 +398,8 @@ class VendorPlugins(RegistrationServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
         """Register a plugin's endpoint as the kubelet does, with the same refusals.
 
-        The plugin's socket is in the agent's directory or in `plugins_registry`. The Kubernetes sample plugin registers
-        by the name of its socket, wherever the socket is, if the file DEPRECATION does not exist.
+        The plugin's socket is in the agent's directory or in `plugins_registry`. If the file DEPRECATION does not
+        exist, the Kubernetes sample plugin registers only the name of its socket, wherever the socket is.
         """
         places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
         try:
@@ -405,7 +410,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.Empty()
 
     async def _take(self, resource: str, versions: Sequence[str], socket: Path) -> None:
-        """Follow the resource's plugin at this socket, instead of a former one. Raises RefusedError."""
+        """Follow the resource's plugin at this socket, instead of a former plugin or socket. Raises RefusedError."""
         extra = {"resource": printable(resource)}
         if VERSION not in versions:
             raise RefusedError(f"API version {', '.join(versions)!r} is not {VERSION}")
@@ -415,7 +420,7 @@ class VendorPlugins(RegistrationServicer):
             raise RefusedError(str(error)) from error
         file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
-            # The plugin's same server has registered again, and its only stream stays open.
+            # The same server of the plugin has registered again; its only stream stays open.
             former.options = await self._options(former)
             _LOG.info("its plugin registered again at %s", socket.name, extra=extra)
         else:
@@ -436,7 +441,7 @@ class VendorPlugins(RegistrationServicer):
         self.registered(resource)
 
     async def _options(self, plugin: VendorPlugin) -> pb.DevicePluginOptions:
-        """Return a plugin's options. Raises RefusedError if the plugin does not answer."""
+        """Return a plugin's options. Raises RefusedError if the plugin does not respond."""
         try:
             answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
         except VendorCallError as error:
@@ -446,7 +451,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.DevicePluginOptions.FromString(answer)
 
     async def _follow(self, plugin: VendorPlugin) -> None:
-        """Read a plugin's lists until its stream ends; ignore these lists once another plugin has replaced it."""
+        """Read a plugin's device lists until its stream ends; ignore them once another plugin has replaced this one."""
         why = "ended the stream"
         try:
             async for message in plugin.lists():
@@ -472,9 +477,9 @@ class VendorPlugins(RegistrationServicer):
     async def lists(self, resource: str) -> AsyncGenerator[VendorList]:
         """Yield the devices of a resource's plugin now and after each change.
 
-        Devices that left the plugin's list, and all devices of a plugin that is gone, are yielded as Unhealthy for
-        `GRACE` seconds. An empty first list does not prove that there are no devices: the method waits up to `GRACE`
-        seconds for the next list, unless the plugin is `bypassed`.
+        Devices that have left the plugin's list, and all devices of a plugin that has ended, are yielded as Unhealthy
+        for `GRACE` seconds. An empty first list does not prove that there are no devices: the method waits up to
+        `GRACE` seconds for the next list, unless the plugin is `bypassed`.
         """
         absent: dict[str, float] = {}
         shown: VendorList | None = None

@@ -1,4 +1,4 @@
-"""Serves an adopted resource: its source has the devices of a vendor's plugin, its endpoint forwards calls."""
+"""Serves a resource of a vendor's plugin (adopted): a source with its devices, and an endpoint that forwards calls."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ class VendorDevice(Device):
 
 
 ANSWER: Final = 25.0
-"""Seconds that a claim waits for its plugin's answer: less than the driver's 30 s for a claim and the kubelet's 45 s.
+"""Seconds that a claim waits for the plugin's response: less than the driver's 30 s for a claim and the kubelet's 45 s
+for a call.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The config of an adopted resource, for claims.
+    """The settings of an adopted resource that concern claims.
 
-    attributes, capacity: of each device; `{id}` in a text is replaced by the device's id. together: whether one
-    Allocate is for all requests of a claim. dropped_annotations: patterns of annotations to leave out of the plugin's
-    answers. pre_start_once: whether one PreStartContainer, when a claim is prepared, is enough for the plugin. ids: a
-    regular expression for the ids of the plugin that is known to serve claims, "" for any; a device with another id
-    belongs to another plugin.
+    attributes, capacity: the attributes and capacity of each device; `{id}` in a text is replaced by the device's id.
+    together: whether the plugin gets one Allocate for all requests of a claim. dropped_annotations: patterns of
+    annotations to leave out of the plugin's responses. pre_start_once: whether one PreStartContainer, when a claim is
+    prepared, is enough for the plugin. ids: a regular expression for the ids of the plugin that is known to serve
+    claims, "" for any; a device with another id belongs to another plugin.
     """
 
     driver: str | None = None
@@ -55,7 +56,7 @@ class Adopted:
 
 
 class AdoptedSource(DeviceSource):
-    """The devices of a resource, as the plugin that registered the resource with the agent lists them."""
+    """Lists the devices of a resource as the vendor's plugin that registered with the agent lists them."""
 
     def __init__(self, resource: str, plugins: VendorPlugins, adopted: Adopted | None = None) -> None:
         self.resource = resource
@@ -65,7 +66,7 @@ class AdoptedSource(DeviceSource):
         self._looks = Looks(resource, resource=resource)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices in the plugin's lists. A repeated or reordered list causes no new yield."""
+        """Yield the devices of each device list of the plugin that differs from the list before."""
         async for devices in self.plugins.lists(self.resource):
             yield [self._device(name, devices) for name in devices]
 
@@ -82,10 +83,10 @@ class AdoptedSource(DeviceSource):
         )
 
     async def answer(self, devices: Sequence[Device], uid: str) -> ContainerEdits:
-        """Let the plugin allocate devices to a request of the claim with this UID; return the edits of its containers.
+        """Let the plugin allocate devices to a request of a claim (UID); return the edits for the containers.
 
-        A repeated request does not call the plugin again while the first call is unanswered. Raises AnswerError if
-        there is no answer, or the answer has fields that claims cannot transport.
+        A repeated request waits for the running call instead of calling the plugin again. Raises AnswerError if there
+        is no response, or the response has fields that CDI cannot express.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
@@ -126,15 +127,15 @@ class AdoptedSource(DeviceSource):
         return edits
 
     def forget(self, uid: str) -> None:
-        """Drop the plugin's unused answers for a claim that has ended."""
+        """Drop the plugin's unused responses for a claim that has ended."""
         if (plugin := self.plugins.plugin(self.resource)) is not None:
             plugin.forget(uid)
 
 
 def _missing(mounts: Sequence[Mount]) -> str:
-    """Return the host path of a mount that does not exist; "" if all exist.
+    """Return the first host path of these mounts that does not exist; "" if all exist.
 
-    In a pod the agent sees only the host's /dev, so it checks no other paths.
+    An agent in a pod has only the host's /dev, so it checks no other paths.
     """
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     hosts = (mount.host for mount in mounts if not in_pod or mount.host.startswith("/dev/"))
@@ -147,7 +148,7 @@ def _is_there(path: str) -> bool:
 
 
 class VendorIds(DeviceIds):
-    """The ids of a vendor's plugin, unchanged. Even an id in the form of a replica's id is the id of a device."""
+    """Passes the ids of a vendor's plugin unchanged: even an id that looks like a replica's id is a device's id."""
 
     def device_id_of(self, name: str) -> str:
         """Return the id itself."""
@@ -158,14 +159,14 @@ class VendorIds(DeviceIds):
         return name
 
     def names_of(self, device: Device) -> tuple[str, ...]:
-        """Return the device's id as its only id."""
+        """Return the kubelet ids of a device: only the device's own id."""
         return (device.id,)
 
 
 class AdoptedEndpoint(Endpoint):
-    """Forwards the kubelet's calls to the vendor's plugin, and the plugin's answers to the kubelet, byte for byte.
+    """Forwards the kubelet's calls to the vendor's plugin, and the plugin's responses to the kubelet, byte for byte.
 
-    The register grants and refuses the devices as it does for any other resource.
+    The register grants or refuses the devices, as for any other resource.
     """
 
     IDS = VendorIds
@@ -173,7 +174,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The plugin's options. PreStartContainer is among them only while pods may have the resource's devices."""
+        """The plugin's options. PreStartContainer is requested only while pods may have the resource's devices."""
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)
@@ -183,10 +184,10 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin is connected. Otherwise the agent's endpoint ends, as the plugin's own endpoint would.
+        """Whether the plugin is connected. If not, the agent's endpoint ends, as the plugin's own endpoint would.
 
-        So if the plugin registers with the kubelet, its endpoint is the only one there, unless devices are `kept_back`.
-        A kubelet up to 1.36 drops such a plugin if the stream of another endpoint of the resource ends after its
+        So if the plugin registers with the kubelet itself, the resource has no other endpoint there, unless devices are
+        `kept_back`. Up to 1.36, the kubelet drops such a plugin if another endpoint's stream ends after the plugin's
         registration.
         """
         plugin = self.source.plugins.plugin(self.resource)
@@ -194,9 +195,10 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def awaits(self) -> str:
-        """The plugin that this endpoint waits for, for messages.
+        """A text that names the plugin for which this endpoint waits, for messages.
 
-        If the plugin has registered with the kubelet, a kubelet 1.36 cannot use the plugin once the agent leaves.
+        If the plugin has registered with the kubelet itself, the text says that a kubelet 1.36 cannot use it after the
+        agent's end.
         """
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "its plugin"
@@ -207,12 +209,12 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """Ids of devices that claims hold or may get. A plugin that leaves the agent would allocate them to pods.
+        """The ids of devices that claims hold or may get, which a plugin without the agent would allocate to pods.
 
-        The endpoint that registered last gets the kubelet's Allocates; this endpoint refuses Allocates for these ids.
-        The kubelet got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the
-        device since. If only the file of a claim is known, the register has no records of the claim's devices; their
-        ids are added from the claim.
+        The kubelet calls Allocate of the endpoint that registered last; this endpoint refuses these ids. The kubelet
+        got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the device since.
+        If a claim is known only from its file, the register has no records of the claim's devices, and their ids are
+        taken from the file.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -221,7 +223,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def plugin_socket(self) -> str:
-        """The name of the socket of the plugin that registered last, even if it has disconnected; "" if none has."""
+        """The name of the socket of the plugin that registered last, also if it is disconnected; "" if none has."""
         plugin = self.source.plugins.plugin(self.resource)
         return "" if plugin is None else plugin.socket.name
 
@@ -230,16 +232,17 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Keep ids in the list as unhealthy that the plugin does not list, but that pods have or may be getting.
+        """Keep in the device list, as unhealthy, ids that the plugin does not list but pods have or may be getting.
 
         The kubelet may be calling Allocate for one of these ids at another plugin of the resource. The kubelet crashes
-        if a list without the id comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
+        if it gets a list without the id before the response to Allocate (1.36.3, devicemanager/manager.go,
+        allocateContainerResources).
         """
         held = self._holders.snapshot.of(self.resource) if self._holders is not None else ()
         self.ids.keep({*registered, *held, *self._register.snapshot.of(self.resource)})
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register this endpoint's calls at a gRPC server. Forwarded requests and answers stay bytes."""
+        """Add this endpoint's calls to a gRPC server. Forwarded requests and responses stay bytes."""
         handlers = {
             "GetDevicePluginOptions": grpc.unary_unary_rpc_method_handler(
                 self.GetDevicePluginOptions, pb.Empty.FromString, pb.DevicePluginOptions.SerializeToString
@@ -257,9 +260,10 @@ class AdoptedEndpoint(Endpoint):
         return await self.allocate(request, context, self._forward)
 
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
-        """Record the grant, then call the plugin's Allocate. If it fails, the grant ends like that of a rejected pod.
+        """Record the grant, then call the plugin's Allocate.
 
-        The ids are checked against the plugin's list, because some plugins accept unknown ids.
+        If this fails, the grant ends like a grant to a rejected pod. The ids are checked against the plugin's list,
+        because some plugins accept unknown ids.
         """
         plugin = self._plugin()
         for name in ids:
@@ -274,7 +278,7 @@ class AdoptedEndpoint(Endpoint):
             raise Refusal(error.code, "plugin", self._words(error)) from error
 
     def _words(self, error: VendorCallError) -> str:
-        """Return the text of an error for the kubelet; a plugin's own message stays unchanged."""
+        """Return the text for the kubelet about an error; a message of the plugin itself stays unchanged."""
         return f"{self.resource}: {error}" if error.unanswered else str(error)
 
     def _plugin(self) -> VendorPlugin:
@@ -292,11 +296,11 @@ class AdoptedEndpoint(Endpoint):
             return await self._pass("PreStartContainer", request, context)
 
     async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
-        """Forward a call to the plugin, and the plugin's answer or error to the kubelet."""
+        """Forward a call to the plugin, and the plugin's response or error to the kubelet."""
         try:
             return await self._plugin().call_in_turn(method, request)
         except Refusal as refusal:
             await context.abort(refusal.code, refusal.details)
         except VendorCallError as error:
             await context.abort(error.code, self._words(error))
-        raise AssertionError  # abort always raises.
+        raise AssertionError  # `abort` always raises an exception.

@@ -4,14 +4,15 @@ The plugins of SR-IOV and of Mellanox's RDMA register this way if that directory
 Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
 
 Facts (kubelet 1.36.3, pluginmanager): the kubelet uses every socket below the directory whose name does not begin with
-a dot, including sockets that exist at its start, and removes none. The kubelet connects to the socket (10 s) and calls
-GetInfo (1 s). Then the kubelet connects to the endpoint, or to the same socket if no endpoint is named, and reports the
-result by NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5 s to 2 min. A plugin that gets a failure
-ends its server (RDMA) or starts its server again (SR-IOV). Here, as with the kubelet, the plugin gets a failure each
-time that its registration is refused.
+a dot, including sockets that exist at its start, and removes no socket. The kubelet connects to the socket (timeout 10
+s) and calls GetInfo (1 s). Then the kubelet connects to the endpoint, or to the same socket if the response names no
+endpoint, and reports the result by NotifyRegistrationStatus (5 s). The kubelet repeats failed steps after 0.5 s to 2
+min. A plugin that gets a failure ends its server (RDMA) or starts its server again (SR-IOV). As the kubelet does, the
+agent reports a failure to the plugin whenever it refuses the registration.
 
-The endpoint in the answer to GetInfo is a path within the plugin's container, so only its last element is used here.
-The socket of that name is in the directory of the first socket, or in the directory of plugins that call Register.
+The endpoint in the response to GetInfo is a path within the plugin's container, so only the path's last element is used
+here. The socket of that name is in the directory of the first socket, or in the directory of plugins that call
+Register.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ _LOG: Final = logging.getLogger(__name__)
 
 TYPE: Final = "DevicePlugin"
 ASK: Final = 10.0
-"""Seconds from the appearance of a plugin's socket within which the plugin must answer GetInfo."""
+"""Seconds after the appearance of a plugin's socket within which the plugin must respond to GetInfo."""
 TELL: Final = 5.0
-"""Seconds for a plugin to answer NotifyRegistrationStatus."""
+"""Seconds within which a plugin must respond to NotifyRegistrationStatus."""
 CHECK: Final = 10.0
-"""Seconds between two reads of the directory, in case the file watch misses a change."""
+"""Maximum seconds between two reads of the directory, in case the file watch misses a change."""
 Found = tuple[Path, FileIdentity]
 
 
 class RefusedError(Exception):
-    """Raised when the agent refuses a registration, which the kubelet would refuse for the same reason."""
+    """Raised when the agent refuses a plugin's registration, which the kubelet would refuse for the same reason."""
 
 
 class PluginWatcher:
     """Calls GetInfo at every socket below a directory, once for each socket file, and registers the plugin.
 
-    elsewhere: another directory in which an endpoint's socket may be. take: a function that registers a plugin, by its
-    resource, its versions of the API, and the socket of its service; it raises RefusedError. looks: runs reads of the
-    directory.
+    elsewhere: another directory in which an endpoint's socket may be. take: a function that registers a plugin; its
+    arguments are the resource, the API versions, and the socket of the plugin's service; it raises RefusedError. looks:
+    the threads for reads of the directory.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PluginWatcher:
                 await cancel_all(self._asked.values())
 
     async def _register(self, socket: Path) -> None:
-        """Register the plugin at this socket; try again until it succeeds."""
+        """Register the plugin at this socket; try again until this succeeds."""
         backoff, logged = Backoff(first=0.5, most=120.0), ""
         while True:
             try:
@@ -108,8 +109,8 @@ class PluginWatcher:
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
-        """Get a plugin's resource, register it, notify the plugin. Raises RefusedError, grpc.aio.AioRpcError."""
-        # Most nodes have no such plugin, so the memory for this import is used only when a plugin is found.
+        """Call GetInfo, register the plugin, and notify it. Raises RefusedError, grpc.aio.AioRpcError."""
+        # Most nodes have no such plugin, so this module is imported only when a plugin is found, to save memory.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 

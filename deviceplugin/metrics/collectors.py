@@ -1,7 +1,7 @@
-"""The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only if metrics are served.
+"""The Prometheus metrics of an agent, and the routes of the agent's HTTP server. Loaded only if metrics are served.
 
-Each scrape converts a view to metric families; this module counts nothing. The client library makes the `process_*`
-metrics.
+For each scrape, a view of the agent is converted to metric families; this module itself counts nothing. The client
+library makes the `process_*` metrics.
 """
 
 from __future__ import annotations
@@ -158,14 +158,17 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
     },
 }
-"""By the metric's name after `deviceplugin_`: its labels, and its help text."""
+"""For each metric (its name after `deviceplugin_`), its labels and its help text."""
 _ABSENT_IF_EMPTY: Final = (
     *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
 )
 
 
 class AgentCollector:
-    """Converts views of an agent to metric families. It can be registered in any registry of the client library."""
+    """Converts views of an agent to metric families.
+
+    An instance can be registered in any registry of prometheus_client.
+    """
 
     def __init__(self, view: Callable[[], AgentView], *, dcgm: bool = False) -> None:
         self._view = view
@@ -213,7 +216,7 @@ class AgentCollector:
 
 def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
     name = resource.name
-    # The usual combinations of labels begin with zero, so that a sum over them contains every resource.
+    # The usual combinations of labels exist even with the value 0, so that every resource has series.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
@@ -326,7 +329,7 @@ class Pages:
         return web.Answer(encode(self._registry), content_type)
 
     def _status(self, _: object) -> web.Answer:
-        from deviceplugin.metrics import page  # The module is loaded only when the page or /status is requested.
+        from deviceplugin.metrics import page  # This module is imported only when the page or /status is requested.
 
         return web.Answer(page.status(self._view()), "application/json")
 
@@ -336,7 +339,7 @@ class Pages:
         return web.Answer(page.html(self._view()), "text/html; charset=utf-8", headers=page.headers())
 
     def _healthz(self, _: object) -> web.Answer:
-        """Answer 200 if the agent's event loop executes a callback within LOOP_TIMEOUT, otherwise 503."""
+        """Return 200 if the agent's event loop executes a callback within LOOP_TIMEOUT seconds, otherwise 503."""
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
@@ -347,13 +350,13 @@ class Pages:
         return web.Answer(b"ok\n")
 
     def _readyz(self, _: object) -> web.Answer:
-        """Answer 200 if all resources are registered with the kubelet and all providers are ready, otherwise 503."""
+        """Return 200 if all resources are registered with the kubelet and all providers are ready, otherwise 503."""
         reasons = self._view().unready
         return web.Answer("\n".join((*reasons, "")).encode() or b"ok\n", status=503 if reasons else 200)
 
 
 def _format(request: web.Request) -> str:
-    """Return the known format that an Accept header requests, because answers are cached for each format."""
+    """Return the metrics format that an Accept header requests, as the key under which responses are cached."""
     _, content_type = choose_encoder(request.headers.get("accept", ""))
     kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
     return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind
@@ -361,7 +364,7 @@ def _format(request: web.Request) -> str:
 
 @contextlib.contextmanager
 def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = None) -> Iterator[web.Server]:
-    """Serve an agent's metrics at `address` while the context lasts. Enter the context in the agent's loop.
+    """While the context is active, serve an agent's metrics at `address`. Must be entered in the agent's event loop.
 
     address: host:port, [v6 address]:port, or :port for all addresses. config: the settings, None for the defaults.
     Raises OSError if the server cannot listen at the address, or a certificate or token cannot be read.

@@ -1,4 +1,4 @@
-"""The HTTP server's certificate, and the token that the server requires. Both are read from files that may change."""
+"""The certificate of the agent's HTTP server, and the token that it requires, both from files that may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class _Watched:
-    """Files that are read again when they have changed. Each use of the content checks them, in microseconds."""
+    """Files that are read again when they have changed.
+
+    Each use of the content checks the files, which takes microseconds.
+    """
 
     def __init__(self, *paths: str | Path) -> None:
         self.paths = tuple(map(Path, paths))
@@ -41,7 +44,8 @@ class _Watched:
                     return
                 self._load()
             except OSError as error:
-                # The files are often incomplete while they are renewed. The next use tries again.
+                # The files are often incomplete while another program renews them. The next use of the content reads
+                # them again.
                 warning = f"{error.strerror or error}"
                 if warning != self._warned:
                     self._warned = warning

@@ -1,8 +1,8 @@
-"""Serves metrics also under the names of NVIDIA's DCGM exporter, for dashboards made for that exporter.
+"""Serves metrics under the names of NVIDIA's DCGM exporter as well, for dashboards that were made for that exporter.
 
 Only measured values appear. MIG partitions have the UUID of their GPU. The labels namespace, pod and container are set
-if exactly one container holds the device, because series for each holder of a shared device would count its load
-several times. For the holders of shared devices, join `deviceplugin_allocation_info`.
+if exactly one container holds the device, because a series for each holder of a shared device would count the device's
+load several times. The holders of shared devices are in `deviceplugin_allocation_info`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MIB: Final = 1024 * 1024
 
 
 class Name(NamedTuple):
-    """A metric of NVIDIA's exporter, and where its value comes from.
+    """A metric of NVIDIA's exporter, and the source of its value.
 
-    quantity: the quantity of a source's `measure`. unit: the value is divided by this factor. part: the value of the
-    quantity's label whose number is served.
+    quantity: the name of a quantity that a source measures. unit: the factor by which the value is divided. part: the
+    label value whose number is used, if the quantity has several numbers.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The load of the devices: what a source's `measure` returns, read in the background.
 
-No scrape waits for hardware. A value that could not be read recently is left out, and never replaced by zero or by the
-previous value.
+No scrape waits for hardware. A value that could not be read recently is missing in the metrics, and is never replaced
+by zero or by the previous value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-STALE: Final = 2.5  # Number of periods after which a reading counts as too old.
-TICK: Final = 0.5  # Seconds between two checks of which sources must be measured.
+STALE: Final = 2.5  # Number of periods after which a measurement counts as too old.
+TICK: Final = 0.5  # Seconds between two checks whether the devices of a source must be measured.
 
 
 class Quantity(NamedTuple):
@@ -53,7 +53,8 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""By the metric's name after `deviceplugin_device_`. Names of counters end with `_total`. A source may add quantities.
+"""For each metric (its name after `deviceplugin_device_`), the quantity. Names of counters end with `_total`. A source
+may have further quantities.
 """
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
@@ -62,11 +63,11 @@ TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state"
 
 Value = float | dict[str, float]  # One number, or numbers by the value of the quantity's label.
 Reading = Mapping[str, Mapping[str, Value]]
-"""What one call of `measure` returned: by device id and quantity, the value."""
+"""The result of one call of `measure`: for each device id and quantity, the value."""
 
 
 class MeasureError(Exception):
-    """Raised when `measure` returned anything but numbers by device id and quantity."""
+    """Raised when `measure` returned anything else than numbers by device id and quantity."""
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Reading:
@@ -95,7 +96,7 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
                 raise MeasureError(f"{name!r} is used with and without _total, but one name is one metric")
             if isinstance(value, Mapping):
                 numbers = {key: number for key, part in value.items() if (number := _number(name, part)) is not None}
-                # A label's value must be UTF-8, but a name from the file system may not be.
+                # A label's value must be UTF-8, but a name from the file system may have other bytes.
                 parts = {str(key).encode(errors="replace").decode(): figure for key, figure in numbers.items()}
                 if parts:
                     values[name] = parts
@@ -115,9 +116,10 @@ def _number(name: str, value: object) -> float | None:
 
 
 class Gauge:
-    """Measures one source's devices. It belongs to one event loop; any thread may read it.
+    """Measures one source's devices. An instance belongs to one event loop; any thread may read its fields.
 
-    calls, failures, seconds: statistics of `measure`. error: why there is no reading now.
+    calls, failures, seconds: number, failures and total duration of calls of `measure`. error: why there is no
+    measurement now.
     """
 
     def __init__(self, source: DeviceSource, period: float) -> None:
@@ -127,20 +129,21 @@ class Gauge:
         self.seconds = 0.0
         self.error = ""
         self._period = period
-        self._reading: tuple[Reading, float] | None = None  # The last reading, and its time (monotonic seconds).
-        self._hanging: asyncio.Future[Any] | None = None  # Done when the call that did not answer in time has ended.
+        self._reading: tuple[Reading, float] | None = None  # The last measurement, and its time (monotonic seconds).
+        # A future that is done when the call that timed out has ended.
+        self._hanging: asyncio.Future[Any] | None = None
 
     @property
     def reading(self) -> Reading | None:
-        """The last reading; None if there is no reading, or the last one is too old."""
+        """The last measurement; None if there is none, or it is too old."""
         values, at = self._reading or (None, 0.0)
         return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Call `measure` once and store the result. After a failure, which is logged once, there is no reading."""
+        """Call `measure` once and store the result. After a failure, which is logged once, there is no measurement."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
-            # A call that hangs keeps its thread. A second call would hang as well, and keep another thread.
+            # A hanging call occupies a thread. A second call would hang as well, and occupy another thread.
             self._failed(f"{what} still hangs")
             return
         self._hanging = None

@@ -1,4 +1,4 @@
-"""Formats the view of an agent as an HTML page for users, and as JSON for programs. Pure: no clock, no requests."""
+"""Formats the view of an agent as an HTML page for users, and as JSON for programs. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from deviceplugin.register.records import State
 
 CALM: Final = 4  # The urgency of a device that needs no attention.
 SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
-# Maximum number of healthy, free devices of one resource in the visible table. More are folded into a second table.
+# Maximum number of healthy, free devices of one resource in the visible table. Further devices are in a second, folded
+# table.
 SHOWN_CALM: Final = 8
-SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. More are folded.
+SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. Further holders are folded.
 
 
 def status(view: AgentView) -> bytes:
@@ -110,7 +111,7 @@ def _template() -> string.Template:
 def headers() -> Mapping[str, str]:
     """Return the page's HTTP headers.
 
-    These headers forbid loads from other servers and all scripts except the page's own.
+    These headers forbid content from other servers, and all scripts except the page's own scripts.
     """
     script = _template().template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -167,7 +168,7 @@ def attention(seen: DeviceView) -> tuple[int, str]:
 
 
 def _attention(view: AgentView) -> Iterable[str]:
-    """Yield a list of those devices of all resources that need attention, each with a link to its table row."""
+    """Yield an HTML list of the devices of all resources that need attention, each with a link to its table row."""
     urgent_devices = [
         (*attention(seen), resource.name, seen) for resource in view.resources for seen in resource.devices
     ]
@@ -244,7 +245,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 
 
 def _unlisted(resource: ResourceView) -> str:
-    """Return an HTML list of the unlisted devices. While an adopted plugin is away, these are all its devices."""
+    """Return an HTML list of unlisted devices. While a vendor's plugin is disconnected, these are all its devices."""
 
     def line(device: UnlistedDevice) -> str:
         side = _span("warn", device.location.state.short)
@@ -261,7 +262,7 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
-    """Return whether a device may be folded away: it is healthy and free, needs no attention and has no load."""
+    """Return whether a device may be in the folded table: healthy, free, without load and need for attention."""
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 

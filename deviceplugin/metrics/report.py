@@ -1,4 +1,4 @@
-"""What another component of the agent's process reports, such as the bridge: states of devices, and claims."""
+"""The reports of other components of the agent's process, such as the bridge: states of devices, claims."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """The handover state of a device, since when (Unix seconds), and why.
+    """The state of a device with respect to plugin and DRA, since when (Unix seconds), and why.
 
-    waits: what the device's move waits for, "" if the device does not move.
+    waits: the event for which the device's move waits, "" if the device does not move.
     """
 
     state: State = State.PLUGIN
@@ -32,16 +32,16 @@ class DeviceLocation:
 
     @property
     def why(self) -> str:
-        """What the device's move waits for, or else why the device is in its state, for messages."""
+        """The event for which the device's move waits, or else why the device has its state, for messages."""
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()  # For devices that no provider reports.
+DEFAULT_LOCATION: Final = DeviceLocation()  # The state of devices that no provider reports.
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevice:
-    """A device of a claim that is prepared on this node. pods: the pods that the claim was prepared for.
+    """A device of a claim that is prepared on this node. pods: the pods for which the claim was prepared.
 
     admin: whether the claim has administrative access to the device and does not hold it.
     """
@@ -56,10 +56,10 @@ class ClaimedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """The progress of a resource towards its share of devices for claims. requested: the share in words.
+    """The progress of a resource towards the requested share of devices for claims. requested: the share in words.
 
-    devices, claimable, leaving, returning: numbers of all devices, and of those for claims, moving to claims, moving
-    back.
+    devices: number of all devices. claimable: number of devices for claims. leaving, returning: numbers of devices that
+    are moving to DRA, and back.
     """
 
     requested: str
@@ -81,12 +81,12 @@ class Event:
 
 @dataclass(frozen=True)
 class ProviderReport:
-    """A provider's report at one moment.
+    """The report of a provider (a component of the process) at one moment.
 
     unready: reasons why the provider is not ready. problems: other problems, the most severe first. families: metric
-    families of prometheus-client. status: the provider's object in /status, of JSON values. locations: by (resource,
-    device id). qualifiers: by resource, the word in the published names of its devices. shares: by resource. node: this
-    node's name, "" if it is not known.
+    families of prometheus-client. status: the provider's object in /status, of JSON values. locations: for each
+    (resource, device id), the device's state. qualifiers: for each resource, the prefix of the published names of its
+    devices. shares: for each resource, the progress. node: this node's name, "" if it is not known.
     """
 
     families: Sequence[Metric] = ()

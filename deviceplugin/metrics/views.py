@@ -1,7 +1,7 @@
 """Makes the view of an agent at one moment, which metrics, /status and the page show.
 
-The view combines the present state of other objects, without calls to the kubelet and the hardware. Values that are too
-old count as unknown.
+The view combines the present state of other objects, and calls neither the kubelet nor the hardware. Values that are
+too old count as unknown.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.unwatched import Unwatched
 
 _LOG: Final = logging.getLogger(__name__)
-# Seconds after the last reading of the kubelet's checkpoint after which the holders count as unknown.
+# Seconds after the last read of the kubelet's checkpoint from which the holders count as unknown.
 HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
-UNANSWERED: Final = 30.0  # Seconds after which an adopted plugin's unanswered call is a problem.
+UNANSWERED: Final = 30.0  # Seconds after which a call without a response of a vendor's plugin is reported as a problem.
 REPORT_TIMEOUT: Final = 1.0  # Seconds within which a provider must return its report.
 
 
@@ -87,15 +87,15 @@ class DeviceHolder:
 
 
 _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
-"""By (resource, device id), the holders; holders by limits come before holders by claims."""
+"""For each (resource, device id), the holders: first holders by `limits`, then holders by claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: number of containers that may share the device. withheld: why the agent does not offer it.
+    """One device. replicas: number of containers that may share the device. withheld: why the device is not offered.
 
-    admins: claims with administrative access, with their containers and pods; they do not hold the device. since: Unix
-    time since which this agent has seen another health than healthy; None if the device is healthy.
+    admins: claims with administrative access, with their containers and pods; they do not hold the device. since: when
+    this agent found that the device was not healthy any more (Unix seconds); None if it is healthy.
     """
 
     device: Device
@@ -120,9 +120,10 @@ class UnlistedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource. measured: its gauge, None if its source cannot measure. share: None without a driver.
+    """One resource. measured: the load of its devices, None if its source cannot measure.
 
-    unlisted: devices that are not in the inventory, which is empty while an adopted plugin is away.
+    share: None without a DRA driver. unlisted: held devices that are not in the inventory. While a vendor's plugin is
+    disconnected, the inventory is empty.
     """
 
     name: str
@@ -138,9 +139,9 @@ class AgentView:
     """The whole agent at one moment.
 
     at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
-    kubelet's checkpoint was read recently. kubelet_answers: see `AgentStatus`. providers: reports by name. silent: by
-    name of a provider without a report, why it has none. unknown: by source of evidence, how often the source left
-    holders unknown.
+    kubelet's checkpoint was read recently. kubelet_answers: see `AgentStatus`. providers: reports by the provider's
+    name. silent: for each provider without a report (by name), the reason. unknown: for each source of evidence, how
+    often it left holders unknown.
     """
 
     at: float
@@ -160,7 +161,7 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield a sentence for a kubelet, and for each adopted plugin, that does not answer. now: Unix seconds."""
+    """Yield a sentence for the kubelet, and for each vendor's plugin, if it does not respond. now: Unix seconds."""
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:
@@ -170,7 +171,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
-    """Yield a problem for each resource whose devices would be lost to containers when systemd reloads. Blocks."""
+    """Yield a problem for each resource whose devices containers would lose at a reload of systemd. Blocks."""
     if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
         return
     for resource in status.resources:
@@ -290,7 +291,7 @@ class Observer:
             measuring.cancel()
 
     def due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
-        """Return the gauges with the devices to measure; a resource whose source was replaced gets a new gauge."""
+        """Return each resource's gauge with the devices to measure. If the source was replaced, the gauge is new."""
         due = []
         gauges = {}
         for name, service in self._agent.services.items():
@@ -308,11 +309,11 @@ class Observer:
         return due
 
     def note(self, status: AgentStatus) -> None:
-        """Record the events between the last status and this one."""
+        """Record the events between the last status and this status."""
         now = time.time()
         new: list[Event] = []
         for resource in status.resources:
-            # The statistics objects continue to count, so copies keep the values of this moment.
+            # The statistics objects continue to count, so copies are made for the values of this moment.
             endpoint = replace(resource.endpoint, refusals=dict(resource.endpoint.refusals))
             kept = replace(resource, endpoint=endpoint, registration=replace(resource.registration))
             new += events_between(self._before.get(resource.resource), kept, now)
@@ -419,9 +420,9 @@ class Observer:
     def _holders(
         self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> tuple[_Holders, _Holders]:
-        """Return by device its holders, and the claims with administrative access.
+        """Return two mappings by device: the holders, and the claims with administrative access.
 
-        known: whether it is known which containers hold devices.
+        known: whether the containers that hold devices are known.
         """
         held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
@@ -454,7 +455,7 @@ class Observer:
         return _sorted(held), _sorted(admins)
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
-        """Return (resource, device id) by (driver, the device's published name)."""
+        """Return, for each (driver, published name of a device), its (resource, device id)."""
         qualifiers = {name: word for report in reports.values() for name, word in report.qualifiers.items()}
         by_driver: dict[str, dict[str, ObservedService]] = defaultdict(dict)
         for resource, service in list(self._agent.services.items()):

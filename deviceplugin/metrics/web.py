@@ -1,8 +1,8 @@
 """The agent's HTTP server: a few read-only pages, with the standard library's http.server and socketserver.
 
 The load that clients can cause is limited: a maximum number of connections, one request for each connection, a time
-limit for each step, and one rendering of a page in an interval, which all clients share. The server answers only GET
-and HEAD.
+limit for each step, and one rendering of a page in an interval, whose result all clients get. The server accepts only
+GET and HEAD.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from deviceplugin.metrics.credentials import Certificate, Token
 
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
-LIFETIME: Final = 0.5  # Minimum seconds for which an answer is reused.
+LIFETIME: Final = 0.5  # Minimum seconds for which a rendered response is reused.
 LIFETIME_FACTOR: Final = 10  # The lifetime is at least this multiple of the rendering's processor time.
 MAX_WAITING: Final = 8
-"""Maximum number of clients that wait for a page's rendering. Others are refused, so that connections stay free."""
-SMALL: Final = 1024  # Up to this number of bytes, an answer is not compressed.
+"""Maximum number of clients that wait for the rendering of a page. Further clients are refused, so that connections
+stay free."""
+SMALL: Final = 1024  # Responses of up to this number of bytes are not compressed.
 MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
 BACKLOG: Final = 1024  # Number of connections that the kernel keeps until the server accepts them.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: by name; upper and lower case are equal."""
+    """A client's request. headers: by name, in which upper and lower case are equal."""
 
     path: str
     query: str
@@ -53,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a request."""
+    """The response to a request."""
 
     body: bytes
     content_type: str = TEXT
@@ -72,14 +73,14 @@ class _Rendering(NamedTuple):
 
 @dataclass(eq=False)
 class Route:
-    """A page. All clients share its answers while they are fresh.
+    """A page. All clients get the same rendered response while it is fresh.
 
-    An answer whose rendering took long stays fresh for longer. So clients use at most a tenth of a processor. During
-    the next rendering, the answer is reused for twice as long.
+    The longer the rendering of a response took, the longer the response stays fresh, so that clients use at most a
+    tenth of a processor. During the next rendering, a response is reused for twice as long.
 
-    render: makes an answer for a key. key: returns the properties of a request that the answer depends on; there are
-    few different keys. public: whether clients need no credentials. lock: routes with the same lock render one after
-    the other.
+    render: makes the response for a key. key: returns the properties of a request on which the response depends; there
+    are few different keys. public: whether clients need no credentials. lock: routes with the same lock render one
+    after the other.
     """
 
     render: Callable[[Any], Answer]
@@ -92,7 +93,7 @@ class Route:
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to a request, compressed if the client accepts that."""
+        """Return the response to a request, compressed if the client accepts that."""
         key = (self.key(request), gzip_accepted(request.headers.get("accept-encoding", "")))
         rendering = self._renderings.get(key)
         if rendering is not None and rendering.is_fresh(1):
@@ -147,14 +148,14 @@ class ClientLimits:
     """Time limits for a client, in seconds, and the maximum number of clients at a time."""
 
     request: float = 10.0  # From the connection to the end of the request's head.
-    answer: float = 30.0  # For reading the answer.
-    grace: float = 0.1  # For the request, or for reading the answer, if other clients wait.
+    answer: float = 30.0  # For reading the response.
+    grace: float = 0.1  # Like `request` and `answer`, while other clients wait for a connection.
     connections: int = 128
 
 
 class _Connection(NamedTuple):
-    since: float  # When the client was accepted, or had sent its request.
-    deadline: float  # When the server ends the connection.
+    since: float  # The time when the client was accepted, or had sent its request.
+    deadline: float  # The time at which the server ends the connection.
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -208,7 +209,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._changed:
             for sock in self._clients:
                 _cut(sock)
-            # A thread that still works on an answer is a daemon, so the process can end without it.
+            # A thread that still works on a response is a daemon thread, so the process can end without waiting for it.
             self._changed.wait_for(lambda: not self._clients, 0.5)
 
     def _run(self) -> None:
@@ -221,7 +222,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                     _cut(sock)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Wait until there are not too many clients, then accept the next one."""
+        """Wait until there are fewer than the maximum of clients, then accept the next client."""
         self._make_room(self.limits.connections)
         try:
             sock, address = self.socket.accept()
@@ -238,13 +239,16 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return sock, address
 
     def allow(self, sock: socket.socket, seconds: float) -> None:
-        """Set a client's time limit. seconds: from now."""
+        """Set a client's time limit. seconds: the time from now."""
         now = time.monotonic()
         with self._changed:
             self._clients[sock] = _Connection(now, now + seconds)
 
     def _make_room(self, most: int) -> None:
-        """Wait until there are fewer than `most` clients. After `grace` seconds, end that with the first deadline."""
+        """Wait until there are fewer than `most` clients.
+
+        After `grace` seconds, end the client whose deadline is first.
+        """
         with self._changed:
             while len(self._clients) >= most > 0 and not self._over:
                 sock, client = min(self._clients.items(), key=lambda item: item[1].deadline)
@@ -272,7 +276,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().shutdown_request(request)
 
     def refusal(self, request: Request, sock: socket.socket) -> Answer | None:
-        """Return the refusal for a client without the certificate or token that it needs; None for other clients."""
+        """Return the refusal for a client that lacks the required certificate or token; None for other clients."""
         wants_certificate = self.certificate is not None and self.certificate.client_ca is not None
         if wants_certificate and not cast("ssl.SSLSocket", sock).getpeercert():
             return Answer(b"a client certificate is needed\n", status=403)
@@ -286,7 +290,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 def _cut(sock: socket.socket) -> None:
     """End a connection, so that every read and write of the client's thread fails."""
     with contextlib.suppress(OSError):
-        # After SSLSocket.shutdown, the thread would continue without encryption.
+        # SSLSocket.shutdown is not used, because the client's thread would continue without encryption afterwards.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -307,7 +311,7 @@ class _Head:
 
 
 class _RequestHandler(http.server.BaseHTTPRequestHandler):
-    """Answers one request by HTTP/1.0, so that http.server ends the connection after the answer."""
+    """Handles one request by HTTP/1.0, so that http.server ends the connection after the response."""
 
     server: Server
     server_version = "deviceplugin"
@@ -321,12 +325,13 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        with contextlib.suppress(OSError):  # Unread data would reset the connection, and the answer might be lost.
+        # Read the rest of the request, because unread data would reset the connection, and the response might be lost.
+        with contextlib.suppress(OSError):
             self.connection.setblocking(False)
             self.connection.recv(65536)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log no requests. Otherwise any client could fill the log."""
+        """Log no requests, because otherwise any client could fill the log."""
 
     def do_GET(self) -> None:
         self.server.allow(self.connection, self.server.limits.answer)
