@@ -167,6 +167,18 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
     return now
 
 
+def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
+    """Return those of these device numbers behind which sysfs shows none of the hardware of a granted identity. Blocks.
+
+    Without such hardware in the identity, no number has moved.
+    """
+    hardware = frozenset(token for token in granted if _HARDWARE.fullmatch(token) or token.startswith(_PLACE))
+    if not hardware:
+        return frozenset()
+    reader = HardwareReader(sysfs)
+    return frozenset(number for number in numbers if hardware.isdisjoint(_hardware({number: ""}, reader)))
+
+
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
     """Return whether two sets of tokens are of the same device.
 
@@ -240,6 +252,11 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         """Return the identity of a holder that reaches these nodes, and no others. nodes: of this boot."""
         nodes = reachable(nodes)
         return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
+
+    def leaving(self, nodes: Tokens) -> Identity:
+        """Return the identity of a holder that no longer reaches these nodes."""
+        left = self.left | reachable(self.tokens) & nodes
+        return msgspec.structs.replace(self, reached=self.reached - nodes, left=left)
 
     def says_more_than(self, recorded: Identity) -> bool:
         """Return whether this identity, read in this boot, must replace the recorded identity of a holding."""

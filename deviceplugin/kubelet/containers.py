@@ -20,11 +20,16 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from deviceplugin import looked_at
 from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
 """The kubelet shortens link names that exceed the length limit of file names, so the container id may be incomplete."""
+
+
+Starts = Mapping[str, Mapping[str, int]]
+"""How often the kubelet has begun to start a container, by pod UID and container."""
 
 
 class LogLink(NamedTuple):
@@ -89,6 +94,83 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
         if cgroups is not None and has_ended(name, (link for link in links if link.pod_uid == uid), cgroups):
             over.add((uid, name))
     return frozenset(over)
+
+
+class _Begun(NamedTuple):
+    """How often the kubelet has begun to start a container, and when it last began (Unix seconds)."""
+
+    times: int
+    last: float
+
+
+def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _Begun]:
+    """Return what the kubelet has begun to start of a pod, by container. Blocks. Raises OSError.
+
+    Before it asks the runtime to create a container, the kubelet makes a file for the termination message in
+    `pods/<uid>/containers/<container>`. It removes these files with the pod's directory (kubelet 1.36,
+    kuberuntime_container.go: makeMounts).
+    """
+    begun: dict[str, _Begun] = {}
+    directory = kubelet_root / "pods" / pod_uid / "containers"
+    looked_at.at(directory)
+    if not directory.exists() and directory.parent.is_dir():
+        return begun  # The pod has a sandbox at the most.
+    for name in os.listdir(directory):
+        last = os.stat(directory / name).st_mtime  # Changes when a file is made, not when a container writes to it.
+        begun[name] = _Begun(len(os.listdir(directory / name)), last)
+    return begun
+
+
+def restarted(
+    before: Mapping[str, int], begun: Mapping[str, _Begun], links: Iterable[LogLink], running: Iterable[ContainerCgroup]
+) -> bool:
+    """Return whether no process of a pod can run in a container that the kubelet had begun to start before.
+
+    before: how often the kubelet had begun to start each container at that time. begun, links, running: what is seen of
+    the pod's containers now.
+
+    The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it
+    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). A container that it has not begun to
+    start again has ended if it has started since the kubelet last began, and has no process now.
+    """
+    links, running = tuple(links), tuple(running)
+    for name, times in before.items():
+        now = begun.get(name)
+        if now is None or now.times < times:
+            return False
+        started = any(link.container == name and link.made >= now.last for link in links)
+        if now.times == times and not (started and has_ended(name, links, running)):
+            return False
+    return True
+
+
+class ContainerStarts:
+    """Finds out whether the containers of pods have restarted. directory: of the links to container logs."""
+
+    def __init__(self, pods: PodReader, directory: Path) -> None:
+        self._pods = pods
+        self._directory = directory
+
+    def read(self, pods: Collection[str]) -> Starts:
+        """Return how often the kubelet has begun to start each container of these pods. Blocks. Raises OSError."""
+        root = self._pods.kubelet_root
+        return {uid: {name: begun.times for name, begun in _begun(root, uid).items()} for uid in pods}
+
+    def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+        """Return whether no process of these pods' containers can run that the kubelet began to start before. Blocks.
+
+        before: the result of `read` at that time. A pod that it does not have has come later. What cannot be read may
+        run.
+        """
+        try:
+            for uid in before.keys() & pods:
+                begun, cgroups = _begun(self._pods.kubelet_root, uid), self._pods.containers(uid)
+                links = () if cgroups is None else log_links(self._directory, {uid})
+                if not restarted(before[uid], begun, links, cgroups or ()):
+                    return False
+        except OSError:
+            return False
+        return True
 
 
 class LostAllocations:

@@ -21,7 +21,7 @@ from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import holders, pod_evidence
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import CheckpointError, CheckpointReader, CheckpointVersion, DeviceLists, ours
-from deviceplugin.kubelet.containers import LostAllocations
+from deviceplugin.kubelet.containers import ContainerStarts, LostAllocations
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
@@ -108,6 +108,7 @@ class HolderTracker:
         """The register's allocation records, and the `Allocation` values that were made from these records."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._lost = LostAllocations(self.pods, paths.container_log_dir)
+        self.starts: Final = ContainerStarts(self.pods, paths.container_log_dir)
         self._copies, self._scan_wanted = copies, scan_wanted
         self._copied: Mapping[Allocation, Wanted] = {}
         """For each held allocation in other agents' copies, the grant in the copy."""

@@ -5,16 +5,18 @@ Pure functions. Callers use these functions like the operations of `deviceplugin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
 from deviceplugin.exclusion import other_hardware, titled
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, reachable, same_hardware, shown
-from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
+from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, refusal, wanted_use
 from deviceplugin.register.records import (
     AllocationRecord,
+    Amount,
     Change,
     Claim,
     Decision,
@@ -29,14 +31,15 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
 
     An identity that was taken from all nodes of an AllocateResponse is replaced as well, if one of these nodes is the
     device's. The nodes to which the device's paths lead now count as nodes that the holder can open: the
-    AllocateResponse names paths, and the runtime resolves the paths at each start of the container; a claim's CDI file
-    is written anew with these nodes.
+    AllocateResponse names paths, and the runtime resolves the paths at each start of the container. The containers of
+    a prepared claim can open the nodes in its CDI file: `renew` records further nodes before the file gets them.
     """
 
-    def adopted(recorded: Identity, key: RecordKey) -> Identity:
+    def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
         now = identities.get(key, UNIDENTIFIED)
         known = not now.says_more_than(recorded) or not same_hardware(now.in_boot(boot), recorded.in_boot(boot))
-        return (recorded if known else now).reaching(now)
+        identity = recorded if known else now
+        return identity.reaching(now) if follows else identity
 
     def decide(state: RegisterSnapshot) -> Decision[None]:
         changes = []
@@ -49,7 +52,8 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
                 device
                 if device.admin
                 else msgspec.structs.replace(
-                    device, identity=adopted(device.identity, (device.resource, device.device))
+                    device,
+                    identity=adopted(device.identity, (device.resource, device.device), follows=claim.result is None),
                 )
                 for device in claim.devices
             )
@@ -117,27 +121,81 @@ def _other_nodes(
     return ""
 
 
+class Renewed(NamedTuple):
+    """The answer of `renew`. claim: the claim's new record; None if nothing changed. refused: by request, why."""
+
+    claim: Claim | None
+    refused: Mapping[str, str]
+
+
 def renew(
-    driver: str, uid: str, before: str, result: str, identities: Mapping[RecordKey, Identity]
-) -> Operation[Claim | None]:
+    before: Claim,
+    wanted: Mapping[str, Mapping[RecordKey, Tokens]],
+    answered: Callable[[Collection[str]], str],
+    view: View,
+) -> Operation[Renewed]:
     """Record a new Prepare response for a claim whose devices have other nodes now, and these nodes.
 
-    before: the recorded response to replace. Returns the claim's record; None if the record has another response by
-    now.
+    before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: by request, the
+    present tokens of the devices whose nodes the containers should get. A request is refused while another holder has
+    or can open one of these nodes. answered: returns the response, given the refused requests.
     """
 
-    def decide(state: RegisterSnapshot) -> Decision[Claim | None]:
-        recorded = state.claims.get((driver, uid))
-        if recorded is None or recorded.result != before:
-            return Decision(None)
+    def decide(state: RegisterSnapshot) -> Decision[Renewed]:
+        key = before.driver, before.uid
+        recorded = state.claims.get(key)
+        if recorded is None or recorded.result != before.result:
+            return Decision(Renewed(None, {}))
+        refused: dict[str, str] = {}
+        given: dict[RecordKey, Identity] = {}
+        for request, present in wanted.items():
+            at_present = replace(view, present=present)
+            uses = [
+                wanted_use(
+                    claim_unit(*key),
+                    Wanted(one, identified(present[one], view.boot), Amount(device.amount.part)),
+                    at_present,
+                )
+                for device in recorded.devices
+                if not device.admin and (one := (device.resource, device.device)) in present
+            ]
+            if why := refusal(uses, state, at_present):
+                refused[request] = why
+            else:
+                given |= {one: identified(tokens, view.boot) for one, tokens in present.items()}
         devices = tuple(
-            msgspec.structs.replace(
-                device,
-                identity=device.identity.reaching(identities.get((device.resource, device.device), UNIDENTIFIED)),
+            device
+            if device.admin
+            else msgspec.structs.replace(
+                device, identity=device.identity.reaching(given.get((device.resource, device.device), UNIDENTIFIED))
             )
             for device in recorded.devices
         )
+        record = replace(recorded, devices=devices, result=answered(refused))
+        if record == recorded:
+            return Decision(Renewed(None, refused))
+        record = replace(record, sequence=state.sequence + 1)
+        return Decision(Renewed(record, refused), (Change("claims", key, record, durable=record.durable),))
+
+    return decide
+
+
+def leave(before: Claim, nodes: Tokens, result: str) -> Operation[Claim | None]:
+    """Record that a claim reaches these nodes no more, and a new answer to it.
+
+    The containers that reached them have ended. before: the claim's record. If the claim has another answer by now,
+    nothing is recorded, and the operation's answer is None.
+    """
+
+    def decide(state: RegisterSnapshot) -> Decision[Claim | None]:
+        key = before.driver, before.uid
+        recorded = state.claims.get(key)
+        if recorded is None or recorded.result != before.result:
+            return Decision(None)
+        devices = tuple(
+            msgspec.structs.replace(device, identity=device.identity.leaving(nodes)) for device in recorded.devices
+        )
         record = replace(recorded, devices=devices, result=result, sequence=state.sequence + 1)
-        return Decision(record, (Change("claims", (driver, uid), record, durable=record.durable),))
+        return Decision(record, (Change("claims", key, record, durable=record.durable),))
 
     return decide

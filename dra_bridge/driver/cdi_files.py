@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -60,6 +60,23 @@ def encode(spec: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(spec)
     except (UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise CdiError(f"cannot be written as JSON: {error}") from error
+
+
+def request_of(name: str) -> str:
+    """Return the request of a CDI device in a claim's spec. name: of the CDI device, see `ClaimFiles.answer`."""
+    return name.split("_")[2]
+
+
+def without(spec: str, requests: Collection[str]) -> str:
+    """Return a claim's CDI spec without the CDI devices of some requests; "" if none remain.
+
+    The runtime creates no container with such a CDI device. It ignores a file with an empty CDI device or without any.
+    """
+    if not requests or not spec:
+        return spec
+    decoded = msgspec.json.decode(spec)
+    decoded["devices"] = [device for device in decoded["devices"] if request_of(device["name"]) not in requests]
+    return encode(decoded).decode() if decoded["devices"] else ""
 
 
 def version(devices: list[dict[str, Any]]) -> str:

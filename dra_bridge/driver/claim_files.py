@@ -142,9 +142,10 @@ class ClaimFiles:
             return written
         if prepared.metadata:
             written |= self._metadata.write(claim.uid, prepared.metadata)
-        if not prepared.spec:
-            self._store.remove(claim.uid)
-        return (bool(prepared.spec) and self._store.write(claim.uid, prepared.spec.encode())) or written
+        spec = cdi_files.without(prepared.spec, prepared.withheld)
+        if not spec:
+            return self._store.remove(claim.uid) or written
+        return self._store.write(claim.uid, spec.encode()) or written
 
     async def describe(self, uid: str) -> None:
         """Write the file that records a claim's devices anew from the ledger. The caller needs no lock.
@@ -225,7 +226,8 @@ class ClaimFiles:
             prepared = prepared_of(claim)
             if prepared is None:
                 return claim.uid in own
-            has_spec, files = claim.uid in specs or not prepared.spec, metadata.get(claim.uid, set())
+            has_spec = claim.uid in specs or not cdi_files.without(prepared.spec, prepared.withheld)
+            files = metadata.get(claim.uid, set())
             return claim.uid in own and has_spec and prepared.metadata.keys() <= files
 
         return [claim.uid for claim in self._records.all() if not complete(claim)]

@@ -96,7 +96,7 @@ class Driver:
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
         self._preparation = ClaimPreparation(api, devices, files, tasks, deadline)
-        self.renewal: Final = ClaimRenewal(records, served_devices, files, register)
+        self.renewal: Final = ClaimRenewal(served_devices, self._preparation, register)
         self.reconciler = ClaimReconciler(records, api, files, self._preparation)
 
     async def prepare(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from deviceplugin import naming
+from deviceplugin.kubelet.containers import Starts
 
 
 class RunningPods(NamedTuple):
@@ -50,6 +51,17 @@ class DriverHost:
         While claims wait for devices, the agent reads the pods every few seconds.
         """
         return RunningPods()
+
+    async def starts(self, pods: Collection[str]) -> Starts:
+        """Return how often the kubelet has begun to start each container of these pods. Raises OSError."""
+        return {}
+
+    async def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+        """Return whether no process of these pods' containers can run that began to start before.
+
+        before: the result of `starts` at that time. pods: running pods.
+        """
+        return False
 
     def claims_changed(self) -> None:
         """Handle that a claim was prepared or unprepared, or that a device begins to move to DRA for a claim."""

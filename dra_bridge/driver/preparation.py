@@ -198,7 +198,7 @@ class ClaimPreparation:
                 asyncio.timeout(self.deadline),
                 locked,
             ):
-                users, unlisted = await self._users(ref)
+                users, unlisted = await self.users(ref)
                 if not (users or unlisted):
                     await self.end(ref.uid)
                 else:
@@ -285,7 +285,7 @@ class ClaimPreparation:
         """
         if former is None or (anew and former.boot == self.files.boot):
             # The record has no response if Unprepare succeeded while processes ran, or if Prepare was interrupted.
-            users, unlisted = await self._users(ref)
+            users, unlisted = await self.users(ref)
             if users or (anew and unlisted):
                 former_devices = Awaited(record.held, lambda: self._still_used(ref, record))
                 raise _still_running(ref, users, unlisted, former_devices)
@@ -340,7 +340,7 @@ class ClaimPreparation:
             text = "cannot undo all of the failed Prepare of claim %s: %s"
             _LOG.warning(text, ref.title, error, extra={"driver": self.records.driver, "claim": ref.title})
 
-    async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
+    async def users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
         """Return two sets of UIDs: the claim's pods whose processes run, and running pods that may use the claim.
 
         Raises ClaimError if it is not known which pods use the claim.

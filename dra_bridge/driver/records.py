@@ -13,6 +13,7 @@ import msgspec
 
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.containers import Starts
 from deviceplugin.register.records import Claim
 from deviceplugin.register.store import Store
 
@@ -30,14 +31,21 @@ class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     """The recorded response to the Prepare of a claim.
 
-    spec: the text of the claim's CDI file, "" if the claim needs no such file. boot: the node's boot in which the claim
-    was prepared. metadata: the texts of the claim's metadata files, by request.
+    spec: the claim's CDI spec as text, "" if the claim needs none. boot: the node's boot in which the claim was
+    prepared. metadata: the texts of the claim's metadata files, by request. withheld: the requests whose CDI devices
+    are left out of the CDI file, because one of their devices is not there, or because another holder can open one of
+    its nodes. stale: numbers that were taken out of the CDI file, and that containers of the claim may still be able to
+    open. starts: how often the kubelet had begun to start each container after `stale` was taken out; None if that was
+    not read yet.
     """
 
     devices: tuple[PreparedDevice, ...]
     spec: str = ""
     boot: str = ""
     metadata: Mapping[str, str] = {}
+    withheld: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
+    starts: Starts | None = None
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:

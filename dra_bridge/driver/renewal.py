@@ -1,14 +1,28 @@
 """Updates the CDI files of claims when the nodes of their devices change.
 
 A CDI file contains device numbers, and the runtime does not read the host path. So a restarted container gets the
-numbers in the file. A USB stick that drops off the bus and comes back has other numbers than before.
+numbers in the file. A USB stick that drops off the bus and comes back has other numbers than before, and another stick
+may get its former number.
+
+A number that a claim's devices no longer have is taken out of the file at once (`Prepared.stale`). Containers that were
+started before still reach it, until all of them have ended (`deviceplugin.kubelet.containers.restarted`). A number that
+another holder reaches is not written into the file. Until the file has all nodes of a request's devices, it does not
+have the request's CDI devices at all (`Prepared.withheld`), so the runtime does not create the container, and the
+kubelet tries again (containerd 2.1 and CRI-O 1.34: "unresolvable CDI devices").
+
+The register records each step before the file changes. An agent that starts after a crash writes the file that the
+register has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -18,32 +32,70 @@ from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey
-from deviceplugin.identity import Identity, NodeKind, Tokens, agree, identified, node_token, tokens_now
-from deviceplugin.inventory import Inventory
+from deviceplugin.identity import Identity, NodeKind, Tokens, agree, moved, node_token, reachable, shown, tokens_now
 from deviceplugin.looks import LookTimeoutError
-from deviceplugin.register.identification import renew
+from deviceplugin.register.identification import leave, renew
 from deviceplugin.register.records import Claim, LedgerError
 from deviceplugin.register.register import Register
 from dra_bridge.driver import cdi_files
-from dra_bridge.driver.claim_files import CHECK, REST, ClaimFiles
-from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
+from dra_bridge.driver.claim_files import CHECK, REST
+from dra_bridge.driver.claims import ClaimError, ClaimRef
+from dra_bridge.driver.preparation import ClaimPreparation
+from dra_bridge.driver.records import Prepared, prepared_of
 from dra_bridge.driver.served import ServedDevices
 
 _LOG: Final = logging.getLogger(__name__)
+
+SETTLED: Final = 1.0
+"""Seconds after which the runtime has read a changed CDI file. It watches the directory (container-device-interface
+1.0, cache.go: watch)."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a request's devices have now.
+
+    nodes: CDI entries of their nodes. own: by device, the tokens that the device alone has. former: tokens of nodes to
+    take out of the spec, unless they are in `nodes`. known: the tokens that the register has of the devices. away:
+    whether a device is not there, or is another one.
+    """
+
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    own: dict[DeviceKey, Tokens] = field(default_factory=dict)
+    former: Tokens = frozenset()
+    known: Tokens = frozenset()
+    away: bool = False
+
+    @property
+    def numbers(self) -> Tokens:
+        """The tokens of the nodes that the devices alone have."""
+        return reachable(frozenset[str]().union(*self.own.values()))
+
+    def given(self, before: Tokens, *, refused: bool) -> list[dict[str, Any]]:
+        """Return the CDI entries that the containers get. before: the tokens of the nodes in the spec until now."""
+        new = self.numbers - before if refused or self.away else frozenset()
+        return [node for node in self.nodes if _token(node) not in new]
 
 
 class ClaimRenewal:
     """Renews the CDI files of one driver's claims. register: knows the present identities and holders of devices."""
 
-    def __init__(self, records: ClaimRecords, served: ServedDevices, files: ClaimFiles, register: Register) -> None:
-        self._records, self._served, self._files, self._register = records, served, files, register
+    def __init__(self, served: ServedDevices, preparation: ClaimPreparation, register: Register) -> None:
+        self._served, self._preparation, self._register = served, preparation, register
+        self._records, self._files = preparation.records, preparation.files
         self._waiting: set[str] = set()
-        """The UIDs of claims whose files wait until another holder of a device's present node has ended."""
+        """The UIDs of claims that wait until no other holder reaches a device's present node."""
+        self._leaving: set[str] = set()
+        """The UIDs of claims whose containers may still reach numbers that are not in the CDI file any more."""
+        self._written: dict[str, float] = {}
+        """By UID, when the file of a leaving claim was last written (monotonic seconds)."""
 
     async def keep(self) -> None:
         """Renew the CDI files after each change of an inventory, and those that wait again, until cancelled."""
         seen: object = None
-        backoff = Backoff(first=1.0, most=60.0)
+        tried = -1
+        failing, looking = Backoff(first=1.0, most=60.0), Backoff(first=1.0, most=10.0)
+        look_at = 0.0
         while True:
             changes = self._records.ledger.changes
             count = changes.count
@@ -52,87 +104,213 @@ class ClaimRenewal:
                 continue
             inventories = [served.inventory for served in self._served.resources]
             now = tuple((id(inventory), inventory.snapshot.version) for inventory in inventories)
-            claims = [claim.uid for claim in self._records.all() if now != seen or claim.uid in self._waiting]
+            due = self._waiting if count != tried else ()
+            claims = [claim.uid for claim in self._records.all() if now != seen or claim.uid in due]
+            leaving = set(self._leaving)
+            errors = [why for uid in claims if (why := await self._try(uid))]
+            tried = count
+            if self._leaving - leaving:
+                look_at = looking.tries = 0
+            if self._leaving and time.monotonic() >= look_at:
+                errors += [why for uid in sorted(self._leaving) if (why := await self._try(uid, left=True))]
+                look_at = time.monotonic() + looking.next()
+            if errors:
+                await asyncio.sleep(failing.next())
+                continue
             if claims:
-                errors = [why for uid in claims if (why := await self._try(uid))]
-                if errors:
-                    await asyncio.sleep(backoff.next())
-                    continue
                 seen = now
-                backoff.reset()
+                failing.reset()
             await asyncio.sleep(CHECK)
 
-    async def _try(self, uid: str) -> str:
-        """Renew a claim's CDI file; return why this failed, or ""."""
+    async def _try(self, uid: str, *, left: bool = False) -> str:
+        """Renew a claim's CDI file, or look whether its stale numbers were left; return why this failed, or ""."""
         try:
             async with self._records.locked(uid):
-                await self.renew(uid)
-        except (cdi.CdiError, LedgerError, LookTimeoutError) as error:
+                await (self.look_left(uid) if left else self.renew(uid))
+        except (cdi.CdiError, ClaimError, LedgerError, LookTimeoutError, OSError) as error:
             extra = {"driver": self._records.driver, "claim": uid}
             _LOG.warning("the CDI file of claim %s cannot be renewed: %s", uid, error, extra=extra)
             return str(error)
         return ""
 
+    def _recorded(self, uid: str) -> tuple[Claim, Prepared] | None:
+        """Return a claim's record and its answer; None if it has none of this boot, or needs no CDI file."""
+        claim = self._records.get(uid)
+        prepared = prepared_of(claim) if claim is not None else None
+        if claim is None or prepared is None or not prepared.spec or prepared.boot != self._files.boot:
+            return None
+        return claim, prepared
+
     async def renew(self, uid: str) -> bool:
         """Write the present device nodes into a claim's CDI file; return whether the file changed.
 
-        The caller has the claim's lock. A device's entry is left unchanged if the device is other hardware than the
-        claim was granted, or if the hardware has another holder by now. Raises CdiError, LedgerError, LookTimeoutError.
+        The caller has the claim's lock. A number that sysfs shows to be that of another device, or of none, is taken
+        out. Raises CdiError, LedgerError, LookTimeoutError.
         """
         self._waiting.discard(uid)
-        claim = self._records.get(uid)
-        prepared = prepared_of(claim) if claim is not None else None
-        if claim is None or claim.result is None or prepared is None or not prepared.spec:
+        self._leaving.discard(uid)
+        if (recorded := self._recorded(uid)) is None:
             return False
-        if prepared.boot != self._files.boot:
-            return False
-        nodes: dict[str, list[dict[str, Any]]] = {}
-        held: set[str] = set()
-        identities: dict[DeviceKey, Identity] = {}
-        for request, inventory, device in self._listed(claim, prepared):
-            key = inventory.snapshot.resource, device.id
-            described, tokens = await inventory.looks.at("renew", _looked_at, device, brief=True)
-            granted = [each.identity for each in claim.devices if (each.resource, each.device) == key]
-            was = frozenset[str]().union(*(identity.in_boot(self._files.boot) for identity in granted))
-            if not agree(tokens, was):
-                continue
-            if self._is_of_others(claim, key):
+        claim, prepared = recorded
+        if prepared.stale:
+            self._leaving.add(uid)
+        found, error = await self._found(claim, prepared)
+        numbers = _numbers(prepared.spec)
+        wanted = {
+            request: of.own
+            for request, of in found.items()
+            if not of.away and (request in prepared.withheld or not of.numbers <= numbers & of.known)
+        }
+        if wanted or answered(prepared, found, ()) != prepared:
+
+            def result(refused: Collection[str]) -> str:
+                after = answered(prepared, found, refused)
+                return _encoded(after) if after != prepared else str(claim.result)
+
+            view = dataclasses.replace(self._register.view(), boot=self._files.boot)
+            renewed = await self._records.ledger.do(renew(claim, wanted, result, view))
+            if renewed.refused:
                 self._waiting.add(uid)
+            if renewed.claim is not None:
+                await self._changed(prepared, renewed.claim, renewed.refused)
+                return True
+        if error is not None:
+            raise error
+        return False
+
+    async def _changed(self, before: Prepared, claim: Claim, refused: Mapping[str, str]) -> None:
+        """Write the files of a claim whose answer has changed."""
+        after = prepared_of(claim)
+        assert after is not None
+        await self._files.write(claim, after)
+        if after.stale:
+            self._leaving.add(claim.uid)
+            self._written.pop(claim.uid, None)
+        extra = {"driver": claim.driver, "claim": claim.title}
+        _LOG.info("claim %s: the nodes of its devices have changed; its CDI file is renewed", claim.title, extra=extra)
+        if after.withheld - before.withheld:
+            why = next(iter(refused.values()), "a device is away, or another one has its number")
+            text = "claim %s: its containers do not start before they can get all of their devices: %s"
+            _LOG.warning(text, claim.title, why, extra=extra)
+            self._preparation.events.refused(ClaimRef(claim.namespace, claim.name, claim.uid), why, why)
+        self._register.notify()
+
+    async def _found(self, claim: Claim, prepared: Prepared) -> tuple[dict[str, _Found], cdi.CdiError | None]:
+        """Return what the devices of each request have now, and why the nodes of a device could not be read."""
+        boot, by_name, numbers = self._files.boot, self._served.by_name, _numbers(prepared.spec)
+        found: dict[str, _Found] = {}
+        followed: set[DeviceKey] = set()
+        error: cdi.CdiError | None = None
+        for answer in prepared.devices:
+            served, device = by_name.get(answer.device, (None, None))
+            if served is None or device is None:
                 continue
-            nodes.setdefault(request, []).extend(described)
-            held |= was.union(*(identity.reaches(self._files.boot) for identity in granted))
-            identities[key] = identified(tokens, self._files.boot)
-        names = {name: name.split("_")[2] for name in _names(prepared.spec)}
-        spec = with_nodes(
-            prepared.spec, {name: nodes[of] for name, of in names.items() if of in nodes}, frozenset(held)
-        )
-        if spec == prepared.spec:
+            now, key = served.inventory.snapshot, (served.inventory.snapshot.resource, device.id)
+            if key not in claim.held or isinstance(served.source, AdoptedSource):
+                followed.add(key)
+                continue
+            of, granted = found.setdefault(answer.request, _Found()), _granted(claim, key, boot)
+            listed = now.identities.get(device.id, frozenset())
+            if device.id in now.gone or not agree(listed, granted.tokens):
+                of.away = True
+                continue
+            try:
+                nodes, tokens = await served.inventory.looks.at("renew", _looked_at, device, brief=True)
+            except cdi.CdiError as failure:
+                error, of.away = failure, True
+                continue
+            if not (agree(tokens, listed) and reachable(listed) <= tokens):
+                self._waiting.add(claim.uid)  # The list is older than the nodes.
+                of.away = True
+                continue
+            of.nodes += nodes
+            of.own[key] = listed
+            of.former |= reachable(granted.tokens) | granted.reached
+            of.known |= (granted.tokens | granted.reached) - granted.left
+            followed.add(key)
+        for key in claim.held - followed:
+            granted = _granted(claim, key, boot)
+            if had := (reachable(granted.tokens) | granted.reached) & numbers:
+                stale = await self._files.reading.at("renew", moved, had, granted.tokens, brief=True)
+                for request in _requests(prepared.spec, stale):
+                    of = found.setdefault(request, _Found(away=True))
+                    of.former |= stale
+        return found, error
+
+    async def look_left(self, uid: str) -> bool:
+        """Record that a claim no longer reaches its stale numbers, once its former containers have ended.
+
+        Returns whether this was recorded. The caller has the claim's lock. Raises CdiError, ClaimError, LedgerError,
+        LookTimeoutError, OSError.
+        """
+        if (recorded := self._recorded(uid)) is None or not recorded[1].stale:
+            self._leaving.discard(uid)
             return False
-        after = msgspec.structs.replace(prepared, spec=spec)
-        result = msgspec.json.encode(after).decode()
-        renewed = await self._records.ledger.do(renew(claim.driver, uid, claim.result, result, identities))
-        if renewed is not None:
-            await self._files.write(renewed, after)
-            extra = {"driver": claim.driver, "claim": claim.title}
-            _LOG.info(
-                "claim %s: the nodes of its devices have changed; its CDI file is renewed", claim.title, extra=extra
-            )
-        return renewed is not None
+        claim, prepared = recorded
+        now = time.monotonic()
+        if prepared.starts is None and (await self._files.write(claim, prepared) or uid not in self._written):
+            self._written[uid] = now
+        if prepared.starts is None and now - self._written[uid] < SETTLED:
+            return False
+        users = frozenset().union(*await self._preparation.users(ClaimRef(claim.namespace, claim.name, uid)))
+        if (recorded := self._recorded(uid)) is None or not recorded[0].pods:
+            return False
+        claim = recorded[0]
+        if prepared.starts is None:
+            after = msgspec.structs.replace(prepared, starts=await self._preparation.host.starts(users))
+            nodes: Tokens = frozenset()
+        elif await self._preparation.host.restarted(prepared.starts, users):
+            after = msgspec.structs.replace(prepared, starts=None, stale=frozenset())
+            nodes = prepared.stale
+        else:
+            return False
+        renewed = await self._records.ledger.do(leave(claim, nodes, _encoded(after)))
+        if renewed is None or not nodes:
+            return False
+        self._leaving.discard(uid)
+        await self._files.write(renewed, after)
+        extra = {"driver": claim.driver, "claim": claim.title}
+        _LOG.info("claim %s: its containers have left %s", claim.title, shown(nodes), extra=extra)
+        self._register.notify()
+        return True
 
-    def _listed(self, claim: Claim, prepared: Prepared) -> Iterator[tuple[str, Inventory, Device]]:
-        """Yield a claim's devices in the inventories, each with its request, without devices of vendors' plugins."""
-        by_name = self._served.by_name
-        for answered in prepared.devices:
-            served, device = by_name.get(answered.device, (None, None))
-            if served is not None and device is not None and not isinstance(served.source, AdoptedSource):
-                key = served.inventory.snapshot.resource, device.id
-                if key in claim.held and device.id not in served.inventory.snapshot.gone:
-                    yield answered.request, served.inventory, device
 
-    def _is_of_others(self, claim: Claim, key: DeviceKey) -> bool:
-        """Return whether a device's present hardware has another holder, under another device id or resource."""
-        others = self._register.listed.now().aliases(key) - claim.held
-        return any(map(self._register.is_held, others))
+def answered(prepared: Prepared, found: Mapping[str, _Found], refused: Collection[str]) -> Prepared:
+    """Return the answer to a claim whose devices have other nodes now. refused: requests that get no new numbers."""
+    before = _numbers(prepared.spec)
+    nodes = {request: of.given(before, refused=request in refused) for request, of in found.items()}
+    former = frozenset[str]().union(*(of.former for of in found.values()))
+    spec = with_nodes(prepared.spec, nodes, former)
+    after = _numbers(spec)
+    dropped = (before - after) & former
+    away = {
+        request
+        for request, of in found.items()
+        if of.away and (request in prepared.withheld or _requests(prepared.spec, dropped & of.former))
+    }
+    unseen = prepared.withheld - found.keys()
+    return msgspec.structs.replace(
+        prepared,
+        spec=spec,
+        withheld=frozenset(refused) | away | unseen,
+        stale=(prepared.stale | dropped) - after,
+        starts=None if dropped else prepared.starts,
+    )
+
+
+def _granted(claim: Claim, key: DeviceKey, boot: str) -> Identity:
+    """Return the identity of a claim's device at the grant in this boot, of all shares of the device together."""
+    of = [device.identity for device in claim.devices if (device.resource, device.device) == key and not device.admin]
+    tokens, reached, left = set[str](), set[str](), set[str]()
+    for identity in of:
+        tokens |= identity.in_boot(boot)
+        reached |= identity.reaches(boot)
+        left |= identity.left
+    return Identity(boot, frozenset(tokens), reached=frozenset(reached), left=frozenset(left))
+
+
+def _encoded(prepared: Prepared) -> str:
+    return msgspec.json.encode(prepared, order="deterministic").decode()
 
 
 def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
@@ -144,22 +322,23 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
     """Return the CDI spec `spec` of `cdi_files.build`, with the present nodes of the devices.
 
-    If the nodes have not changed, the text is the same. nodes: present nodes by the CDI device's name, as `described`
-    returns them. held: tokens of the nodes that belonged to the devices until now: such a node stays in the spec only
-    if it is still a present node. Nodes with other tokens stay unchanged.
+    If the nodes have not changed, the text is the same. nodes: present nodes by request, as `described` returns them.
+    held: tokens of the nodes that belonged to the devices until now: such a node stays in the spec only if it is still
+    a present node. Nodes with other tokens stay unchanged.
     """
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)
     for device in decoded["devices"]:
-        if (now := nodes.get(device["name"])) is not None:
+        if (now := nodes.get(cdi_files.request_of(device["name"]))) is not None:
             edits = device["containerEdits"]
             former = {node["path"]: node for node in edits.get("deviceNodes", ())}
             other = {path for path, node in former.items() if _token(node) not in held}
             paths = other | {node["path"] for node in now}
             after = {path: node for path, node in former.items() if path in paths}
             after |= {node["path"]: dict(node) for node in now if node["path"] not in other}
-            if after:
-                edits["deviceNodes"] = list(after.values())
+            edits["deviceNodes"] = list(after.values())
+            if not after:
+                del edits["deviceNodes"]
     decoded["cdiVersion"] = cdi_files.version(decoded["devices"])
     after_all = cdi_files.encode(decoded)
     return spec if after_all == before else after_all.decode()
@@ -172,5 +351,21 @@ def _token(node: Mapping[str, Any]) -> str:
     return node_token(kind, node["major"], node["minor"]) if kind is not None else ""
 
 
-def _names(spec: str) -> list[str]:
-    return [device["name"] for device in msgspec.json.decode(spec)["devices"]]
+@functools.lru_cache(maxsize=256)
+def _by_request(spec: str) -> dict[str, Tokens]:
+    """Return the tokens of the device nodes in a CDI spec, by request."""
+    tokens: dict[str, Tokens] = {}
+    for device in msgspec.json.decode(spec)["devices"]:
+        request = cdi_files.request_of(device["name"])
+        its = {_token(node) for node in device["containerEdits"].get("deviceNodes", ())} - {""}
+        tokens[request] = tokens.get(request, frozenset()) | its
+    return tokens
+
+
+def _numbers(spec: str) -> Tokens:
+    return frozenset[str]().union(*_by_request(spec).values())
+
+
+def _requests(spec: str, numbers: Tokens) -> set[str]:
+    """Return the requests whose CDI devices have one of these numbers."""
+    return {request for request, tokens in _by_request(spec).items() if not tokens.isdisjoint(numbers)}

@@ -13,6 +13,7 @@ from typing import Final
 
 from deviceplugin import topology
 from deviceplugin.inventory import InventorySnapshot
+from deviceplugin.kubelet.containers import Starts
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.evidence import DriverEvidence
 from deviceplugin.node.service import Service
@@ -128,6 +129,16 @@ class DriverContext(DriverHost):
     def last_running_pods(self) -> RunningPods:
         """Return the last result of `ClaimPods.running`."""
         return self.pods.last
+
+    async def starts(self, pods: Collection[str]) -> Starts:
+        """Return how often the kubelet has begun to start each container of these pods. Raises OSError."""
+        tracker = self.node.agent.tracker
+        return await tracker.looks.at("container starts", tracker.starts.read, pods)
+
+    async def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+        """See `ContainerStarts.restarted`."""
+        tracker = self.node.agent.tracker
+        return await tracker.looks.at("container starts", tracker.starts.restarted, before, pods)
 
     def claims_changed(self) -> None:
         """Make `DriverRuntime` notify the driver's other objects that claims have changed."""
