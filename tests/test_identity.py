@@ -187,6 +187,26 @@ def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None
     assert identity.lasting(frozenset(expected["p"])) == {"char:195:0", place, port}
 
 
+def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Path) -> None:
+    """What has no hardware has not moved; a number of a port moves with what is plugged into the port."""
+    tree = Tree(tmp_path)
+    tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
+    tree.number("195:1", tree.usb("1-3", 5, serial="B6"), "1-3:1.0/tty/ttyACM1")
+    numbers = {"char:195:0", "char:195:1", "char:195:2"}
+    stick, port = frozenset({"hardware:usb:0403:6001:A5#1.0/tty/ttyACM"}), frozenset({"place:usb:1-2#1.0/tty/ttyACM"})
+    for granted in (stick, port):
+        assert identity.moved(numbers, granted, str(tree.sys)) == {"char:195:1", "char:195:2"}
+    assert identity.moved(numbers, frozenset({"char:195:0"}), str(tree.sys)) == frozenset()
+
+
+def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> None:
+    """Nodes of the grant and later ones are left alike; the hardware stays."""
+    held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1, "1"))
+    left = held.leaving(N0 | N1)
+    assert (left.tokens, left.reached, left.left) == (N0 | STICK, frozenset(), N0)
+    assert left.reaching(identity.identified(N0, "1")) == identity.identified(N0 | STICK, "1")
+
+
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:
     """Numbers are added, hardware is not, and nothing of another boot."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1 | OTHER, "1"))

@@ -273,6 +273,10 @@ class NodeState:
         """Start a container's process. The process of an init container ends at once."""
         with self.changed:
             container.id = _container_id()
+            # For the termination message (kuberuntime_container.go: makeMounts, kubelet 1.36.3).
+            begun = self.pod_directory(pod) / "containers" / container.name / container.id[:8]
+            begun.parent.mkdir(parents=True, exist_ok=True)
+            begun.touch()
             self.cgroups.add_container(pod.uid, container.id)
             log = self._log_directory(pod) / container.name / f"{len(container.starts)}.log"
             log.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from tests.cluster.test_hardware_real import (
     FORMS,
     Sticks,
     await_file,
+    has_own,
     holder,
     kill,
     sticks,
@@ -114,7 +115,7 @@ def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks
 
 def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, sticks: Sticks) -> None:
     """It does not start while the other container, which has the number, still runs; then both have their sticks."""
-    pods, had, _ = swapped(scene, sticks, "limits")
+    pods, had = swapped(scene, sticks, "limits")
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
     scene.observe(3)
@@ -150,12 +151,6 @@ def test_the_config_names_a_held_stick_anew_while_it_is_away(
     scene.after = 1
 
 
-def has_own(pods: list[Pod], had: list[str]) -> bool:
-    """Return whether each of two pods has its own stick after the sticks have swapped their numbers."""
-    held = {(one.uid, one.key) for one in locks.holders()}
-    return held == set(zip((pod.uid for pod in pods), had[::-1], strict=True))
-
-
 def with_init(scene: Scene, form: str, name: str) -> Pod:
     """Start a pod whose init container has the device first. form: limits."""
     limits = {named("a"): 1}
@@ -167,7 +162,7 @@ def with_init(scene: Scene, form: str, name: str) -> Pod:
 
 def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
     """The kubelet gives the id of an init container to the main one; both pods have their own sticks after restarts."""
-    pods, had, _ = two_pods(scene, sticks, "limits", start=with_init)
+    pods, had = two_pods(scene, sticks, "limits", start=with_init)
     swap(sticks)
     kill(*pods)
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
@@ -176,7 +171,7 @@ def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
 
 def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
     """A container that restarts does not get the stick of the other pod by the path of its own former node."""
-    pods, _, _ = two_pods(scene, sticks, "limits", "ttyUSB*")
+    pods, _ = two_pods(scene, sticks, "limits", "ttyUSB*")
     swap(sticks)
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "is not what its holder was given"), 60)
@@ -186,7 +181,7 @@ def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
 
 def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: Sticks) -> None:
     """A container whose device has another name by now is checked as well when it starts."""
-    pods, had, _ = two_pods(scene, sticks, "limits")
+    pods, had = two_pods(scene, sticks, "limits")
     scene.agents.stop()
     scene.agents.resources[0] = {**scene.agents.resources[0], "devices": [{"path": f"{PORT}/*"}]}
     scene.agents.write()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
-from deviceplugin.kubelet.containers import LogLink, ended, has_ended, log_links
+from deviceplugin.kubelet.containers import ContainerStarts, LogLink, ended, has_ended, log_links
 from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 
 UID = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
@@ -83,3 +85,65 @@ def test_a_container_ends_with_its_processes(layout: CgroupLayout, logs: Path, t
     assert ended(asked, pods, tmp_path / "none") == set()
     tree.add_container(UID, SECOND)
     assert ended(asked, pods, logs) == set(), "the cgroup is newer than the link"
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """The directory with a file for each time that the kubelet began to start the container c-1 of a pod."""
+    made = tmp_path / "pods" / UID / "containers" / "c-1"
+    made.mkdir(parents=True)
+    return made
+
+
+def begin(directory: Path, name: str, at: float) -> None:
+    (directory / name).touch()
+    os.utime(directory, (at, at))
+
+
+def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
+    begun: Path, logs: Path, tmp_path: Path
+) -> None:
+    """Also if the start fails, and where no cgroups are visible; a container that has no other start may run."""
+    starts = ContainerStarts(PodReader(tmp_path, tmp_path / "none", believe_checkpoint=False), logs)
+    begin(begun, "1", 100.0)
+    before = starts.read([UID])
+    assert before == {UID: {"c-1": 1}}
+    assert not starts.restarted(before, [UID])
+    assert starts.restarted(before, []), "the pod has ended"
+    assert starts.restarted({}, [UID]), "the pod has come later"
+    begin(begun, "2", 200.0)
+    assert starts.restarted(before, [UID])
+    (begun.parent / "c-2").mkdir()
+    begin(begun.parent / "c-2", "1", 200.0)
+    assert starts.restarted(before, [UID]), "the kubelet had not begun to start it"
+    assert not starts.restarted({UID: {"c-1": 1, "c-2": 1}}, [UID])
+    assert not starts.restarted({UID: {"c-1": 1, "c-3": 1}}, [UID]), "its directory is gone"
+
+
+def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tmp_path: Path) -> None:
+    """It has no process, and the kubelet has not begun to start it since it last started."""
+    tree = CgroupTree(tmp_path / "cgroup", "v2")
+    tree.create()
+    tree.add_pod(UID)
+    tree.add_container(UID, FIRST)
+    starts = ContainerStarts(PodReader(tmp_path, tree.root, believe_checkpoint=False), logs)
+    made = (logs / f"some-pod_ns_c-1-{FIRST}.log").lstat().st_mtime
+    begin(begun, "1", made - 1.0)
+    before = starts.read([UID])
+    assert not starts.restarted(before, [UID]), "it runs"
+    tree.remove_container(UID, FIRST)
+    assert starts.restarted(before, [UID])
+    os.utime(begun, (made + 1.0, made + 1.0))
+    assert not starts.restarted(before, [UID]), "the kubelet may be starting it"
+    os.utime(begun, (made - 1.0, made - 1.0))
+    shutil.rmtree(logs)
+    assert not starts.restarted(before, [UID]), "the links are invisible"
+
+
+def test_a_pod_without_containers_has_no_starts(logs: Path, tmp_path: Path) -> None:
+    """A pod whose directory is invisible has unknown ones."""
+    starts = ContainerStarts(PodReader(tmp_path, tmp_path, believe_checkpoint=False), logs)
+    with pytest.raises(OSError, match="containers"):
+        starts.read([UID])
+    (tmp_path / "pods" / UID).mkdir(parents=True)
+    assert starts.read([UID]) == {UID: {}}

@@ -1,0 +1,233 @@
+"""A claim's CDI file has no number of another device, and none that another holder reaches, at every step.
+
+Two sticks are links to /dev/tty and /dev/ptmx, whose numbers a made sysfs shows to be those of USB devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin import cdi, identity, sysfs
+from deviceplugin.device import Device
+from deviceplugin.kubelet.containers import Starts
+from deviceplugin.register.records import Claim
+from dra_bridge.driver import DriverHost, RunningPods
+from dra_bridge.driver.claim_files import ClaimFiles
+from dra_bridge.driver.records import prepared_of
+from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
+
+NODES = ("/dev/tty", "/dev/ptmx")
+NUMBERS = [f"{os.major(of)}:{os.minor(of)}" for of in (os.stat(node).st_rdev for node in NODES)]
+TTY, PTMX = (f"char:{number}" for number in NUMBERS)
+
+
+class Sticks:
+    """Two USB sticks, A and B, each a device of its name. at: the index of each stick's node in `NODES`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "by-id").mkdir()
+        (directory / "sys/dev/char").mkdir(parents=True)
+        self.at: dict[str, int] = {}
+        for serial in "AB":
+            usb = directory / f"sys/devices/usb1/1-{serial}"
+            usb.mkdir(parents=True)
+            for name, value in {"idVendor": "0403", "idProduct": "6001", "serial": serial}.items():
+                (usb / name).write_text(value)
+
+    def plug(self, **at: int) -> list[Device]:
+        """Have the sticks with these nodes plugged in, and no others; return their devices."""
+        for serial, node in self.at.items():
+            (self.directory / "by-id" / serial).unlink()
+            (self.directory / "sys/dev/char" / NUMBERS[node]).unlink()
+        self.at = at
+        for serial, node in at.items():
+            (self.directory / "by-id" / serial).symlink_to(NODES[node])
+            (self.directory / "sys/dev/char" / NUMBERS[node]).symlink_to(f"../../devices/usb1/1-{serial}")
+        return [Device(serial.lower(), nodes=[str(self.directory / "by-id" / serial)]) for serial in at]
+
+
+class Pods(DriverHost):
+    """The agent, as far as it sees the containers of each claim's only pod. replaced: the pods whose have restarted."""
+
+    def __init__(self) -> None:
+        self.replaced: set[str] = set()
+        self.asked: Starts = {}
+
+    async def running_pods(self) -> RunningPods:
+        return RunningPods(frozenset({"pod-1", "pod-2"}))
+
+    async def starts(self, pods: Collection[str]) -> Starts:
+        return {uid: {"main": 1} for uid in pods}
+
+    async def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+        self.asked = before
+        return self.replaced.issuperset(pods)
+
+
+@pytest.fixture
+async def pods() -> Pods:
+    return Pods()
+
+
+@pytest.fixture
+async def sticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sticks:
+    made = sysfs.HardwareReader
+    monkeypatch.setattr("deviceplugin.identity.HardwareReader", lambda _: made(str(tmp_path / "sys")))
+    monkeypatch.setattr("dra_bridge.driver.renewal.SETTLED", 0.0)
+    return Sticks(tmp_path)
+
+
+@pytest.fixture
+async def here(tmp_path: Path, sticks: Sticks, pods: Pods) -> AsyncIterator[ServedDriver]:
+    """Claim 1 has stick A at /dev/tty, claim 2 stick B at /dev/ptmx."""
+    made = await served_driver(tmp_path, devices=sticks.plug(A=0, B=1), host=pods)
+    await identity.publish(made.inventory, sticks.plug(A=0, B=1), {})
+    for uid, device in (("1", "a"), ("2", "b")):
+        of = claim(uid, result(device))
+        of["status"]["reservedFor"][0]["uid"] = f"pod-{uid}"
+        made.claims.add(of)
+        await made.prepared(uid)
+    yield made
+    await made.end()
+
+
+async def publish(here: ServedDriver, devices: list[Device]) -> None:
+    await identity.publish(here.inventory, devices, {})
+    for uid in ("1", "2"):
+        await here.driver.renewal.renew(uid)
+
+
+def numbers(here: ServedDriver, uid: str) -> set[str]:
+    """Return the numbers in a claim's CDI file; none without a file."""
+    try:
+        devices: list[dict[str, Any]] = json.loads((here.cdi / f"{D}-claim_{uid}.json").read_bytes())["devices"]
+    except FileNotFoundError:
+        return set()
+    nodes = [node for device in devices for node in device["containerEdits"]["deviceNodes"]]
+    return {f"char:{node['major']}:{node['minor']}" for node in nodes}
+
+
+def record(here: ServedDriver, uid: str) -> Claim:
+    return here.async_ledger.snapshot.claims[D, uid]
+
+
+def reaches(here: ServedDriver, uid: str) -> set[str]:
+    """Return the numbers that a claim reaches, by the register and by the claim's own file."""
+    (device,) = record(here, uid).devices
+    assert here.own[uid].devices == (device,)
+    its = device.identity
+    return {token for token in (its.tokens | its.reached) - its.left if token.startswith("char:")}
+
+
+async def left(here: ServedDriver, uid: str) -> None:
+    """Have the agent read the starts of the pod's containers, and then that all of them have restarted."""
+    while not await here.driver.renewal.look_left(uid):
+        assert record(here, uid)
+
+
+async def test_two_claims_swap_their_numbers(here: ServedDriver, sticks: Sticks, pods: Pods) -> None:
+    """Neither has a file until the other's containers have ended; then each has the number of its own stick."""
+    await publish(here, sticks.plug(A=1, B=0))
+    for uid, had in (("1", TTY), ("2", PTMX)):
+        assert numbers(here, uid) == set()
+        assert reaches(here, uid) == {had}
+        assert not await here.driver.renewal.look_left(uid), "the starts of containers are read first"
+        assert not await here.driver.renewal.look_left(uid), "no container has restarted"
+    assert pods.asked == {"pod-2": {"main": 1}}
+    pods.replaced = {"pod-1"}
+    await left(here, "1")
+    assert reaches(here, "1") == set()
+    assert not await here.driver.renewal.renew("1"), "claim 2 reaches the number"
+    assert await here.driver.renewal.renew("2")
+    assert numbers(here, "2") == {TTY}
+    assert reaches(here, "2") == {TTY, PTMX}
+    pods.replaced = {"pod-1", "pod-2"}
+    await left(here, "2")
+    assert await here.driver.renewal.renew("1")
+    assert (numbers(here, "1"), numbers(here, "2")) == ({PTMX}, {TTY})
+    assert (reaches(here, "1"), reaches(here, "2")) == ({PTMX}, {TTY})
+
+
+async def test_a_stick_that_is_away_has_no_number(here: ServedDriver, sticks: Sticks) -> None:
+    """Its claim has no file until the stick is back, even at its old number; another stick's number is not given."""
+    await publish(here, sticks.plug(B=1))
+    assert numbers(here, "1") == set()
+    async with asyncio.timeout(5):
+        while not here.claims.events:  # noqa: ASYNC110  # it is written in the background
+            await asyncio.sleep(0)
+    assert reaches(here, "1") == {TTY}
+    assert numbers(here, "2") == {PTMX}
+    await publish(here, sticks.plug(A=0, B=1))
+    assert numbers(here, "1") == {TTY}
+    assert not await here.driver.renewal.look_left("1"), "nothing is left to leave"
+    assert reaches(here, "1") == {TTY}
+
+
+def check(here: ServedDriver) -> None:
+    """Check that each number in a file is reached by the file's claim, and by no other."""
+    for uid, other in ("12", "21"):
+        (held,), (of_other,) = record(here, uid).devices, record(here, other).devices
+        mine, theirs = ((i.tokens | i.reached) - i.left for i in (held.identity, of_other.identity))
+        assert numbers(here, uid) <= mine - theirs
+
+
+@pytest.mark.parametrize("killed", range(1, 6))
+async def test_an_agent_is_killed_at_each_step_of_a_swap(
+    here: ServedDriver, sticks: Sticks, pods: Pods, monkeypatch: pytest.MonkeyPatch, killed: int
+) -> None:
+    """No number is in a file of a claim while another claim reaches it, and in the end each claim has its stick."""
+    write, writes = ClaimFiles.write, 0
+
+    async def broken(self: ClaimFiles, *arguments: Any) -> bool:
+        nonlocal writes
+        writes += 1
+        if writes == killed:
+            raise cdi.CdiError("the agent is killed before it writes the files")
+        return await write(self, *arguments)
+
+    monkeypatch.setattr(ClaimFiles, "write", broken)
+    devices = sticks.plug(A=1, B=0)
+    await identity.publish(here.inventory, devices, {})
+    pods.replaced, agent = {"pod-1", "pod-2"}, here
+    for step in (step for _ in range(6) for step in ("renew", "look_left")):
+        for uid in ("1", "2"):
+            try:
+                await getattr(agent.driver.renewal, step)(uid)
+            except cdi.CdiError:
+                check(agent)
+                agent = await here.again(devices=devices, host=pods)
+                await identity.publish(agent.inventory, devices, {})
+                for each in ("1", "2"):  # as `ClaimReconciler` does at the start
+                    await agent.driver.files.write(record(agent, each), prepared_of(record(agent, each)))
+            check(agent)
+    assert writes >= killed
+    assert (numbers(agent, "1"), numbers(agent, "2")) == ({PTMX}, {TTY})
+    assert (reaches(agent, "1"), reaches(agent, "2")) == ({PTMX}, {TTY})
+
+
+async def test_the_files_follow_without_being_asked(here: ServedDriver, sticks: Sticks, pods: Pods) -> None:
+    """The agent looks by itself whether containers have ended, and which claims wait for that."""
+    await identity.publish(here.inventory, sticks.plug(A=1, B=0), {})
+    pods.replaced = {"pod-1", "pod-2"}
+    keeping = asyncio.create_task(here.driver.renewal.keep())
+    async with asyncio.timeout(30):
+        while (numbers(here, "1"), numbers(here, "2")) != ({PTMX}, {TTY}):  # noqa: ASYNC110  # files tell nobody
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+
+
+async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, sticks: Sticks) -> None:
+    """Prepare gives the same answer, and does not write the CDI file; Unprepare ends the claim."""
+    before = await here.prepared("1")
+    await publish(here, sticks.plug(B=1))
+    assert (await here.prepared("1")).devices == before.devices
+    assert numbers(here, "1") == set()
+    await here.driver.close()
