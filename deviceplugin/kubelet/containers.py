@@ -96,33 +96,36 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
     return frozenset(over)
 
 
-class _Begun(NamedTuple):
+class _StartsBegun(NamedTuple):
     """How often the kubelet has begun to start a container, and when it last began (Unix seconds)."""
 
     times: int
     last: float
 
 
-def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _Begun]:
+def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _StartsBegun]:
     """Return what the kubelet has begun to start of a pod, by container. Blocks. Raises OSError.
 
     Before it asks the runtime to create a container, the kubelet makes a file for the termination message in
     `pods/<uid>/containers/<container>`. It removes these files with the pod's directory (kubelet 1.36,
     kuberuntime_container.go: makeMounts).
     """
-    begun: dict[str, _Begun] = {}
+    begun: dict[str, _StartsBegun] = {}
     directory = kubelet_root / "pods" / pod_uid / "containers"
     looked_at.at(directory)
     if not directory.exists() and directory.parent.is_dir():
         return begun  # The pod has a sandbox at the most.
     for name in os.listdir(directory):
         last = os.stat(directory / name).st_mtime  # Changes when a file is made, not when a container writes to it.
-        begun[name] = _Begun(len(os.listdir(directory / name)), last)
+        begun[name] = _StartsBegun(len(os.listdir(directory / name)), last)
     return begun
 
 
 def restarted(
-    before: Mapping[str, int], begun: Mapping[str, _Begun], links: Iterable[LogLink], running: Iterable[ContainerCgroup]
+    before: Mapping[str, int],
+    begun: Mapping[str, _StartsBegun],
+    links: Iterable[LogLink],
+    running: Iterable[ContainerCgroup],
 ) -> bool:
     """Return whether no process of a pod can run in a container that the kubelet had begun to start before.
 

@@ -52,7 +52,7 @@ SETTLED: Final = 1.0
 
 
 @dataclass(slots=True)
-class _Found:
+class _DevicesNow:
     """What a request's devices have now.
 
     nodes: CDI entries of their nodes. own: by device, the tokens that the device alone has. former: tokens of nodes to
@@ -195,10 +195,10 @@ class ClaimRenewal:
             self._preparation.events.refused(ClaimRef(claim.namespace, claim.name, claim.uid), why, why)
         self._register.notify()
 
-    async def _found(self, claim: Claim, prepared: Prepared) -> tuple[dict[str, _Found], cdi.CdiError | None]:
+    async def _found(self, claim: Claim, prepared: Prepared) -> tuple[dict[str, _DevicesNow], cdi.CdiError | None]:
         """Return what the devices of each request have now, and why the nodes of a device could not be read."""
         boot, by_name, numbers = self._files.boot, self._served.by_name, _numbers(prepared.spec)
-        found: dict[str, _Found] = {}
+        found: dict[str, _DevicesNow] = {}
         followed: set[DeviceKey] = set()
         error: cdi.CdiError | None = None
         for answer in prepared.devices:
@@ -209,7 +209,7 @@ class ClaimRenewal:
             if key not in claim.held or isinstance(served.source, AdoptedSource):
                 followed.add(key)
                 continue
-            of, granted = found.setdefault(answer.request, _Found()), _granted(claim, key, boot)
+            of, granted = found.setdefault(answer.request, _DevicesNow()), _granted(claim, key, boot)
             listed = now.identities.get(device.id, frozenset())
             if device.id in now.gone or not agree(listed, granted.tokens):
                 of.away = True
@@ -233,7 +233,7 @@ class ClaimRenewal:
             if had := (reachable(granted.tokens) | granted.reached) & numbers:
                 stale = await self._files.reading.at("renew", moved, had, granted.tokens, brief=True)
                 for request in _requests(prepared.spec, stale):
-                    of = found.setdefault(request, _Found(away=True))
+                    of = found.setdefault(request, _DevicesNow(away=True))
                     of.former |= stale
         return found, error
 
@@ -275,7 +275,7 @@ class ClaimRenewal:
         return True
 
 
-def answered(prepared: Prepared, found: Mapping[str, _Found], refused: Collection[str]) -> Prepared:
+def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Collection[str]) -> Prepared:
     """Return the answer to a claim whose devices have other nodes now. refused: requests that get no new numbers."""
     before = _numbers(prepared.spec)
     nodes = {request: of.given(before, refused=request in refused) for request, of in found.items()}
