@@ -1,13 +1,13 @@
-"""The identity of a device: tokens of its nodes, of the hardware behind them, and of its source's `identity`.
+"""The identity of a device: tokens (texts) for its device nodes, for the hardware behind them, and of its source.
 
 Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware behind them: a
 USB stick can get the device number that another stick had before. A device number that several devices of a list have
-belongs to a control node that these devices share. Devices of a list that have no other numbers are the same hardware.
+belongs to a control node that these devices share. Devices of a list without any other number are the same hardware.
 
 A link of udev in a directory `by-path`, and the identity from `port`, stand for a port with any hardware in it. The
-holder of such a device has the port; the holder of another device has the hardware (`lasting`). The present tokens of a
-device name its hardware and its port: a stick that is listed by its serial number and by its port is one device,
-whichever of the two names has a holder.
+holder of such a device holds the port; the holder of any other device holds the hardware (`lasting`). The present
+tokens of a device name both its hardware and its port: a stick that is listed twice, by its serial number and by its
+port, is one device, under whichever name it has a holder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.sysfs import ROOT, HardwareReader
 
-if TYPE_CHECKING:  # `validate` loads no event loop.
+if TYPE_CHECKING:  # Not imported at run time, because `validate` should not load an event loop.
     from deviceplugin.inventory import Inventory
 
 Tokens = frozenset[str]
@@ -34,11 +34,13 @@ Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
-"""An identity from `token`, which is read again at each check. Another identity is a statement of the source."""
+"""Matches an identity that `token` has made, which is read again at each check. Any other identity is stated by the
+source."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
-"""A token from `_hardware`: the name of a USB device or PCI function, and the part of it that a node stands for."""
+"""Matches a token from `_hardware`: the name of a USB device or PCI function, and the part for which a node stands."""
 _PLACE: Final = "place:"
-"""The beginning of a token from `_hardware` for the USB port or PCI slot, and the part, that a node stands for."""
+"""The beginning of a token from `_hardware` for a place: the USB port or PCI slot, and the part for which a node
+stands."""
 _PORT: Final = "port:"
 _PORTS: Final = "by-path"
 """The directory of udev's links with the names of ports (systemd, rules.d/60-serial.rules and others)."""
@@ -47,7 +49,7 @@ MEMORY: Final = 1
 
 
 def token(status: os.stat_result) -> str:
-    """Return a file's token by its status: a device node's number ("" without hardware), or file system and inode."""
+    """Return the token for a file's status: a device node's number ("" if MEMORY), or another file's inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -56,12 +58,12 @@ def token(status: os.stat_result) -> str:
 
 
 def node_token(kind: NodeKind, major: int, minor: int) -> str:
-    """Return the token of a device node with this number; "" if it stands for no hardware."""
+    """Return the token of a device node with this number; "" if the node stands for no hardware."""
     return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
 
 
 def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
-    """Return the tokens of the existing ones of these paths. files: whether to include paths other than device nodes.
+    """Return the tokens of those of these paths that exist. files: whether to include other files than device nodes.
 
     Blocks.
     """
@@ -91,12 +93,12 @@ def _numbers(device: Device, stat: Stat) -> dict[str, str]:
 
 
 def port(name: str) -> str:
-    """Return the `identity` for a device that stands for a port with any hardware in it. name: of the port."""
+    """Return the `identity` for a device that stands for a port with any hardware in it. name: the port's name."""
     return f"{_PORT}{name}"
 
 
 def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
-    """Return the tokens of the hardware behind device nodes, and of its places. paths: one path for each token."""
+    """Return the tokens of the hardware behind device nodes, and of its places. paths: a path by node token."""
     tokens: set[str] = set()
     for number, path in paths.items():
         kind, _, numbers = number.partition(":")
@@ -109,7 +111,7 @@ def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
 
 
 def is_usb(tokens: Collection[str]) -> bool:
-    """Return whether these are the tokens of a USB device, whose nodes get other numbers while the node runs."""
+    """Return whether these are the tokens of a USB device, whose device numbers may change at any time."""
     return any(token.startswith(("hardware:usb:", "port:usb:")) for token in tokens)
 
 
@@ -119,10 +121,10 @@ def is_port(tokens: Collection[str]) -> bool:
 
 
 def lasting(tokens: Tokens) -> Tokens:
-    """Return those of a device's present tokens that its holder has for as long as it holds the device.
+    """Return those of a device's present tokens that do not change while the device has the same holder.
 
-    The holder of a port does not have the hardware that is in the port now, and the holder of hardware does not have
-    the place where it is now.
+    For a port, the tokens of the hardware that is in it now are left out; for hardware, the tokens of its present
+    place.
     """
     if is_port(tokens):
         return frozenset(token for token in tokens if not _HARDWARE.fullmatch(token))
@@ -130,7 +132,7 @@ def lasting(tokens: Tokens) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return the present tokens of each device of a list, by id; an empty set if none is known. Blocks.
+    """Return, by id, the present tokens of each device of a list; an empty set if no token is known. Blocks.
 
     A node of several devices, such as /dev/nvidiactl, identifies none of these devices, except a device that has only
     shared nodes.
@@ -153,7 +155,7 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: st
 
 
 def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
-    """Return all tokens that a device has now, those of nodes that it shares with others included. Blocks."""
+    """Return all present tokens of a device, also of nodes that it shares with other devices. Blocks."""
     now = frozenset[str]()
     if device.nodes:
         paths = _numbers(device, stat)
@@ -182,7 +184,8 @@ def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Token
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
     """Return whether two sets of tokens are of the same device.
 
-    They must share a token, and sysfs must not show different hardware, unless both stand for one port.
+    The sets must share a token, and sysfs must not show different hardware for them, unless both stand for the same
+    port.
     """
     common = frozenset(tokens).intersection(other)
     if not common or is_port(common):
@@ -197,9 +200,9 @@ def same_hardware(tokens: Tokens, other: Tokens) -> bool:
 
 
 def reachable(tokens: Tokens) -> Tokens:
-    """Return the tokens of device nodes and files, by which a container reaches a device.
+    """Return those tokens that are of device nodes and files, by which a container opens a device.
 
-    Tokens of the hardware behind the nodes are left out.
+    Tokens of the hardware behind the nodes are not in the result.
     """
     return frozenset(filter(_LOOKED_UP.fullmatch, tokens))
 
@@ -220,13 +223,13 @@ def boot_id() -> str:
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """The identity of a holding's hardware at the time of the grant.
+    """The identity of granted hardware at the time of the grant.
 
-    boot: the id of the node's boot during which the tokens are valid. tokens: see `lasting`. sure: whether the tokens
-    are of one device; otherwise they are of all devices in one answer to Allocate, or of a control node. reached: nodes
-    to which the device's paths have led since the grant. A container that has restarted may reach these nodes, even if
-    they stand for other hardware later. left: nodes among the tokens that the holder no longer reaches, because its
-    container has restarted.
+    boot: the id of the node's boot during which the tokens are valid. tokens: see `lasting`. sure: True if all tokens
+    are of one device; False if they are of all devices in an AllocateResponse, or of a control node. reached: nodes to
+    which the device's paths have led since the grant; a restarted container may open these nodes, even if they stand
+    for other hardware later. left: nodes among the tokens that the holder cannot open any more, because its container
+    has restarted.
     """
 
     boot: str = ""
@@ -236,11 +239,11 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; an empty set if they are of another boot, whose containers no longer run."""
+        """Return the tokens; an empty set if they are of another boot, whose containers do not run any more."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:
-        """Return the other nodes that the holder reaches; an empty set for an identity of another boot."""
+        """Return the other nodes that the holder may open; an empty set for an identity of another boot."""
         return self.reached if self.boot == boot else frozenset()
 
     def reaching(self, now: Identity) -> Identity:
@@ -249,7 +252,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=self.reached | more - self.tokens, left=self.left - more)
 
     def reaching_only(self, nodes: Tokens) -> Identity:
-        """Return the identity of a holder that reaches these nodes, and no others. nodes: of this boot."""
+        """Return the identity of a holder that can open these nodes, and no other nodes. nodes: of this boot."""
         nodes = reachable(nodes)
         return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
 
@@ -259,7 +262,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=self.reached - nodes, left=left)
 
     def says_more_than(self, recorded: Identity) -> bool:
-        """Return whether this identity, read in this boot, must replace the recorded identity of a holding."""
+        """Return whether this identity, read in this boot, must replace a holder's recorded identity."""
         if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
             return False
         return self.boot != recorded.boot or self.sure
@@ -270,14 +273,14 @@ UNIDENTIFIED: Final = Identity()
 
 
 def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
-    """Return the identity of a holding of a device with these present tokens; `UNIDENTIFIED` without tokens."""
+    """Return the identity to record for a device with these present tokens; `UNIDENTIFIED` without tokens."""
     return Identity(boot, lasting(tokens), sure) if tokens else UNIDENTIFIED
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
     """Publish a list of devices in an inventory, with the devices' tokens; return whether the inventory changed.
 
-    While a path of a device does not answer, this function waits, and the previously listed devices are unhealthy.
+    While a read of a device's path hangs, this function waits, and the previously listed devices are unhealthy.
     """
     identifiable = any(device.identity or device.nodes for device in devices)
     tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}

@@ -1,4 +1,4 @@
-"""Reads the user's YAML file: returns frozen, typed values, or raises errors with corrections. Does not import gRPC."""
+"""Reads the user's YAML config file: returns frozen, typed values, or raises errors with corrections, without gRPC."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.lock import ADOPTED, OPEN, Lock, needed

@@ -1,4 +1,4 @@
-"""Parses the YAML of a config file into nodes, within limits of size and depth. Also defines the errors of a file.
+"""Parses the YAML of a config file into nodes, within limits of size and depth, and defines the file's errors.
 
 Scalars are those of YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
 booleans. Anchors and merge keys work.
@@ -22,23 +22,27 @@ except ImportError:  # Without libyaml, PyYAML gives the same results, but is sl
 MAX_BYTES: Final = 4 << 20
 """Maximum bytes of a config file. A ConfigMap, which usually has the file, holds 1 MiB."""
 MAX_VALUES: Final = 50_000
-"""Maximum number of values in a file, before and after aliases are replaced. Each value takes up to 500 bytes of
-memory."""
+"""Maximum number of values in a file, before and after aliases are replaced, because each value takes up to 500 bytes
+of memory."""
 MAX_DIRECTIVES: Final = 32
-"""Maximum number of %TAG directives. libyaml compares each directive with all before it, so 200,000 of them would take
-minutes."""
+"""Maximum number of %TAG directives. libyaml compares each directive with all earlier directives, so 200,000 directives
+would take minutes."""
 MAX_DEPTH: Final = 32
-"""Maximum nesting of lists and mappings. libyaml's composer overflows the stack beyond some 10,000 levels."""
+"""Maximum nesting of lists and mappings, because libyaml's composer overflows the stack beyond some 10,000 levels."""
 MAX_SHOWN: Final = 25
-"""Maximum number of problems in an error's text. The attribute `problems` has all."""
+"""Maximum number of problems in an error's text. The error's attribute `problems` has all problems."""
 MAX_UNKNOWN: Final = 3
-"""Maximum number of unknown keys without a similar known key that are reported of a mapping: it may be another file."""
+"""Maximum number of reported unknown keys in a mapping, if no known key is similar: the file may be no config file at
+all."""
 MAX_PROBLEMS: Final = 100
 """Number of problems after which reading stops, because each search for a similar name takes up to a millisecond."""
 
 
 class Problem(NamedTuple):
-    """One problem of a file. line: from 1; 0 for the file itself. path: the key's path. message: has the correction."""
+    """One problem of a file. line: from 1; 0 for the file as a whole. path: the path of the key.
+
+    message: with the correction.
+    """
 
     line: int
     path: str
@@ -48,8 +52,8 @@ class Problem(NamedTuple):
 class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
-    file: its name as the caller gave it. problems: all problems, at least one, sorted by line. line, path, message: of
-    the first problem.
+    file: the file's name as the caller gave it. problems: all problems, at least one, sorted by line. line, path,
+    message: of the first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:
@@ -70,12 +74,12 @@ class ConfigError(ValueError):
 
 
 def file_error(file: str, message: str, line: int = 0) -> ConfigError:
-    """Return an error about a whole file. line: where to look; 0 for the file itself."""
+    """Return an error about a whole file. line: the line to show; 0 for the file as a whole."""
     return ConfigError(file, [Problem(line, "$", message)])
 
 
 class Problems:
-    """Collects the problems of one file. lines: by the path of each value that was read, the line of the value."""
+    """Collects the problems of one file. lines: for each value that was read (by its path), its line."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -83,7 +87,10 @@ class Problems:
         self.lines: dict[str, int] = {}
 
     def report(self, path: str, message: str, line: int = 0) -> None:
-        """Add a problem; raise ConfigError if there are too many. line: of the problem; 0: of the value at the path."""
+        """Add a problem; raise ConfigError if there are too many.
+
+        line: the problem's line; 0 for the line of the value at `path`.
+        """
         if len(message) > 600:
             message = f"{message[:300]} ... {message[-200:]}"
         self.found.append(Problem(line or self.lines[path], printable(path), printable(message)))
@@ -131,7 +138,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         node: yaml.Node | None = yaml.compose(text, Loader=Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        # Whether the attribute is an int depends on whether libyaml is used.
+        # The attribute is an int or a text, depending on whether libyaml is used.
         code = error.character if isinstance(error.character, int) else ord(error.character)
         raise file_error(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
     except yaml.MarkedYAMLError as error:
@@ -198,7 +205,7 @@ def plain(root: yaml.Node, file: str = "<text>") -> Any:
 
 
 def _bound(text: str, file: str) -> None:
-    """Raise ConfigError if a file has too many values, levels or characters for the available time and memory."""
+    """Raise ConfigError if a file exceeds the limits of values, levels or characters."""
     depth = values = 0
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 0
@@ -226,7 +233,8 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
     shown = "" if mark is None else text.splitlines()[min(mark.line, text.count("\n"))]
-    if "maximum nesting depth" in message:  # This is libyaml's own limit: libyaml reads ahead of the checked events.
+    # This error comes from libyaml's own limit, because libyaml reads further than the checked events.
+    if "maximum nesting depth" in message:
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
         message += "; the line contains a tab, YAML indents with spaces only"
@@ -259,7 +267,7 @@ def keys(node: yaml.Node) -> dict[str, yaml.Node]:
 
 
 def check_kind(node: yaml.Node, file: str) -> None:
-    """Raise ConfigError for files that contain a config file: Kubernetes objects, and values of the Helm chart."""
+    """Raise ConfigError for files in which a config is nested: Kubernetes objects, values of the Helm chart."""
     given = keys(node)
     if {"apiVersion", "kind"} <= given.keys():
         what = scalar_text(given["kind"])

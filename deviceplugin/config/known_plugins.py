@@ -1,8 +1,8 @@
-"""Known device plugins of vendors, by their resources: whether each can serve limits and claims behind an agent.
+"""The known device plugins of vendors: whether a plugin behind an agent can serve pods' `limits` and claims.
 
-These facts come from the plugins' code (November 2026). An Allocate for a claim belongs to no pod. So a plugin cannot
-serve claims if it looks for the pod, or if it frees devices for which the kubelet lists no pod. Several plugins may use
-one resource name; then the ids of their devices distinguish the plugins.
+These facts come from the plugins' code (November 2026). An agent calls Allocate for a claim without a pod that requests
+the resource. So a plugin cannot serve claims if it searches for that pod, or if it frees devices for which the kubelet
+lists no pod. Several plugins may use the same resource name; the ids of their devices then distinguish the plugins.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final, Literal, NamedTuple
 class KnownPlugin(NamedTuple):
     """A known plugin. resources: patterns of the resource names that the plugin registers.
 
-    serves: both (limits and claims), limits alone, or no (the plugin cannot be adopted). why: the reason, unless it
-    serves both. ids: a regular expression that matches the ids of its devices, but not those of another plugin with the
-    same resource name.
+    serves: "both" (limits and claims), "limits" alone, or "no" (the plugin cannot be adopted). why: the reason, unless
+    the plugin serves both. ids: a regular expression that matches the ids of its devices, but not those of another
+    plugin with the same resource name.
     """
 
     plugin: str
@@ -30,7 +30,7 @@ _UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
 
 PLUGINS: Final = (
-    # HAMi's plugin uses the same resource name, looks for the pending pod, and has ids that begin with UUID-0.
+    # HAMi's plugin uses the same resource name, searches for the pending pod, and has ids that begin with UUID-0.
     KnownPlugin(
         "NVIDIA/k8s-device-plugin",
         ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),

@@ -4,10 +4,10 @@ Without a lock, a user who may write the ConfigMap is root on every node, becaus
 mounts its host paths into containers. `run` makes the lock from --allow-commands and --allow-host-path, which the
 writer of the file cannot change.
 
-The file's paths have no `.` and `..` steps (`texts`). Both a path as it is written and the target of its symlinks must
-be allowed. The paths of devices are checked each time that the devices are listed (`deviceplugin.sources.configured`),
-other paths when the file is read. The agent cannot see symlinks that are not mounted into its container, or that are
-made later.
+The file's paths have no `.` and `..` steps (`texts`). The lock must allow both a path as it is written, and the target
+of the path's symlinks. The paths of devices are checked each time that the devices are listed
+(`deviceplugin.sources.configured`), other paths when the file is read. The agent cannot see symlinks that are not
+mounted into its container, or that are made later.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     ResourceConfig: ("nodes",),
     SimulatedConfig: ("unhealthy_file",),
 }
-"""By type of the file's mappings, the keys that name paths of the host."""
+"""For each type of mapping in the file, the keys whose values are paths of the host."""
 ADOPTED: Final = "/run/deviceplugin/plugins"
 """The default directory in which vendors' plugins register with the agent. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
-"""By type of the file's mappings, the keys that name code which the agent executes."""
+"""For each type of mapping in the file, the keys whose values name code that the agent executes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Lock:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """All allowed prefixes, with /dev unless a prefix in /dev is given."""
+        """All allowed prefixes, including /dev unless a prefix in /dev is given."""
         narrowed = any(_steps(path)[:1] == [DEVICES[1:]] for path in self.host_paths)
         return self.host_paths if narrowed else (DEVICES, *self.host_paths)
 
@@ -90,7 +90,7 @@ class Lock:
         return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
-        """Return a message that a path is not allowed, with the option that allows the path."""
+        """Return a message that a path is not allowed, with the option of `run` that allows this path."""
         within = ", ".join(self.prefixes)
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 
@@ -101,11 +101,11 @@ class Lock:
 
 
 OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
-"""The lock that allows everything, for an author's own sources and for commands that serve no devices."""
+"""The lock that allows everything, for an author's own sources, and for commands that only read a config."""
 
 
 def needed(config: Config) -> Lock:
-    """Return the smallest lock that allows all paths, commands and plugins of a config, beside the paths in /dev."""
+    """Return the smallest lock that allows all commands, plugins and paths (outside of /dev) of a config."""
     parts = list(_parts(config))
     named = {path for part in parts for key in PATHS.get(type(part), ()) for path in texts_of(getattr(part, key))}
     commands = any(getattr(part, key) for part in parts for key in CODE.get(type(part), ()))

@@ -1,4 +1,4 @@
-"""Reads a config file by the types in `types`. Returns its values, or raises an error with all its problems."""
+"""Reads a config file by the types in `types`: returns the file's values, or raises an error with all problems."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
 
 @functools.cache
 def _type_info() -> Any:
-    """Return msgspec's description of the file's types. It is cached, because making it takes some milliseconds."""
+    """Return msgspec's description of the file's types. Cached, because the description takes some milliseconds."""
     import msgspec.inspect
 
     return msgspec.inspect.type_info(Config)
@@ -67,13 +67,13 @@ _Pair = tuple[yaml.Node, yaml.Node]
 _Advice = Callable[[str], str] | None
 """A function that returns, for a text of the wrong form, a message with the correction."""
 _Options = dict[str, tuple[Any, _Advice]]
-"""The types that a value may have, each with its advice, by the kind of the value's node (`document.kind`)."""
+"""For each kind of node (`document.kind`) that a value may have, the value's type and the advice for a wrong value."""
 _BAD: Final = object()
-"""Stands for a value whose problem was reported."""
+"""The result for a value whose problem was reported."""
 
 
 class Reader:
-    """Converts a file's nodes to values of the types. Collects all problems instead of stopping at the first."""
+    """Converts a file's nodes to values of the file's types, and collects all problems instead of raising the first."""
 
     def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
@@ -185,7 +185,8 @@ class Reader:
                     strange.append(key)
         self._above.pop()
         for key in strange[: document.MAX_UNKNOWN]:
-            # A key that is no name is not repeated in the message: another kind of file may have passwords there.
+            # The message repeats only keys that look like names, because another kind of file may have passwords as
+            # keys.
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
             place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
             more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
@@ -196,7 +197,7 @@ class Reader:
         good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
         blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
         made = info.cls(**blank | good)
-        if values or not meant:  # The valid values are still checked, so that one error has all problems.
+        if values or not meant:  # The mapping's valid values are checked anyway, so that one error has all problems.
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
@@ -272,15 +273,16 @@ _KINDS: Final = {
     "DictType": ("map", "a mapping"),
     "StructType": ("map", ""),
 }
-"""By type in msgspec's description: the kind of nodes that have such a value, and the type's name for the user."""
+"""For each type in msgspec's description: the kind of YAML node for its values, and the type's name for users."""
 _BLANK: Final[dict[str, Any]] = {"str": "", "int": 0, "seq": ()}
-"""By kind of node, a value that stands for a wrong or missing required value while the others are checked."""
+"""For each kind of node, the value that replaces a wrong or missing required value, so that other values can be
+checked."""
 _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the types that a value may have, without None. The types of a union have different kinds of nodes."""
+    """Return the types that a value may have, except None. The types of a union have different kinds of nodes."""
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))
@@ -370,7 +372,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
 def _meant(path: str, value: str) -> str:
-    """Return advice for a text that other programs accept at this path, with the right text; "" if none is known."""
+    """Return advice with the right text, if other programs accept the text `value` at this path; else ""."""
     key = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
     if key in {"period", "timeout", "recovery"} and (time := re.fullmatch(r"([0-9]{1,7})\s*([smh])", value)):
         return f"write {int(time[1]) * _UNITS[time[2]]}, the number of seconds"

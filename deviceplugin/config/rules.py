@@ -35,14 +35,15 @@ class ConfigRules:
         self._report, self._lines = problems.report, problems.lines
         self._lock = lock
         self._names: dict[str, int] = {}
-        """By resource name, the line where it is given."""
+        """For each resource name, the line with this name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
-        """By path without wildcards, the line of the path in the first group that has it, and this group."""
+        """For each path without wildcards in a group, the path's line in the first group with this path, and that
+        group."""
 
     def check(self, value: msgspec.Struct, path: str, keys: AbstractSet[str]) -> None:
-        """Report the problems of a mapping. keys: the keys that the file gives.
+        """Report the problems of a mapping. keys: the keys that the mapping has in the file.
 
-        Wrong values were reported before, and are replaced by blank values here.
+        Values of a wrong form were reported before, and are blank values here.
         """
         match value:
             case DeviceEntry():
@@ -94,7 +95,7 @@ class ConfigRules:
             self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
-        """Report a device node in two different groups, whose devices may share the node or be the same device."""
+        """Report a device node that is in two different groups, because the groups may be the same device."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, member in enumerate(group):
             if re.search(r"[*?[]", member):
@@ -147,13 +148,13 @@ class ConfigRules:
         if resource.metadata and "driver" not in keys:
             message = "the files name a driver; write driver: and a DNS name, such as gpu.example.com"
             self._report(f"{path}.metadata", message)
-        # The API server has these limits, but no pattern expresses them.
+        # The API server has limits for these values that no pattern expresses.
         device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
         for key, problem in naming.problems(device, resource.driver or "example.com"):
             self._report(f"{path}.{key}", problem)
 
     def _check_plugin(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
-        """Report a resource whose plugin is known to be unfit for adoption, or is not known to be fit for claims."""
+        """Report a resource whose plugin is known as unusable with an agent, or not known as usable for claims."""
         name, plugin = resource.name, known_plugin(resource.name)
         if not name:
             return
@@ -174,7 +175,7 @@ class ConfigRules:
             self._report(f"{path}.driver", text)
 
     def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
-        """Report resources with common devices but different drivers and sides: no driver would offer the devices.
+        """Report resources with common devices but contradicting drivers and shares: no driver would offer the devices.
 
         Also report NoExecute for a driver with an adopted plugin's devices, because a restart of the plugin would end
         pods.
@@ -204,13 +205,13 @@ class ConfigRules:
 
 
 def _places(entry: DeviceEntry) -> Iterator[object]:
-    """Yield keys for an entry, such that two entries which list the same devices have a key in common."""
+    """Yield keys for a device entry, so that two entries that list the same devices have a key in common."""
     yield from entry.globs
     yield from (place for place in (entry.pci, *entry.usb_ids, entry.nvidia) if place is not None)
 
 
 def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
-    """Return whether neither of two resources would offer a device that both have, because their sides differ."""
+    """Return whether neither of two resources would offer a common device, because their shares contradict."""
     sides = {_side_of(resource), _side_of(other)}
     return resource.driver != other.driver and (len(sides) > 1 or None in sides)
 

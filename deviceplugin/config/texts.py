@@ -1,4 +1,4 @@
-"""The forms of the texts in a config file (names, paths, patterns), and the advice for a text of another form.
+"""The forms of the texts in a config file (names, paths, patterns), and advice for texts of another form.
 
 The patterns are used by Python, and by ECMAScript in the JSON schema. So they contain only syntax that both support.
 """
@@ -36,7 +36,7 @@ def _text(
 ) -> Meta:
     """Return the form of a text, for its type annotation.
 
-    advice: the message with the correction for a text of another form, which stands for {!r}. longest: maximum
+    advice: the message, with the correction, for a text of another form, which replaces {!r}. longest: maximum
     characters.
     """
     advise = advice.format if isinstance(advice, str) else advice

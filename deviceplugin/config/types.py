@@ -1,7 +1,7 @@
 """The types of the config file. Their annotations are checked when a file is read, and become the JSON schema in api/.
 
 A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`. A
-class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
+class's description in the schema is set as `__doc__`, because `python -OO`, which the image runs, removes docstrings.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The parts of each device of a `path` or `group`."""
+        """The parts of each device of a `path` or `group`: globs with their options."""
         parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
         return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
 
@@ -399,7 +399,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     dra: DraConfig = DraConfig()
 
     def __post_init__(self) -> None:
-        """Put the permissions into the order rwm, because resources are compared with earlier ones."""
+        """Put the permissions into the order rwm, so that resources of an earlier and a new config compare equal."""
         msgspec.structs.force_setattr(self, "permissions", "".join(mode for mode in "rwm" if mode in self.permissions))
 
     @property
@@ -423,7 +423,8 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return hash(self._bytes())
 
     def _bytes(self) -> bytes:
-        # The order of names does not matter. The order of patterns matters, because the first match counts.
+        # Resources with names in another order are equal, but not with patterns in another order, because the first
+        # match counts.
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 

@@ -1,14 +1,13 @@
 """Finds ended containers of running pods, from the kubelet's links to container logs, and from cgroups.
 
 A kubelet that has lost its checkpoint calls Allocate again before it restarts a container, and the call does not name
-the container. So a container counts as holding no device if the container has ended and the checkpoint does not name
-it.
+the container. So a container counts as having no device any more if it has ended and the checkpoint does not name it.
 
 When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory of
 log links to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet removes the link together with the
 container, and keeps the last ended container (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go,
-kuberuntime_gc.go). A cgroup without a link belongs to the sandbox, or to a container that is just starting. The
-sandbox's cgroup is older than the links of its pod.
+kuberuntime_gc.go). A cgroup without a link belongs to the pod's sandbox, or to a container that is just starting. A
+sandbox's cgroup is older than the pod's links.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
-"""The kubelet shortens link names that exceed the length limit of file names, so the container id may be incomplete."""
+"""Matches a link's name. The kubelet shortens names that exceed the limit of file names, so the container id may be
+incomplete."""
 
 
 Starts = Mapping[str, Mapping[str, int]]
@@ -79,7 +79,7 @@ def has_ended(container: str, links: Iterable[LogLink], running: Iterable[Contai
 
 
 def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: Path) -> frozenset[tuple[str, str]]:
-    """Return which of these containers (pod UID, name) have certainly ended. Blocks."""
+    """Return those of these containers (pod UID, name) that have certainly ended. Blocks."""
     uids = {uid for uid, _ in containers}
     if not uids:
         return frozenset()
@@ -177,7 +177,7 @@ class ContainerStarts:
 
 
 class LostAllocations:
-    """Finds allocations that the kubelet has lost and whose containers have ended since. Several threads may use it.
+    """Finds allocations that the kubelet has lost, and whose containers have ended. Thread-safe.
 
     directory: the directory of the links to container logs.
     """
@@ -187,8 +187,7 @@ class LostAllocations:
         self._directory = directory
         self._noting = threading.Lock()
         self._noted: Mapping[Allocation, int | None] = {}
-        """The lost allocations whose containers had ended, each with the sequence number of the id's record at that
-        time."""
+        """For each lost allocation whose container had ended, the sequence number of the id's record at that time."""
 
     def ended(
         self,
@@ -199,8 +198,8 @@ class LostAllocations:
         """Return those of the lost allocations whose containers have ended. Blocks.
 
         A container that has ended stays in the result until a checkpoint names its allocations again, because the
-        kubelet calls Allocate before the container starts. While the latest grant of an id is in no checkpoint yet,
-        this container may be the one that the grant is for, so it is left out.
+        kubelet calls Allocate before the container starts. While the last grant of an id is in no checkpoint yet, the
+        grant may be for this container, so the container is not in the result.
 
         lost: allocations of running pods that no checkpoint names. named: the ids that checkpoints name. records: the
         register's records.

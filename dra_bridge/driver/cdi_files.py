@@ -1,7 +1,7 @@
 """The files of prepared claims: CDI specs, which the container runtime reads, and the agent's own claim files.
 
-The agent renames a complete file into place, but does not sync it to the disk. At each start, the agent writes every
-file again from the ledger, which replaces files that a power failure left empty or lost. On most nodes, /var/run is in
+The agent renames a complete file into place, but does not sync it to the disk. At each start, the agent writes all
+files again from the ledger, because a power failure may have emptied or removed files. On most nodes, /var/run is in
 memory.
 """
 
@@ -28,12 +28,12 @@ def build(
     devices: Mapping[str, ContainerEdits],
     nodes: Mapping[DeviceNode, Sequence[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Return a valid CDI spec with these devices, of the lowest CDI version that has all its fields.
+    """Return a valid CDI spec with these devices, in the lowest CDI version that has all fields of the spec.
 
-    devices: edits by the CDI device's name, at least one and none of them empty; annotations in the edits are left out.
-    nodes: the spec's entries for the edits' device nodes, as `described` returns them; None: the function reads the
-    nodes, which blocks. Raises CdiError if a name, path or environment variable is not allowed, or a node is missing on
-    the host.
+    devices: for each CDI device's name, its edits, which must not be empty; at least one device. Annotations in the
+    edits are not written. nodes: the spec's entries for the edits' device nodes, as `described` returns them; None to
+    read the nodes here, which blocks. Raises CdiError if a name, path or environment variable is not allowed, or a node
+    is missing on the host.
 
     `described` resolves the host paths of device nodes, because runtimes refuse a symbolic link (containerd#12060). The
     container has the node at the requested path. A path of a directory stands for all device nodes in the directory. If
@@ -115,7 +115,7 @@ def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[s
 
 
 def is_deleted(directory: str) -> bool:
-    """Return whether a mounted directory was deleted on the host, so that no file can be written in it. Blocks."""
+    """Return whether a mounted directory was deleted on the host, so that no file can be created there. Blocks."""
     try:
         return looked_at.stat(directory).st_nlink == 0
     except OSError:
@@ -125,7 +125,7 @@ def is_deleted(directory: str) -> bool:
 class CdiStore:
     """The CDI files of one driver's claims. Thread-safe; the methods block.
 
-    Raises CdiError if the driver's name cannot be that of a CDI vendor.
+    Raises CdiError if the driver's name cannot be the name of a CDI vendor.
     """
 
     SUFFIX: ClassVar = ".json"
@@ -134,7 +134,8 @@ class CdiStore:
         self.directory: Final = directory
         self._prefix = f"{vendor_of(driver)}-{CLASS}_"
         self._run: Final = os.urandom(8).hex()
-        """A random part of the names of this store's drafts. Drafts without it were left by an agent that crashed."""
+        """A random text in the names of this store's draft files. Drafts without this text are from an agent that
+        crashed."""
 
     def path(self, uid: str) -> str:
         """Return the path of a claim's file. Raises CdiError if the text is not the UID of a claim."""

@@ -1,4 +1,4 @@
-"""Writes the files of prepared claims: a CDI file and the agent's own file. Makes the answers to the kubelet."""
+"""Writes the files of prepared claims (a CDI file and the agent's own file), and makes the responses to Prepare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 REST: Final = 60.0
-"""Seconds until the driver reads the claims' records again, even if the register has reported no change."""
+"""Maximum seconds until the driver reads the claims' records again, even if the register has reported no change."""
 CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
@@ -42,15 +42,15 @@ its threads would be busy while the kubelet waits for the answer to the next Pre
 class ClaimFiles:
     """The files of one driver's claims.
 
-    looks: reads and writes the directory in one thread, so the steps for a claim keep their order. boot: the node's
-    boot; devices that were set up in an earlier boot are set up again. agent: the name of this agent.
+    looks: one thread that reads and writes the directory, so that the steps for a claim keep their order. boot: the id
+    of the node's boot; devices that were set up in an earlier boot are set up again. agent: the name of this agent.
     """
 
     def __init__(self, records: ClaimRecords, directory: str, looks: Looks, boot: str, agent: str) -> None:
         self.boot: Final = boot
         self.looks: Final = looks
         self.reading: Final = Looks(directory)
-        """Reads many files in a thread of its own, because such a read may take long."""
+        """A separate thread for reads of many files, because such a read may take long."""
         self._agent = agent
         self._records = records
         self._driver = records.driver
@@ -61,18 +61,18 @@ class ClaimFiles:
     async def answer(
         self, ref: ClaimRef, made: Sequence[tuple[RequestDevices, ContainerEdits]], pod_claim: str = ""
     ) -> Prepared:
-        """Make a claim's answer to the kubelet.
+        """Make the response to a claim's Prepare.
 
         made: for each request and source, its devices and their container edits. pod_claim: see `ClaimAllocation`.
 
-        Each request has one CDI device, so a container gets the edits of its own requests, each once. In the answer,
-        only the request's first device lists the CDI device's ID. The ID must not depend on the allocation, because the
-        kubelet adds a new answer to the answer that it has kept (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and the
-        runtime does not start a container with an unknown CDI device. The spec has the CDI device also by a second
-        name, which contains the names of the devices: evidence of who holds them.
+        For each request there is one CDI device, so that a container gets the edits of each of its requests once. In
+        the response, only the request's first device has the CDI device's ID. The ID must not depend on the allocation,
+        because the kubelet adds a new response to the response that it has stored (kubelet 1.36, cm/dra/claiminfo.go:
+        addDevice), and the runtime does not start a container with an unknown CDI device. The spec has the CDI device
+        under a second name as well, which contains the names of the devices as evidence of their holder.
 
         Raises ClaimError if edits contradict each other, CdiError if a device node is missing or the edits cannot be
-        written as CDI, LookTimeoutError if the read of a device node does not end.
+        written as CDI, LookTimeoutError if the read of a device node hangs.
         """
         uid, metadata = ref.uid, dict[str, str]()
         requests: dict[str, list[tuple[RequestDevices, ContainerEdits]]] = {}
@@ -115,13 +115,14 @@ class ClaimFiles:
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Call a function that reads or changes files. If this task is cancelled, first wait until the call has ended.
 
-        The wait keeps the next call for the claim from working on the claim's file at the same time; it has a time
-        limit. Raises CdiError, also if the file system does not answer.
+        The wait, which has a time limit, keeps the next call for the claim from changing the claim's files at the same
+        time. Raises CdiError, also if the file system does not answer.
         """
         if self.looks.hanging:
             raise cdi.CdiError(self.looks.hanging)
         look = self.looks.begin("claim file", function, *arguments)
-        if self.looks.ended_at_once(look):  # This is the usual case. A task would take longer than the file access.
+        # This is the usual case, in which a task would take longer than the file access.
+        if self.looks.ended_at_once(look):
             return look.result
         if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):
             raise cdi.CdiError(why)
@@ -132,7 +133,7 @@ class ClaimFiles:
 
         The caller has the claim's lock.
 
-        prepared: the claim's answer; None if the answer is not known.
+        prepared: the claim's Prepare response; None if it is unknown.
         """
         return await self._at(self._write, claim, prepared)
 
@@ -148,13 +149,14 @@ class ClaimFiles:
         return self._store.write(claim.uid, spec.encode()) or written
 
     async def describe(self, uid: str) -> None:
-        """Write the file that records a claim's devices anew from the ledger. The caller needs no lock.
+        """Write the agent's file of a claim again from the ledger's record. The caller needs no lock.
 
         Nothing is written if the claim has no such file, or no record in the ledger.
         """
         record = self._records.get(uid)
         if record is not None:
-            with contextlib.suppress(cdi.CdiError):  # A later call of `write` repeats and reports the error.
+            # If this fails, a later call of `write` fails as well, and reports the error.
+            with contextlib.suppress(cdi.CdiError):
                 await self._at(self._describe, record)
 
     def _describe(self, record: Claim) -> None:
@@ -179,15 +181,15 @@ class ClaimFiles:
         return await self.looks.at("claim file", uids)
 
     def read(self) -> list[ClaimFile]:
-        """Return this driver's own claim files; blocks. Raises OSError if the directory cannot be read."""
+        """Return the agent's files of this driver's claims; blocks. Raises OSError if the directory cannot be read."""
         return [file for file in claim_files.read_all(self._store.directory) if file.driver == self._driver]
 
     def path(self, uid: str) -> str:
-        """Return the path of a claim's own file."""
+        """Return the path of the agent's own file of a claim."""
         return self._own.path(uid)
 
     def holding(self) -> Iterator[Published]:
-        """Yield, for each claim, the devices that its CDI file names as held; blocks."""
+        """Yield, for each claim, the devices that the claim holds according to its CDI file; blocks."""
         for uid in self._store.list():
             kinds = (name.split("_") for name in self._store.device_names(uid))
             names = [name for kind, *names in kinds if kind == cdi.HOLDING for name in names[2:]]
@@ -219,7 +221,7 @@ class ClaimFiles:
                 await asyncio.sleep(CHECK)
 
     def _missing(self) -> list[str]:
-        """Return the UIDs of claims in the ledger of which a file is missing."""
+        """Return the UIDs of the ledger's claims for which a file is missing."""
         own, specs, metadata = self._own.list(), self._store.list(), self._metadata.list()
 
         def complete(claim: Claim) -> bool:
@@ -249,7 +251,7 @@ class ClaimFiles:
 
 
 def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
-    """Return the content of a claim's own file. agent: the name of this agent."""
+    """Return the content of the agent's own file of a claim. agent: the name of this agent."""
     devices: list[ClaimDevice] = []
     for device in claim.devices:
         known = device.identity != UNIDENTIFIED

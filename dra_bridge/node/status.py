@@ -1,4 +1,4 @@
-"""Reports the agent's DRA side to metrics and status pages: states of devices, claims, moves and slices."""
+"""Reports the agent's DRA drivers for metrics and status pages: states of devices, claims, moves and slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
-"""Advice for an update whose old and new agent wait for each other."""
+"""Advice for an update in which the old and the new agent wait for each other."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
 """The effect on pods while the API server cannot be reached."""
 RENEW: Final = (
@@ -38,11 +38,11 @@ APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and po
 UNSEEN: Final = "changes by other programs are seen late, or not at all"
 """The effect of a watch that fails."""
 NAMED: Final = 3
-"""Maximum number of devices that one event names. If more devices are concerned, the event has only their number."""
+"""Maximum number of devices whose names an event has. An event about more devices has only their number."""
 
 
 class BridgeStatus:
-    """Provides the state of the agent's DRA side for the agent's status. drivers: their runtimes, by name."""
+    """Provides the state of the agent's DRA drivers for its status. drivers: the runtime of each driver, by name."""
 
     name = "dra-bridge"
 
@@ -54,11 +54,12 @@ class BridgeStatus:
         self._unreachable = False
 
     def events(self) -> list[Event]:
-        """Return the moves and claims that began or ended since the last call."""
+        """Return an event for each move and claim that has begun or ended since the last call."""
         new_events: list[Event] = []
         now = self._agent.register.snapshot
         before = self._seen if self._seen is not None and self._seen.sequence else now
-        new_events += events(before, now, time.time())  # The first content of a ledger that is opened late is no event.
+        # A ledger that is opened late causes no events for its first content.
+        new_events += events(before, now, time.time())
         self._seen = now
         since = self._node.cluster.statistics.unreachable_since()
         if (since is not None) != self._unreachable:
@@ -68,8 +69,9 @@ class BridgeStatus:
         return new_events
 
     def report(self) -> ProviderReport:
-        """Return the present state of the DRA side."""
-        # The import loads the client library for metrics, so an agent without metrics does not need the library.
+        """Return the present state of the DRA drivers."""
+        # The module is imported here, because it loads the Prometheus client, which an agent without metrics does not
+        # need.
         from dra_bridge.node import metrics
 
         drivers, listens = list(self._drivers.values()), self._kubelet_listens()
@@ -111,9 +113,9 @@ class BridgeStatus:
         )
 
     def _kubelet_listens(self) -> bool:
-        """Return whether a kubelet has a stream of any resource open, or none ever had.
+        """Return whether the kubelet has a ListAndWatch stream of any resource open, or has never had one.
 
-        If not, the kubelet has ended, which a driver cannot notice otherwise.
+        If the streams have ended, so has the kubelet, which a DRA driver itself does not notice.
         """
         services = list(self._agent.services.values())
         begun = any(service.registration.statistics.registrations for service in services)
@@ -136,12 +138,12 @@ class BridgeStatus:
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _others(self, driver: str) -> Iterator[str]:
-        """Yield sentences on other programs' writes into a driver's pool."""
+        """Yield a sentence for each write of another program into a driver's pool."""
         state = self._node.publisher.state(driver)
         return foreign.problems(driver, state.foreign, state.recent)
 
     def _api_problems(self, drivers: list[DriverRuntime], now: float) -> Iterator[str]:
-        """Yield sentences on problems with the API server, each cause once. now: monotonic seconds."""
+        """Yield sentences on problems with the API server, one for each cause. now: monotonic seconds."""
         node, statistics = self._node, self._node.cluster.statistics
         if (since := statistics.unreachable_since()) is not None:
             yield f"the API server is unreachable since {_clock(since)}: {OUTAGE}"
@@ -205,7 +207,7 @@ class BridgeStatus:
 
 
 def _told(failing: Failing, now: float) -> str:
-    """Return since when a request fails, and why, as a part of a sentence. now: monotonic seconds."""
+    """Return, as a part of a sentence, since when a request has failed and why. now: monotonic seconds."""
     return f"since {_clock(time.time() - (now - failing.since))}: {failing.text}"
 
 
@@ -214,7 +216,7 @@ def _clock(at: float) -> str:
 
 
 def _ends(pods: Mapping[str, Sequence[PodContainer]]) -> Iterator[str]:
-    """Yield, for each resource, a sentence on the pods that a kubelet restart would end."""
+    """Yield, for each resource with pods that a kubelet restart would end, a sentence on these pods."""
     for resource, ended in pods.items():
         if ended:
             names = ", ".join(f"{pod.namespace}/{pod.pod}" if pod.pod else pod.uid or "?" for pod in ended)
@@ -252,7 +254,7 @@ def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[
 
 
 def events(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> list[Event]:
-    """Return events for the moves and claims that began or ended between two states of the register, oldest first.
+    """Return an event for each move and claim that began or ended between two states of the register, oldest first.
 
     at: Unix seconds, the time of events whose own time is not recorded.
     """

@@ -1,1 +1,1 @@
-"""Moves devices on many nodes: shows the progress of nodes, and rolls out a share node by node."""
+"""Moves devices on many nodes between plugin and DRA: shows the nodes' progress, and requests a share node by node."""

@@ -1,7 +1,8 @@
-"""Checks a vendor's DaemonSet before an agent adopts its plugin or gives it back, and makes the patch for that.
+"""Checks a vendor's DaemonSet before an agent adopts its plugin, or gives the plugin back, and makes the patch.
 
-This module writes nothing. The patch fails if the fields that it replaces have changed meanwhile. The patch keeps the
-former values of these fields in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
+This module writes nothing. The patch fails if the fields that it replaces have changed meanwhile. The patch stores the
+former values of these fields in an annotation of the DaemonSet, and the patch that gives the plugin back restores these
+values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dra_bridge.rollout.fleet import shortened
 from dra_bridge.rollout.rollout import RolloutError
 
 BEFORE: Final = "dra-bridge/before-adoption"
-"""The annotation that keeps the former hostPaths and the former update strategy, as JSON."""
+"""The annotation with the former hostPaths and the former update strategy, as JSON."""
 APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 REGISTRY: Final = "plugins_registry"
 STRATEGY: Final = "/spec/updateStrategy/rollingUpdate"
@@ -36,7 +37,8 @@ OWNERS: Final[Mapping[str, str]] = {
     "amd.com": "switch the device plugin off in the DeviceConfig, and run AMD's by its own DaemonSet",
     "kubevirt.io": "KubeVirt's devices cannot be adopted",
 }
-"""For each API group of an owner (or suffix of the group), what to do instead of patching the DaemonSet."""
+"""For each API group (or its suffix) of an object that owns DaemonSets, what to do instead of patching the
+DaemonSet."""
 _IN_ITS_SOURCE: Final = "make the change where it takes the DaemonSet from"
 MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("addonmanager.kubernetes.io/mode", "Reconcile", "the addon manager", "switch the addon off, and apply its own"),
@@ -76,8 +78,8 @@ class AgentPod:
 class Advice:
     """The result of a check of a DaemonSet.
 
-    problems: reasons not to adopt its plugin, or give it back, now. notes: further facts. commands: commands to run, in
-    this order. done: whether there is nothing to do.
+    problems: reasons why the plugin cannot be adopted, or given back, now. notes: further facts. commands: commands to
+    run, in this order. done: whether there is nothing to do.
     """
 
     problems: tuple[str, ...] = ()
@@ -87,7 +89,7 @@ class Advice:
 
 
 def agent_of(pod: Object) -> AgentPod:
-    """Return an agent's directories and options, read from its pod."""
+    """Return an agent's directories and options, taken from the spec of its pod."""
     container = pod["spec"]["containers"][0]
     command = container.get("command") or []
     words = [*command, *(container.get("args") or ())]
@@ -121,7 +123,7 @@ def _option(words: Sequence[str], name: str) -> str:
 
 
 def managers(daemon_set: Object) -> list[str]:
-    """Return a sentence for each tool that would revert a change of a DaemonSet, with what to do instead.
+    """Return, for each tool that would revert a change of a DaemonSet, a sentence with what to do instead.
 
     The DaemonSet's owners, labels and annotations name the tools.
     """
@@ -145,7 +147,7 @@ def managers(daemon_set: Object) -> list[str]:
 
 
 def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
-    """Return the problems and the commands for adopting a DaemonSet's plugin. nodes: the nodes of its pods."""
+    """Return problems and commands for the adoption of a DaemonSet's plugin. nodes: the nodes of its pods."""
     problems = managers(daemon_set)
     there = {agent.node: agent for agent in agents}
     if without := sorted(node for node in nodes if node not in there):
@@ -203,7 +205,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return the problems and the commands for giving an adopted plugin back. obstacles: reasons to keep it now."""
+    """Return problems and commands for giving an adopted plugin back. obstacles: reasons against this now."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -290,7 +292,7 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
-    """Return a sentence for each reason why claims use adopted devices, or may use them.
+    """Return a sentence for each reason why claims use, or may use, devices of vendors' plugins.
 
     nodes: the nodes that run pods of the DaemonSet.
     """
@@ -321,7 +323,7 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
 
 
 async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *, back: bool) -> Advice:
-    """Check a DaemonSet. Return how to adopt its plugin, or (back) how to give the plugin back.
+    """Check a DaemonSet. Return how to adopt its plugin, or if `back` is true, how to give the plugin back.
 
     agents_in: the agents' namespace, "" to find it. Raises RolloutError if the DaemonSet does not exist, or the agents'
     namespace is unknown. Raises ClusterError.
@@ -344,7 +346,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    # Agents that run without --adopt now are asked as well.
+    # Agents that run without --adopt at present are asked as well.
     with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

@@ -1,7 +1,7 @@
 """Reads the state of devices from each agent's `/status`, through the API server's proxy of pods and nodes.
 
-The report in an agent's Lease is not enough: the report has holders only with a delay, and no health, because the API
-server cannot take a write for each such change of many nodes.
+The report in an agent's Lease is not enough: it has holders only with a delay, and no health, because the API server
+could not handle a write for each such change on many nodes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PORT: Final = "metrics"
 """The name that `manifests` gives to the container port at which an agent serves `/status`."""
 NODE_PORT: Final = 9410
 """The port of an agent that runs outside of pods, as `manifests --systemd` sets it."""
-TIMEOUT: Final = 3.0  # Seconds within which an agent must answer.
-TOTAL: Final = 15.0  # Maximum seconds for the answers of all agents.
-AT_ONCE: Final = 16  # Maximum number of agents that are asked at the same time.
+TIMEOUT: Final = 3.0  # Seconds within which an agent must respond.
+TOTAL: Final = 15.0  # Maximum seconds for the requests to all agents together.
+AT_ONCE: Final = 16  # Maximum number of simultaneous requests to agents.
 _RIGHT: Final = (
     f"an agent that is no pod is asked at port {NODE_PORT} of its node: this needs the right to get nodes/proxy"
 )
@@ -102,7 +102,8 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """One device in the `/status` of its agent. holder: "" if the device has no holder, None if that is not known.
 
     withheld: why the agent offers the device to no pod and claim, "" if it offers the device. state: the device's state
-    in the agent's register. waits: what its move waits for. claims: namespace/name of the claims that have the device.
+    in the agent's register. waits: the event for which its move waits. claims: namespace/name of the claims that have
+    the device.
     """
 
     health: str
@@ -125,11 +126,11 @@ class UnlistedClaims(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of the agents.
+    """The content of the agents' responses.
 
-    devices, unlisted: by node, resource and device id. reasons: by node, why facts about its devices are not known.
-    problems: by node, problems of the agent itself, such as a reason why the agent is not ready, or a config file that
-    it has refused. adopted: nodes and resources whose devices a vendor's plugin lists, and whether that plugin is
+    devices, unlisted: devices by node, resource and device id. reasons: for each node, why facts about its devices are
+    unknown. problems: for each node, problems of the agent itself, such as a reason why it is not ready, or a config
+    file that it has refused. adopted: for each node and resource with a vendor's plugin, whether that plugin is
     connected.
     """
 
@@ -144,8 +145,8 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
 
     Only a user who may bind roles in the whole cluster can add such a binding. If the user may not list bindings, or no
-    binding has the label, the binding with the default name is read: operators may read it, and Helm replaces the label
-    of `manifests` by its own.
+    binding has the label, the binding with the default name is read: operators may read this binding, and Helm replaces
+    the label of `manifests` by its own label.
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):
@@ -185,10 +186,10 @@ async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str 
 
 
 async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "", *, others: bool = False) -> Answers:
-    """Ask the agents of these nodes for their devices. `reasons` says why facts are missing. Raises ClusterError.
+    """Ask the agents of these nodes for their devices. `Answers.reasons` states why facts are missing.
 
-    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. others: whether to ask
-    the agents of all other nodes as well.
+    Raises ClusterError. namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name.
+    others: whether to ask the agents of all other nodes as well.
     """
     if not (nodes or others):
         return Answers()
@@ -208,7 +209,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    # On these nodes the agent runs outside of pods, or there is no agent.
+    # On the other nodes, the agent runs outside of pods, or there is no agent.
     units = sorted(set(nodes) - {node for _, node in asked}, key=natural)
     of_pods, of_units = await asyncio.gather(
         asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked)), _ask_units(cluster, units, turns)
@@ -254,11 +255,11 @@ async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | s
 
 
 async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> dict[str, _AgentStatus | str]:
-    """Ask the agents outside of pods on these nodes; return each node's status, or why there is none.
+    """Ask the agents outside of pods on these nodes; return each agent's status, or the reason why there is none.
 
-    Such agents all serve with TLS or all without. At most AT_ONCE nodes, spread over all nodes, are asked first, with
-    and without TLS; the other nodes are asked only in ways that got an answer. So a fleet without such agents costs a
-    few requests, however many nodes it has.
+    Such agents all use TLS, or none of them does. At most AT_ONCE nodes, spread over all nodes, are asked first, with
+    and without TLS; the other nodes are asked only in the way that had a response. So in a cluster without such agents,
+    only a few requests are made, however many nodes there are.
     """
     first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
     others = sorted(set(nodes) - set(first), key=natural)
@@ -273,13 +274,14 @@ async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> d
 
 
 _SCHEMES: Final = ("", "https:")
-"""The prefixes of a node's name by which the API server connects without TLS, and with TLS."""
+"""The prefixes of a node's name in requests by which the API server connects without TLS, and with TLS."""
 
 
 class _UnitAnswer(NamedTuple):
-    """The answer of a node's agent. told: its status, or a text that continues the sentence "no pod ... runs there".
+    """The response of a node's agent. told: its status, or a text that continues the sentence "no pod ... runs there".
 
-    scheme: the prefix in _SCHEMES that got an answer, or None. refused: whether the user lacks the right to ask nodes.
+    scheme: the prefix in _SCHEMES with which the agent responded, or None. refused: whether the user lacks the right to
+    ask nodes.
     """
 
     told: _AgentStatus | str
@@ -301,16 +303,19 @@ async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: 
 
 
 class _Turns(NamedTuple):
-    """Limits the requests to agents. one: the semaphore that each request holds. until: when all end (loop time)."""
+    """Limits the requests to agents. one: a semaphore that each request holds.
+
+    until: the deadline of all requests (loop time).
+    """
 
     one: asyncio.Semaphore
     until: float
 
 
 class _NoAnswer(NamedTuple):
-    """The reason why an agent's page gave no status. refused: whether the API server refuses the request.
+    """The reason why a request to an agent returned no status. refused: whether the API server refused the request.
 
-    final: whether a request with TLS instead of plain HTTP, or the reverse, would fail as well.
+    final: whether the same request with TLS instead of without, or without TLS instead of with, would fail as well.
     """
 
     reason: str
@@ -319,7 +324,10 @@ class _NoAnswer(NamedTuple):
 
 
 async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: str) -> _AgentStatus | _NoAnswer:
-    """Wait for a turn, then for one agent's answer. right: the reason to return if the API server answers with 403."""
+    """Wait for the semaphore, then for one agent's response.
+
+    right: the reason to return if the API server's status is 403.
+    """
     try:
         async with asyncio.timeout_at(turns.until), turns.one:
             body = await asking
@@ -329,7 +337,7 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
     except msgspec.MsgspecError as error:
         return _NoAnswer(f"its answer is not an agent's status: {error}", final=True)
     except ForbiddenError as error:
-        if error.reason != "Forbidden":  # The agent itself refuses the client certificate.
+        if error.reason != "Forbidden":  # The agent itself, not the API server, refuses the client certificate.
             return _NoAnswer(f"its agent refuses: {error.message}", final=True)
         return _NoAnswer(right, final=True, refused=True)
     except ApiError as error:
@@ -337,7 +345,7 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
             return _NoAnswer("its page asks for a token, which the proxy cannot pass on", final=True)
         return _NoAnswer(error.message)
     finally:
-        asking.close()  # The coroutine was not started if its turn never came.
+        asking.close()  # The coroutine was not started if the deadline came before the semaphore was free.
 
 
 def _titles(holders: Sequence[_ReportedHolder]) -> str:

@@ -1,10 +1,10 @@
-"""Decides the marks that a rollout writes on Nodes, so that a cluster autoscaler drains no node in use. Pure functions.
+"""Decides which Nodes a rollout marks, so that a cluster autoscaler does not drain nodes in use. Pure functions.
 
 The autoscaler (commit 33c3f97b) has two rules. First, the slices alone decide whether a node with slices is idle: CPU
-and memory do not count, and an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with fewer
-complete pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go). So
-either all nodes of a group have a pool, or none has. The rollout marks the nodes whose ResourceSlices do not show that
-pods use the node, and the autoscaler does not drain marked nodes.
+and memory do not count, and a node with an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with
+fewer complete pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go).
+So either all nodes of a group should have a pool, or no node of the group. The rollout marks the nodes whose
+ResourceSlices do not show that pods use the node, and the autoscaler does not drain marked nodes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 
 
 class Placement(enum.Enum):
-    """Which of a node's devices are on the DRA side. PARTIAL: some are, or devices are moving, or have no side."""
+    """Which of a node's devices are on the DRA side: all, none, or some.
+
+    PARTIAL also if devices are moving or quarantined.
+    """
 
     NONE = "none"
     PARTIAL = "partial"
@@ -76,10 +79,10 @@ def placement(reported: Progress | None) -> Placement:
 class MarkedNode:
     """A node of a rollout.
 
-    served: whether the node's agent reports. settled: whether all moves on the node are done. sliced: whether the node
-    has ResourceSlices of the driver. former: whether its agent is of an older version, which always keeps an empty
-    ResourceSlice. ready: whether its kubelet reports the node as ready; otherwise the autoscaler treats the node as
-    unready in any case.
+    served: whether the node's agent has written a report. settled: whether all moves on the node are done. sliced:
+    whether the node has ResourceSlices of the driver. former: whether the node's agent is of an older version, which
+    always has a ResourceSlice, even an empty one. ready: whether the kubelet reports the node as ready; otherwise the
+    autoscaler treats the node as unready in any case.
     """
 
     node: str
@@ -96,9 +99,9 @@ class MarkedNode:
 class MarkStep:
     """The next writes of marks. All fields are names of nodes.
 
-    mark, publish: nodes to mark, and nodes to request a pool from afterwards. withdraw, release: nodes whose request
-    for a pool is removed, and nodes whose mark is removed. kept: all nodes that stay marked. unpublished: nodes that
-    have not published their pools yet. leaving: nodes that have not removed their slices yet.
+    mark: nodes to mark. publish: marked nodes on which to request a pool next. withdraw: nodes on which to remove the
+    request for a pool. release: nodes on which to remove the mark. kept: all nodes that stay marked. unpublished: nodes
+    whose agents have not published their pools yet. leaving: nodes whose agents have not removed their slices yet.
     """
 
     mark: tuple[str, ...] = ()
@@ -116,7 +119,7 @@ class MarkStep:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """The nodes whose pools the rollout waits for, to appear or to disappear."""
+        """The nodes for which the rollout waits, because their pools have not appeared or not disappeared yet."""
         return self.unpublished or self.leaving
 
     @property
@@ -126,7 +129,7 @@ class MarkStep:
 
 
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
-    """Return the next writes of marks. nodes: all nodes of the rollout. ignore: the cluster has no autoscaler.
+    """Return the next writes of marks. nodes: all nodes of the rollout. ignore: whether the cluster has no autoscaler.
 
     All nodes are marked before the first pool is requested. A node with all devices on the DRA side needs no mark,
     because its ResourceSlices show which devices are in use. A node with no device on the DRA side needs no mark once
@@ -144,7 +147,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
     leaving = [node for node in served if at_none and not ignore and node.sliced and not node.former]
-    if not (withdraw or leaving):  # No agent removes the ResourceSlices that are left: the nodes keep the mark.
+    if not (withdraw or leaving):  # No agent removes the remaining ResourceSlices, so the nodes stay marked.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]
     return MarkStep(
@@ -163,7 +166,7 @@ def _names(nodes: Sequence[MarkedNode]) -> tuple[str, ...]:
 
 
 def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that marks a Node; None if the Node is marked already. Marks of other rollouts stay."""
+    """Return the merge patch that marks a Node; None if it is marked already. Marks by other rollouts stay."""
     marks = marks_of(driver, node["metadata"].get("annotations") or {})
     if marks.disabled and (marks.own or not marks.others):
         return None
@@ -171,7 +174,7 @@ def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
 
 
 def publish_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch with which a Node requests a pool; None if the Node requests one already."""
+    """Return the merge patch that adds a request for a pool to a Node; None if the Node has the request already."""
     if marks_of(driver, node["metadata"].get("annotations") or {}).pool:
         return None
     return guarded_patch(node, {pool_annotation(driver): PUBLISH})
@@ -211,7 +214,7 @@ def sentences(marks: Marks, where: Placement) -> list[str]:
 
 
 def in_words(kept: Collection[str]) -> str:
-    """Return the text for the end of a rollout that leaves marks on nodes; "" if no node stays marked."""
+    """Return a text about the marks that a finished rollout leaves on nodes; "" if no node stays marked."""
     if not kept:
         return ""
     many = f"{len(kept)} nodes stay" if len(kept) > 1 else f"{next(iter(kept))} stays"

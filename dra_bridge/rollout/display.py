@@ -1,4 +1,4 @@
-"""Formats the fleet's status as lines of a given width, for `dra-bridge status`. Pure functions.
+"""Formats the status of the cluster's nodes as lines of a given width, for `dra-bridge status`. Pure functions.
 
 Names are never cut. If a table is too wide, headings replace the columns for node and resource. If the table is still
 too wide, holders and messages get separate lines.
@@ -25,7 +25,7 @@ HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALT
 
 
 class Line(NamedTuple):
-    """A line of text. bad: whether the line reports a device that is gone or unhealthy."""
+    """A line of text. bad: whether the line reports a device that is unhealthy or not listed any more."""
 
     text: str
     bad: bool = False
@@ -33,10 +33,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The status of the fleet's nodes and agents.
+    """The status of the cluster's nodes with devices, and of their agents.
 
-    problems: problems of the agents themselves. hints: advice for waiting pods. unknown: facts that are not known, and
-    why.
+    problems: problems of the agents themselves. hints: moves that would let waiting pods start. unknown: sentences
+    about unknown facts, with the reasons.
     """
 
     nodes: Sequence[NodeView]
@@ -46,13 +46,13 @@ class FleetStatus:
 
 
 def needs_attention(device: ReportedDevice) -> bool:
-    """Return whether a device is moving or quarantined, withheld, gone, or not healthy."""
+    """Return whether a device is moving, quarantined, not offered, not listed any more, or not healthy."""
     at_rest = device.state in (State.PLUGIN, State.DRA)
     return not at_rest or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
 
 
 def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
-    """Return the totals of more than MANY nodes, which are shown before the agents are asked; or else []."""
+    """Return the totals of all nodes, to show before the agents are asked; [] if there are at most MANY nodes."""
     many = len({view.node for view in nodes}) > MANY
     return wrapped(_totals(nodes), width) if many else []
 
@@ -60,10 +60,10 @@ def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
 def lines(
     status: FleetStatus, width: int | None, now: float, *, problems: bool = False, with_totals: bool = True
 ) -> list[Line]:
-    """Return the lines that `dra-bridge status` prints. width: of the terminal in characters, None for no limit.
+    """Return the lines that `dra-bridge status` prints. width: the terminal's width in characters, None for no limit.
 
-    problems: whether to leave out nodes that have their requested share, and devices that need no attention. With many
-    nodes on a terminal, both are always left out. with_totals: whether to print the totals of many nodes.
+    problems: whether to leave out nodes that have their requested share, and devices that need no attention. On a
+    terminal with many nodes, these are always left out. with_totals: whether to print the totals of many nodes.
     """
     nodes = {view.node for view in status.nodes}
     many = len(nodes) > MANY
@@ -141,7 +141,7 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
 
 
 class _Row(NamedTuple):
-    """The texts of a device's row in the table."""
+    """The texts of the cells in a device's row of the table."""
 
     node: str
     resource: str
@@ -180,7 +180,7 @@ def _row(view: NodeView, device: ReportedDevice, now: float) -> _Row:
 
 
 def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
-    """Return the devices as a table that fits the width, or else in the narrowest layout."""
+    """Return the devices as a table that fits the width; if no layout fits, in the narrowest layout."""
     if not rows:
         return []
     bad = [False, *(row.bad for row in rows)]
@@ -208,12 +208,12 @@ def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
 
 
 def rows_of(text: str, width: int) -> int:
-    """Return the number of terminal rows that a line takes."""
+    """Return the number of terminal rows that a line of text takes."""
     return max(1, -(-len(text) // width))
 
 
 def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]:
-    """Return the lines that fit the screen. If lines are missing, the last line states how many."""
+    """Return the first of these lines that fit on the screen. If lines are missing, the last line states how many."""
     used = list(itertools.accumulate(rows_of(line.text, width) for line in all_lines))
     if not used or used[-1] < height:
         return list(all_lines)

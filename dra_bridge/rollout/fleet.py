@@ -1,7 +1,7 @@
-"""Computes the progress of a cluster's nodes and the next steps of a rollout, by pure functions over API objects.
+"""Computes, from API objects, the progress of a cluster's nodes and the next steps of a rollout. Pure functions.
 
-A rollout keeps its state on the Nodes. The annotation `<driver>/dra-share-before` records the share that the Node had
-before the rollout. So any later run can continue or undo the rollout.
+The state of a rollout is on the Nodes: the annotation `<driver>/dra-share-before` records a Node's share before the
+rollout. So any later run of the command can continue or undo the rollout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of a node before a rollout began with the node. failed: shortened UIDs of pods that failed already.
+    """A node's recorded state before a rollout began with it. failed: shortened UIDs of pods that had failed already.
 
     owner: the owner of the rollout that set the present share, see `Goal`; "" in records of older versions.
     """
@@ -52,10 +52,10 @@ _BEFORE: Final = msgspec.json.Decoder(Before)
 
 
 class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
-    """One device as its agent reports it. pods: the pods for which the device's claims are reserved.
+    """One device as the node's agent reports it. pods: the pods for which the device's claims are reserved.
 
-    known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is withheld,
-    "" if it is not or if that is unknown. admins: claims with administrative access, which do not hold the device.
+    known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is not
+    offered, "" if it is offered or this is unknown. admins: claims with administrative access only.
     """
 
     resource: str
@@ -73,8 +73,8 @@ class NodeView:
     """The state of one driver on one node.
 
     requested: the share in the Node's annotation. serves: whether the node has a report or ResourceSlices of the
-    driver. uid: the Node's UID. marks: for the cluster autoscaler. sliced: whether the node has ResourceSlices of the
-    driver. former: whether the report is on a ResourceSlice, as an older agent writes it, which always keeps a slice.
+    driver. uid: the Node's UID. marks: the Node's annotations for the cluster autoscaler. sliced: whether the node has
+    ResourceSlices of the driver. former: whether the report is on a slice, as older agents write it.
     """
 
     node: str
@@ -97,7 +97,7 @@ class NodeView:
 
 
 def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
-    """Return the devices that are allocated to a claim, as objects with driver, pool and device.
+    """Return the devices in a claim's allocation, as objects with driver, pool and device.
 
     admin: True returns devices with administrative access, False the devices that the claim holds.
     """
@@ -106,7 +106,7 @@ def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
 
 
 def drivers_of(slices: Iterable[Object], leases: Iterable[Object]) -> list[str]:
-    """Return the drivers whose agents report moves."""
+    """Return the drivers in these ResourceSlices and Leases whose agents report moves of devices."""
     keys = {key for body in leases for key in body["metadata"].get("annotations") or ()}
     named = {body["spec"]["driver"] for body in slices if annotation(body["spec"]["driver"]) in _annotations(body)}
     return sorted(named | {key.removesuffix(annotation("")) for key in keys if key.endswith(annotation(""))})
@@ -125,7 +125,7 @@ def views(
 ) -> list[NodeView]:
     """Return the progress of these nodes with a driver, in the natural order of their names.
 
-    leases: Leases with the agents' reports. A report on a slice comes from a running older agent.
+    leases: Leases with the agents' reports. A report on a slice is from a running agent of an older version.
     """
     by_lease = {body["metadata"]["name"]: body for body in leases}
     by_node: dict[str, list[Object]] = {}
@@ -144,7 +144,8 @@ def views(
         name, annotations = node["metadata"]["name"], _annotations(node)
         former = read(driver, by_node.get(name, ()))
         if former is not None and not former.resources:
-            former = None  # The slice's annotation has only qualifiers of device names, and is no report.
+            # This annotation has only prefixes of device names.
+            former = None
         reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
         node_views.append(
@@ -179,7 +180,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return a node's devices. claims: holders; admins: claims with access only; by pool and published device name."""
+    """Return a node's devices. claims, admins: by pool and device name, claims that hold a device or only access it."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -207,7 +208,7 @@ def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
-    """Add an agent's answer to the view of its node: health, reasons why moves wait, and holders other than claims."""
+    """Add an agent's response to its node's view: health, reasons why moves wait, and holders other than claims."""
     devices = []
     for device in view.devices:
         now = answers.devices.get((view.node, device.resource, device.name))
@@ -243,7 +244,7 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
 
 
 def withheld(view: NodeView) -> list[str]:
-    """Return a sentence for each reason why devices are withheld, with its effect on the scheduler's count."""
+    """Return a sentence for each reason why devices are not offered, with the effect on the scheduler's count."""
     by_reason: dict[str, list[str]] = {}
     for device in view.devices:
         if device.withheld:
@@ -264,7 +265,7 @@ def administrative(view: NodeView) -> list[str]:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return names in their natural order as a text; of more than five names, five and the number of the others."""
+    """Return names in natural order as text; of more than five names, five names and the number of the others."""
     ordered = sorted(set(names), key=natural)
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
@@ -278,7 +279,7 @@ def distance(view: NodeView) -> int:
             resource.counts.get(state.value, 0) for state in (State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN)
         )
         missing = share.of(plugin + to_dra + dra + to_plugin) - dra - to_dra if share is not None else 0
-        # Devices on the way to the wrong side turn back before other devices begin to move.
+        # Devices that are moving to the wrong side turn back before other devices begin to move.
         left += to_dra + max(missing, to_plugin) if missing > 0 else to_plugin + max(-missing, to_dra)
     return left
 
@@ -302,7 +303,7 @@ def finished(view: NodeView) -> bool:
 
 
 def obstacles(view: NodeView) -> list[str]:
-    """Return the reasons why a node does not have the requested share yet, for messages; empty if it has."""
+    """Return, for messages, the reasons why a node does not have the requested share yet; empty if it has the share."""
     if view.reported is None:
         if view.serves:
             return ["its agent reports no moves: it is an older one, or its report cannot be read"]
@@ -336,7 +337,7 @@ def obstacles(view: NodeView) -> list[str]:
 
 
 def held(view: NodeView) -> bool:
-    """Return whether a node is unfinished only because pods or claims hold each device that is left to move."""
+    """Return whether a node is unfinished only because each device that still has to move has a holder."""
     moving = [device for device in view.devices if device.state in (State.TO_DRA, State.TO_PLUGIN)]
     left = moving or [device for device in view.devices if holder(device)]
     return view.taken_in and distance(view) > 0 and bool(left) and all(map(holder, left))
@@ -373,10 +374,10 @@ def _share(text: str | None) -> Share | None:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a rollout. share: the annotation's text, None to remove the annotation; unused in an undo.
+    """The goal of a rollout. share: the text of the Nodes' annotation, None to remove it; unused in an undo.
 
-    owner: the user and the share. The same command of the same user continues with the nodes that it has begun.
-    take_over: whether to continue with nodes that another owner has begun.
+    owner: the user and the share; if the same user runs the same command again, it continues with the nodes that it has
+    begun. take_over: whether to continue with nodes that another owner has begun.
     """
 
     share: str | None = None
@@ -390,7 +391,7 @@ class Goal:
 
 
 def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
-    """Describe the other share that another owner has requested of a node; return "" if there is no conflict.
+    """Return a text about the other share that another owner has requested of a node; "" if there is no conflict.
 
     begun: whether this run has already set the node's share. A run sets a share only once.
     """
@@ -406,7 +407,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """A node's progress. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent of the driver reports there."""
+    """A node's phase in a rollout. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent reports there."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -430,9 +431,9 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 class RolloutStep:
     """The next steps of a rollout.
 
-    begin: nodes whose share is set next. forget: nodes with their former share, whose record is removed next. stop: the
-    failures because of which the rollout begins no further node. over: whether nothing is left to do or to wait for.
-    held: nodes whose devices have been held for too long. The rollout does not wait for these nodes.
+    begin: nodes whose share is set next. forget: nodes with their former share, whose record of it is removed next.
+    stop: failures because of which the rollout begins with no further node. over: whether nothing is left to do or to
+    wait for. held: nodes whose devices have holders for too long; the rollout does not wait for them.
     """
 
     begin: tuple[str, ...] = ()
@@ -444,10 +445,10 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of a rollout. patience: seconds that a node may take. pause: whether to stop after the first nodes.
+    """The limits of a rollout. patience: maximum seconds for a node. pause: whether to stop after the first nodes.
 
-    continue_when_held: a node whose devices are held longer than `patience` stops no rollout, and counts as waiting.
-    ignore_autoscaler: the cluster has no autoscaler, so the rollout marks no node and requests no empty pool.
+    continue_when_held: whether the rollout continues if a node's devices have holders for longer than `patience`.
+    ignore_autoscaler: whether there is no autoscaler, so that the rollout marks no node and requests no empty pool.
     """
 
     max_unavailable: int = 1
@@ -470,8 +471,8 @@ def decide(
     """Return the next steps of a rollout.
 
     ages: seconds since this run first saw each node move. failing: `failing_pods` by node; pods that failed before the
-    rollout began with the node do not count. own: nodes that this run has begun. gone: unfinished nodes of this run
-    whose Node was deleted or has other labels now; such a Node may come back, without its requested share.
+    rollout began with the node do not count. own: nodes with which this run has begun. gone: unfinished nodes of this
+    run whose Node was deleted or has other labels now; such a Node may return without its requested share.
     """
     by_phase: dict[Phase, list[NodeView]] = {member: [] for member in Phase}
     for view in nodes:
@@ -501,7 +502,7 @@ def decide(
     under_way = len(moving) - len(waiting_for_holders) + len(gone)
     if limits.pause and own:
         return RolloutStep(forget=forget, over=not under_way and not forget, held=waiting_for_holders)
-    # A node whose devices still move comes first, whether its share is already set or not, because it counts as moving.
+    # Nodes whose devices still move come first, even if their share is not set yet, because they count as moving.
     unfinished = [view for view in waiting if view.reported is not None and not finished(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or finished(view))]
     count = max(0, limits.max_unavailable - under_way)
@@ -513,7 +514,7 @@ def decide(
 
 
 def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
-    """Return the groups of nodes that a rollout would begin together, in order, if each node were done at once."""
+    """Return the groups of nodes with which a rollout would begin together, in order, if each node needed no time."""
     waiting = [view for view in nodes if phase(goal, view) is Phase.WAITING]
     whole = decide(goal, waiting, replace(limits, pause=False, max_unavailable=max(1, len(waiting)))).begin
     return [whole[start : start + limits.max_unavailable] for start in range(0, len(whole), limits.max_unavailable)]
@@ -527,7 +528,7 @@ def counted_phases(goal: Goal, nodes: Sequence[NodeView]) -> str:
 
 
 def plan(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[str]:
-    """Return the order in which a rollout would begin nodes, as lines; the nodes of one line begin together."""
+    """Return the order of nodes in a rollout as lines; the rollout begins with the nodes of one line together."""
     by_name, groups = {view.node: view for view in nodes}, order(goal, nodes, limits)
     lines = [f"it would stop: {line}" for line in decide(goal, nodes, limits).stop]
     for number, group in enumerate(groups, 1):
@@ -543,16 +544,16 @@ def plan(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[s
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:
-    """Return the merge patch of a Node that requests a share, or removes the request (None)."""
+    """Return the merge patch of a Node that requests a share; None removes the request."""
     return {"metadata": {"annotations": {share_annotation(driver): share}}}
 
 
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
-    """Return the merge patch with which the rollout begins a node. It sets the share and records the former share.
+    """Return the merge patch by which a rollout begins with a node: it sets the share and records the former share.
 
-    None if the rollout has already begun the node, or the node belongs to another owner by now. node: the present Node;
-    the patch fails if the Node changes. failing: UIDs as in `failing_pods`. A later rollout keeps the share recorded by
-    the first rollout, and an undo restores that share.
+    None if the rollout has already begun with the node, or if the node belongs to another owner by now. node: the
+    present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. The share recorded by the
+    first rollout stays until an undo restores it.
     """
     annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)
@@ -587,7 +588,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return a step that begins no node before all nodes have marks and pools. waited: seconds of waiting for pools."""
+    """Return a step that begins with no node before all have marks and pools. waited: seconds of waiting for pools."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

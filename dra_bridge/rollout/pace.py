@@ -1,8 +1,8 @@
-"""Bounds how fast a rollout begins nodes whose devices return to the plugin side.
+"""Limits how fast a rollout begins with nodes whose devices return from DRA to the device plugin.
 
-Before a device returns, its node's agent reads a consistent list of all claims of the cluster. That list is the only
-request of an agent that grows with the cluster. So a rollout bounds how many bytes of claims all agents together list
-in a second.
+Before a device returns, its node's agent reads a consistent list of all claims of the cluster. This list is the only
+request of an agent whose size grows with the cluster. So a rollout limits how many bytes of claims all agents together
+list in a second.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ BYTES_A_SECOND: Final = 50e6
 UNKNOWN: Final = 100e6
 """Bytes that a rollout assumes for a list of all claims if it cannot read such a list."""
 BURST: Final = 10.0
-"""As many nodes may begin at once as the average pace permits in this number of seconds."""
+"""The seconds of the average pace whose nodes may begin at the same time."""
 
 
 def returns(goal: Goal, view: NodeView) -> bool:
-    """Return whether devices of a node may return to the plugin side when the rollout begins it."""
+    """Return whether devices of a node may return to the device plugin when the rollout begins with this node."""
     if view.reported is None:
         return True
     try:
         share = parse_requested(goal.wanted(view.before) or "")
     except ShareError:
-        share = None  # The share of the agent's config, which only the agent knows.
+        share = None  # Without an annotation, the share in the agent's config applies, which only the agent knows.
     for resource in view.reported.resources.values():
         on_dra = sum(resource.counts.get(state.value, 0) for state in (State.DRA, State.TO_PLUGIN))
         if on_dra > (share.of(sum(resource.counts.values())) if share is not None else 0):
@@ -52,18 +52,21 @@ async def read_pace(cluster: Cluster) -> Pace:
 
 
 class Pace:
-    """Decides when a node may begin whose devices return to the plugin side. size: bytes of a list of all claims.
+    """Decides when a rollout may begin with a node whose devices return to the plugin. size: bytes of a list of claims.
 
-    interval: average seconds between the beginnings of two such nodes.
+    interval: average seconds between the begin with one such node and the begin with the next.
     """
 
     def __init__(self, size: float) -> None:
         self.interval = size / BYTES_A_SECOND
         self._until = -math.inf
-        """Until when (monotonic seconds) the lists of the nodes that have begun use up BYTES_A_SECOND."""
+        """The time (monotonic seconds) until which the lists of nodes that have begun use all of BYTES_A_SECOND."""
 
     def take(self, now: float) -> bool:
-        """Return whether a node whose devices return may begin now, and count it if so. now: monotonic seconds."""
+        """Return whether the rollout may begin now with a node whose devices return; if so, count the node.
+
+        now: monotonic seconds.
+        """
         until = max(self._until, now - max(BURST, self.interval)) + self.interval
         if until > now:
             return False

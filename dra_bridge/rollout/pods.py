@@ -10,12 +10,13 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import EVENTS, NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
-"""Up to this number of nodes, each node, and each node's pods, are read by a separate request."""
+"""Up to this number of nodes, each Node and the pods of each node are read by separate requests; for more, by lists of
+all."""
 _UNWELL: Final = ("status.phase=Pending,spec.nodeName!=", "status.phase=Failed")
 """Lists in this order show each pod that fails meanwhile."""
 _UNPREPARED: Final = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
 UID_LENGTH: Final = 8
-"""How many characters of a pod's UID are kept, which distinguish the pods of one node."""
+"""Number of characters of a pod's UID that are kept: enough to distinguish the pods of one node."""
 
 
 async def read_failing(cluster: Cluster, nodes: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
@@ -48,7 +49,7 @@ def may_fail(pod: Object, resources: Collection[str]) -> bool:
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return the pods of a node that may have failed because of devices: a text by shortened UID.
+    """Return, for each pod of a node that may have failed because of devices, a text by the shortened UID.
 
     These are pods that request one of the resources or have claims, and that are Failed (as after
     UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
@@ -75,13 +76,16 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
 async def list_each(
     cluster: Cluster, kind: Kind, selectors: Iterable[str], keep: Callable[[Object], bool] | None = None
 ) -> list[Object]:
-    """Return the objects of lists that are read side by side, one for each field selector. Raises ClusterError."""
+    """Return the objects of several lists, one for each field selector, which are read in parallel.
+
+    Raises ClusterError.
+    """
     lists = await asyncio.gather(*(cluster.list(kind, field_selector=selector, keep=keep) for selector in selectors))
     return [body for listed in lists for body in listed.items]
 
 
 async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Collection[str]) -> dict[str, list[Object]]:
-    """Return the pods of these nodes that request any of these resources, by node. Raises ClusterError.
+    """Return, for each of these nodes, its pods that request any of these resources. Raises ClusterError.
 
     For more than FEW nodes, all pods of the cluster are listed once.
     """
@@ -99,7 +103,7 @@ async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Coll
 
 
 async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, Object]:
-    """Return the existing Nodes with these names, by name; more than FEW are read by one list. Raises ClusterError."""
+    """Return the existing Nodes with these names, by name. Raises ClusterError."""
     if not names:
         return {}
     selectors = [f"metadata.name={name}" for name in names] if len(names) <= FEW else [""]
@@ -107,7 +111,7 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 
 
 def requests_of(pod: Object) -> dict[str, int]:
-    """Return the amounts of extended resources that a pod requests. Containers reuse the devices of init containers."""
+    """Return the amount of each extended resource that a pod requests. Containers reuse devices of init containers."""
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):
         for container in pod["spec"].get(key) or ():

@@ -1,7 +1,7 @@
-"""Writes and reads the agent's report on its devices: the annotation `<driver>/handover` of the node's Lease.
+"""The agent's report on its devices, in the annotation `<driver>/handover` of the node's Lease: form, writer, reader.
 
-The agent has no right to write to Nodes. Older agents wrote the report on one of their ResourceSlices, which they kept
-even without devices. The agent writes the report at once when a device's state changes, but seldom if only a holder
+The agent has no right to write to Nodes. Older agents wrote the report on one of their ResourceSlices, which existed
+even without devices. The agent writes the report at once when a device's state changes, but less often if only a holder
 changes.
 """
 
@@ -23,9 +23,10 @@ MAX_BYTES: Final = 192 * 1024
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device in a report. since: when it got this state, in Unix seconds. waits: what the device's move waits for.
+    """One device in a report. since: when it got this state (Unix seconds). waits: the event for which its move waits.
 
-    holder: a pod or claim. gone: the source no longer lists the device, so it does not count for the share.
+    holder: a pod or claim. gone: whether the source does not list the device any more, so that it does not count for
+    the share.
     """
 
     state: State
@@ -36,7 +37,10 @@ class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One resource in a report. share: in force now. counts: number of devices by state, without gone devices."""
+    """One resource in a report. share: the share that applies now.
+
+    counts: for each state, the number of devices (without gone devices).
+    """
 
     share: str
     counts: dict[str, int]
@@ -47,8 +51,8 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """An agent's report on one driver on one node.
 
     requested: the share in the Node's annotation that the agent has read. If it is "", the share `kept` applies, which
-    a former Node object of this node requested, or else the config's share. qualifiers: by resource, the part of
-    published device names that stands for the resource; also for resources that the driver no longer has.
+    a former Node object of this node had requested, or else the config's share. qualifiers: for each resource, the
+    prefix of its published device names; also for resources that the driver does not have any more.
     """
 
     resources: dict[str, ResourceProgress]
@@ -61,9 +65,9 @@ _DECODER: Final = msgspec.json.Decoder(Progress)
 
 
 def annotation(driver: str) -> str:
-    """Return the key of the report's annotation, which on a Lease has the whole report.
+    """Return the key of the annotation with the report. On a Lease, the annotation has the whole report.
 
-    On a ResourceSlice it has only the report's qualifiers; older agents wrote the whole report there.
+    On a ResourceSlice, the annotation has only the report's qualifiers; older agents wrote the whole report there.
     """
     return f"{driver}/handover"
 
@@ -89,7 +93,7 @@ def progress(
     qualifiers: Mapping[str, str],
     most: int = MAX_BYTES,
 ) -> Progress:
-    """Return the report, of at most `most` bytes. shares: by resource, the share in force.
+    """Return the report, in at most `most` bytes. shares: for each resource, the share that applies now.
 
     gone: devices that no source lists now.
     """
@@ -120,7 +124,7 @@ def encoded(report: Progress) -> str:
 
 
 def without_holders(report: Progress) -> Progress:
-    """Return the report without holders and waits; what remains changes only with a device's state."""
+    """Return the report without holders and waits; the rest changes only when the state of a device changes."""
     resources = {}
     for name, resource in report.resources.items():
         devices = {

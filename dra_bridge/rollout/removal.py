@@ -1,4 +1,4 @@
-"""Finds the obstacles to removing the agents' ResourceSlices, and the annotations that rollouts left on Nodes."""
+"""Finds obstacles to the removal of the agents' ResourceSlices, and annotations that rollouts have left on Nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS: Final = ("dra-share", "dra-share-before", "dra-pool", "dra-scale-down")
 
 
 def left_behind(drivers: Collection[str]) -> str:
-    """Return a text that names the objects that are not removed, and the commands that remove them."""
+    """Return a text with the objects that are not removed, and with the commands that remove these objects."""
     annotations = " ".join(f"{driver}/{key}-" for driver in sorted(drivers) for key in _KEYS)
     return _LEFT_BEHIND.format(label=LABEL, annotations=annotations)
 
@@ -33,8 +33,8 @@ async def obstacles(
     """Return a sentence for each reason why slices of these drivers cannot be removed. Raises ClusterError.
 
     node: the node with the slices; "" for all nodes. namespace: the agents' namespace; "" for the namespace that the
-    bindings of `manifests` name. before: whether the check comes before the agents are removed; then running agents are
-    no obstacle.
+    bindings of `manifests` name. before: whether the check is made before the agents are removed, so that running
+    agents are no obstacle.
     """
     try:
         namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)

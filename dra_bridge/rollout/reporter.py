@@ -1,4 +1,4 @@
-"""Shows the progress of nodes during a move or a rollout: as lines, and on a terminal as bars below them."""
+"""Shows the progress of nodes during moves or a rollout: as lines, and on a terminal also as bars below the lines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import NodeView, Phase
 
 OTHER_ROWS = 6
-"""Rows of a terminal that the bars of single nodes leave free for lines and for the bar of all nodes."""
+"""Number of terminal rows that stay free of single nodes' bars, for lines and for the bar of all nodes."""
 
 
 class Reporter:
     """Shows the progress of nodes. bars: rich's progress bars; None prints lines instead. say: prints a line.
 
-    stopped: why a rollout has stopped, which the program prints last, after the bars are gone.
+    stopped: why a rollout has stopped; the program prints this last, after the bars were removed.
     """
 
     def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
@@ -35,7 +35,7 @@ class Reporter:
             node = view.node
             if self._bars is not None and node not in self._tasks:
                 self._tasks[node] = self._bars.add_task(node, total=None, unit="devices", visible=False)
-            # The Node has no annotation, so only the agent knows the requested share.
+            # If the Node has no annotation, only the agent knows the requested share.
             if view.reported is None or (view.requested is None and view.reported.requested):
                 continue
             left = fleet.distance(view)
@@ -57,7 +57,7 @@ class Reporter:
         of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
         words = f"{of[Phase.MOVING]} moving, {of[Phase.WAITING]} not started"
         done = of[Phase.DONE] + of[Phase.UNTOUCHED]
-        if self._total is None:  # The bar gets its total at once, because rich may draw it immediately.
+        if self._total is None:  # The bar is created with its total, because rich may draw the bar immediately.
             self._total = self._bars.add_task(words, total=len(phases), completed=done, unit="nodes")
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 
@@ -73,7 +73,7 @@ class Reporter:
             self._bars.update(task, visible=node in shown)
 
     def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Print the obstacles of each node, if they have changed since they were printed last."""
+        """Print the obstacles of each node if they have changed since the last print."""
         for view in nodes:
             lines = fleet.obstacles(view)
             if lines and self._explained.get(view.node) != lines:

@@ -15,7 +15,7 @@ from dra_bridge.rollout.pods import requests_of
 
 
 def mixed(view: NodeView) -> list[str]:
-    """Return the resources of a node that have devices with holders on both sides."""
+    """Return the resources of a node of which pods have devices from the plugin, and other pods from DRA."""
     return [name for name in (view.reported.resources if view.reported is not None else ()) if _both(view, name)]
 
 
@@ -24,8 +24,8 @@ def ended_by_restart(
 ) -> list[str]:
     """Return a sentence for each resource of a node whose kubelet's restart would end pods.
 
-    pods: all pods of each node with a mixed resource, by node. said: the agents' own sentences; pods in these sentences
-    are not named again.
+    pods: for each node with such a resource (`mixed`), all its pods. said: the agents' own sentences; pods in these
+    sentences are not named again.
     """
     sentences = []
     for view in views:
@@ -38,7 +38,7 @@ def ended_by_restart(
 
 
 def _both(view: NodeView, resource: str) -> bool:
-    """Return whether devices of a resource have holders on both sides, or may have."""
+    """Return whether devices of a resource have, or may have, holders on the plugin side and on the DRA side."""
     mine = [device for device in view.devices if device.resource == resource and (device.holder or not device.known)]
     return any(device.state.allocates for device in mine) and any(device.state.prepares for device in mine)
 

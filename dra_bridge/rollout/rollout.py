@@ -1,4 +1,4 @@
-"""Requests shares of nodes and follows the moves, for `dra-bridge status`, `migrate` and `rollout`.
+"""Requests shares of devices for claims on nodes and follows the moves: for `dra-bridge status`, `migrate`, `rollout`.
 
 All requests go to the API server and need rights of the user: to read nodes, Leases, ResourceSlices, claims, pods and
 events, and to patch nodes.
@@ -30,24 +30,24 @@ from dra_bridge.rollout.pods import list_each, read_failing
 from dra_bridge.rollout.reporter import Reporter
 
 MANY: Final = 12
-"""If there are more nodes than this, totals of all nodes are shown before the single nodes."""
+"""Number of nodes above which totals of all nodes are shown before the single nodes."""
 EXPLAIN: Final = 5.0
 """Seconds without a change of any node after which the obstacles of waiting nodes are printed."""
 POLL: Final = 2.0
-"""Seconds between two lists of the moving nodes' pods, which find failing pods."""
+"""Seconds between two lists of moving nodes' pods, in which the rollout searches failing pods."""
 PAUSE: Final = 10.0
-"""After such lists, the rollout lists no pods for this many times as long as the lists took."""
+"""The pause after such lists, as a multiple of the time that the lists took."""
 TOGETHER: Final = 50
-"""Number of nodes that begin after one list of pods. A pod that fails after the list counts as a new failure."""
+"""Maximum number of nodes that begin after one list of their pods. A pod that fails later counts as a new failure."""
 AFTER: Final = 60.0
-"""Seconds after the end of a node's move for which the rollout still checks the node's pods for failures."""
+"""Seconds for which the rollout still checks a node's pods for failures after the node's moves have ended."""
 AFTER_OUTAGE: Final = 60.0
-"""Seconds after a request without an answer in which a refusal (403) does not end the rollout.
+"""Seconds after a request without a response in which a refusal (403) does not end the rollout.
 
-A kube-apiserver that starts answers 403 until its authorizer has read the roles.
+A starting kube-apiserver refuses requests with 403 until its authorizer has read the roles.
 """
 _SELECTED: Final = ("metadata.name", "spec.nodeName")
-"""The fields that select a Node by its name, and the ResourceSlices of a node."""
+"""The fields by which a selector selects a Node (by name), and the ResourceSlices of a node."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
@@ -91,8 +91,8 @@ async def read_nodes(
     names: names of nodes; empty for all nodes of the driver.
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. with_claims: whether
-    to read the devices' current holders from claims. listed: called with the progress before the claims are read.
-    Raises RolloutError if the driver or a node does not exist, ClusterError.
+    to read the devices' current holders from claims. listed: a function that is called with the progress before the
+    claims are read. Raises RolloutError if the driver or a node does not exist, ClusterError.
     """
     (of_nodes, of_slices) = ([f"{key}={name}" for name in dict.fromkeys(names)] or [""] for key in _SELECTED)
     (leases, _), nodes, slices = await asyncio.gather(
@@ -142,7 +142,7 @@ async def _patch_node(cluster: Cluster, node: str, patch: Mapping[str, Any]) -> 
 async def _patch(
     cluster: Cluster, node: str, patch: Mapping[str, Any], share: str | None, reporter: Reporter
 ) -> Object:
-    """Write a share into a Node's annotation; return the Node as written."""
+    """Write a share into a Node's annotation; return the changed Node."""
     patched = await _patch_node(cluster, node, patch)
     reporter.say(f"{node}: {'share override removed' if share is None else fleet.share_in_words(share)}")
     return patched
@@ -158,7 +158,7 @@ class _WatchOf(NamedTuple):
 
 
 def _leave_out(kind: kube.Kind, body: Object) -> None:
-    """Remove what `fleet.views` does not read and takes most of the memory of thousands of objects."""
+    """Remove the fields of an object that `fleet.views` does not read, because these need most of the memory."""
     body["metadata"].pop("managedFields", None)
     if kind is RESOURCE_SLICES:
         body["spec"].pop("devices", None)
@@ -167,7 +167,7 @@ def _leave_out(kind: kube.Kind, body: Object) -> None:
 class WatchedFleet:
     """Nodes, Leases and a driver's ResourceSlices, kept up to date by watches.
 
-    namespaces: of the agents' Leases. selector: a label selector for nodes. names: of nodes; empty for all nodes.
+    namespaces: of the agents' Leases. selector: a label selector for nodes. names: node names; empty for all nodes.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class WatchedFleet:
         self._objects: dict[_WatchOf, dict[str, Object]] = {}
         self._claims: Sequence[Object] = ()
         self._views: dict[str, tuple[list[Object], NodeView]] = {}
-        """The last views by node, with the objects that each was made of."""
+        """For each node, the last view, with the objects from which it was made."""
         self.changed = asyncio.Event()
         self._last: list[NodeView] = []
         self._since = time.monotonic()
@@ -201,7 +201,7 @@ class WatchedFleet:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[Self]:
-        """Keep the objects up to date while the context lasts, which begins when all objects were listed."""
+        """While the context is active, keep the objects up to date. Entering it waits until all objects were listed."""
         tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
         try:
             while len(self._objects) < len(tasks):
@@ -230,7 +230,7 @@ class WatchedFleet:
     def put(self, node: Object) -> None:
         """Store a Node from the API server, unless the watch has reported a newer version or its deletion.
 
-        The watch also reports writes of this process, before or after their answers.
+        The watch also reports this process's own writes, perhaps before the response to the write.
         """
         self._put(self._nodes, node)
 
@@ -241,7 +241,7 @@ class WatchedFleet:
             self._objects[what][name] = body
 
     def views(self) -> list[NodeView]:
-        """Return the present progress of the nodes. Only views of changed objects are made anew."""
+        """Return the present progress of the nodes. Only the views of changed objects are made again."""
         leases = [lease for what in self._leases for lease in self._objects[what].values()]
         slices = self._objects[self._slices].values()
         nodes = self._objects[self._nodes]
@@ -289,7 +289,7 @@ async def migrate(
     wait: bool = False,
     timeout: float = 0.0,
 ) -> bool:
-    """Request a share of these nodes (None: remove the request); return whether all of the nodes succeeded.
+    """Request a share on these nodes (None: remove the request); return whether this succeeded on all nodes.
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. wait: whether to wait
     until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError if
@@ -342,7 +342,7 @@ async def rollout(
     *,
     dry_run: bool = False,
 ) -> bool:
-    """Move devices on the nodes of a label selector, some nodes at a time; return whether all have reached the goal.
+    """Move devices on the nodes of a label selector, some nodes at a time; return whether all nodes reached the goal.
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. dry_run: whether to
     show the order of the nodes and write nothing.
@@ -370,7 +370,7 @@ async def _selected(
 ) -> tuple[list[NodeView], list[str]]:
     """Return the progress of the nodes of a label selector, and the namespaces of the agents' Leases.
 
-    check: whether the driver has to exist. It keeps no object that it reads, because there may be thousands.
+    check: whether the driver must exist. The read objects are not kept, because there may be thousands.
     """
     (leases, namespaces), nodes, slices = await asyncio.gather(
         _read_leases(cluster, namespace),
@@ -385,7 +385,7 @@ async def _selected(
 
 
 async def _pace(cluster: Cluster, goal: Goal, views: Sequence[NodeView], reporter: Reporter) -> Pace:
-    """Return the pace for nodes whose devices return to the plugin side. Lists all claims if there are such nodes."""
+    """Return the pace for nodes whose devices return to the plugin. Lists all claims if there are such nodes."""
     if not any(returns(goal, view) for view in views if fleet.phase(goal, view) is Phase.WAITING):
         return Pace(0)
     pace = await read_pace(cluster)
@@ -405,7 +405,7 @@ async def _owner(cluster: Cluster, goal: Goal) -> str:
 
 
 class _Rollout:
-    """One run of a rollout. The state that another run needs to continue is in annotations of the Nodes."""
+    """One run of a rollout. Everything that another run needs to continue is in annotations of the Nodes."""
 
     def __init__(self, watched: WatchedFleet, goal: Goal, limits: RolloutLimits, pace: Pace) -> None:
         self._fleet = watched
@@ -420,11 +420,11 @@ class _Rollout:
         self._gone: Sequence[str] = ()
         """Nodes whose share this run has set and that were deleted before their moves were done."""
         self._failing: dict[str, dict[str, str]] = {}
-        """For each node whose pods were listed, the pods that were failing at the last list."""
+        """For each node whose pods were listed, the pods that were failing in the last list."""
         self._next_look = -math.inf
-        """Until when (monotonic seconds) the pods are not listed again."""
+        """The time (monotonic seconds) before which the pods are not listed again."""
         self._baseline: dict[str, frozenset[str]] = {}
-        """For each node without a record of its former share, pods that failed when this run saw it move first."""
+        """For each node without a recorded former share, the pods that had failed when its move was first seen."""
         self._held: Sequence[str] = ()
         self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
@@ -432,7 +432,7 @@ class _Rollout:
         """Since when (monotonic seconds) the rollout waits for pools to appear or disappear; None if it does not."""
 
     async def run(self) -> bool:
-        """Take steps until the rollout is over or has to stop."""
+        """Execute steps until the rollout is over or has to stop."""
         while True:
             self._after_outage()
             try:
@@ -449,13 +449,13 @@ class _Rollout:
             await self._fleet.wait(POLL, lambda view: fleet.phase(self._goal, view) is Phase.MOVING)
 
     def _after_outage(self) -> bool:
-        """Return whether a request was left without an answer within the last AFTER_OUTAGE seconds."""
+        """Return whether a request had no response within the last AFTER_OUTAGE seconds."""
         if (failures := self._fleet.cluster.statistics.failures) != self._failures:
             self._failures, self._failed_at = failures, time.monotonic()
         return time.monotonic() - self._failed_at < AFTER_OUTAGE
 
     async def _step(self) -> bool | None:
-        """Take the steps that are possible now. Return None until the rollout ends, then whether it has succeeded."""
+        """Execute the steps that are possible now. Return None until the rollout ends, then whether it succeeded."""
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
@@ -566,7 +566,7 @@ class _Rollout:
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        # Show the distance to the new share now: at the next step the node may already have the share.
+        # Show how many devices have to move now: at the next step, the node may already have the share.
         self._reporter.show([replace(view, requested=wanted)])
 
     def _say_done(self, phases: Iterable[Phase]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the data of `dra-bridge status`: the API server's objects, and the answers of agents."""
+"""Reads the data for `dra-bridge status`: objects of the API server, and the responses of agents."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ async def read_status(
 ) -> FleetStatus:
     """Read the status of these nodes; without names, of all nodes.
 
-    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. listed: called with
-    the agents' reports, before claims are read and the agents are asked.
-    Raises RolloutError if the driver or a node does not exist, ClusterError if the API server does not answer.
+    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. listed: a function
+    that is called with the agents' reports, before claims are read and the agents are asked. Raises RolloutError if the
+    driver or a node does not exist, ClusterError if the API server does not answer.
     """
     nodes = await read_nodes(cluster, driver, names, namespace, listed=listed)
-    # For nodes without a Lease and slices, only their agent knows the devices.
+    # The devices of a node without Lease and slices are known only to the node's agent.
     asked = set(names) | {view.node for view in nodes if view.devices}
     answers, (waits, unread), contested = await asyncio.gather(
         ask_agents(cluster, asked, namespace, others=not names),
@@ -53,7 +53,7 @@ async def read_status(
 
 
 async def _read(reading: Awaitable[_T], default: _T) -> tuple[_T, str]:
-    """Return the result of a read and "", or the default and the error's text."""
+    """Return two values: the result of a read and "", or the default and the error's text."""
     try:
         return await reading, ""
     except (ForbiddenError, UnreadableError) as error:

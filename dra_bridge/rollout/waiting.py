@@ -1,4 +1,4 @@
-"""Finds pods that wait although their node has enough devices, but some on the plugin side and some on the DRA side."""
+"""Finds pods that wait although a node has enough devices, because these are partly for the plugin, partly for DRA."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Wait:
 class Room:
     """The free devices of one resource on one node.
 
-    free: free amount of the extended resource, as the scheduler counts it. per_device: amount that each device counts
-    for. dra: number of devices on the DRA side. idle: number of devices on the DRA side that have no holder.
+    free: the free amount of the extended resource, as the scheduler counts it. per_device: the amount for which each
+    device counts. dra: number of devices on the DRA side. idle: number of devices on the DRA side that have no holder.
     """
 
     free: int
@@ -52,7 +52,7 @@ async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
 def hints(
     views: Iterable[NodeView], nodes: Mapping[str, Object], pods: Mapping[str, Sequence[Object]], waits: Sequence[Wait]
 ) -> list[str]:
-    """Return sentences that name moves after which waiting pods could start. nodes, pods: by the node's name."""
+    """Return sentences that name moves of devices after which waiting pods could start. nodes, pods: by node name."""
     here = [view for view in views if view.node in nodes]
     return [text for view in here for text in hints_of(view, nodes[view.node], pods[view.node], waits)]
 
@@ -62,7 +62,7 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
-    except ForbiddenError:  # A role of older manifests lacks the right to list DeviceClasses.
+    except ForbiddenError:  # The role in older manifests lacks the right to list DeviceClasses.
         return []
     return contested_names(resources, classes)
 
@@ -115,7 +115,7 @@ def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, move
 
 
 def moves_for(room: Room, resource: int, devices: int) -> int:
-    """Return how many devices would have to move to the DRA side for a pod; negative: to the plugin side.
+    """Return how many devices would have to move to DRA so that a pod can start; negative: to the plugin.
 
     0 if no move helps the pod. resource: amount of the extended resource that the pod waits for. devices: number of
     devices that the pod waits for through claims.
@@ -148,7 +148,7 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
 
 
 def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
-    """Return what a pod waits for. claims: all claims of the cluster; a pod does not wait for allocated claims."""
+    """Return the devices for which a pod waits. claims: all claims of the cluster; allocated claims do not count."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     names = [status.get("resourceClaimName") for status in (pod.get("status") or {}).get("resourceClaimStatuses") or ()]
     names += [reference.get("resourceClaimName") for reference in pod["spec"].get("resourceClaims") or ()]
@@ -158,7 +158,7 @@ def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
         if metadata["namespace"] != namespace or metadata["name"] not in names or allocated:
             continue
         for request in (claim["spec"].get("devices") or {}).get("requests") or ():
-            # Before v1beta2, these fields were fields of the request itself.
+            # Before v1beta2, these fields were in the request itself.
             exactly = request.get("exactly") or request
             device_class = exactly.get("deviceClassName", "")
             classes[device_class] = classes.get(device_class, 0) + int(exactly.get("count") or 1)
