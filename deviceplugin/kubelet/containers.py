@@ -29,7 +29,7 @@ incomplete."""
 
 
 Starts = Mapping[str, Mapping[str, int]]
-"""How often the kubelet has begun to start a container, by pod UID and container."""
+"""For each pod (UID) and container, how often the kubelet has begun to start the container."""
 
 
 class LogLink(NamedTuple):
@@ -104,19 +104,20 @@ class _StartsBegun(NamedTuple):
 
 
 def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _StartsBegun]:
-    """Return what the kubelet has begun to start of a pod, by container. Blocks. Raises OSError.
+    """Return, for each container that the kubelet has begun to start, how often and when. Blocks. Raises OSError.
 
-    Before it asks the runtime to create a container, the kubelet makes a file for the termination message in
-    `pods/<uid>/containers/<container>`. It removes these files with the pod's directory (kubelet 1.36,
+    Before the kubelet asks the runtime to create a container, it makes a file for the termination message in
+    `pods/<uid>/containers/<container>`. The kubelet removes these files with the pod's directory (kubelet 1.36,
     kuberuntime_container.go: makeMounts).
     """
     begun: dict[str, _StartsBegun] = {}
     directory = kubelet_root / "pods" / pod_uid / "containers"
     looked_at.at(directory)
     if not directory.exists() and directory.parent.is_dir():
-        return begun  # The pod has a sandbox at the most.
+        return begun  # Without this directory, the kubelet has started no container of the pod, at most its sandbox.
     for name in os.listdir(directory):
-        last = os.stat(directory / name).st_mtime  # Changes when a file is made, not when a container writes to it.
+        # This time changes when a file is made in the directory, not when a container writes to a file.
+        last = os.stat(directory / name).st_mtime
         begun[name] = _StartsBegun(len(os.listdir(directory / name)), last)
     return begun
 
@@ -127,14 +128,14 @@ def restarted(
     links: Iterable[LogLink],
     running: Iterable[ContainerCgroup],
 ) -> bool:
-    """Return whether no process of a pod can run in a container that the kubelet had begun to start before.
+    """Return whether no container of a pod runs any more that the kubelet had begun to start at an earlier time.
 
-    before: how often the kubelet had begun to start each container at that time. begun, links, running: what is seen of
-    the pod's containers now.
+    before: how often the kubelet had begun to start each container at that time. begun, links, running: the present
+    starts, log links and cgroups of the pod's containers.
 
     The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it
-    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). A container that it has not begun to
-    start again has ended if it has started since the kubelet last began, and has no process now.
+    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). If the kubelet has not begun to start a
+    container again, the container has ended if it has a log link from the last start and has no process now.
     """
     links, running = tuple(links), tuple(running)
     for name, times in before.items():
@@ -148,7 +149,8 @@ def restarted(
 
 
 class ContainerStarts:
-    """Finds out whether the containers of pods have restarted. directory: of the links to container logs."""
+    """Finds out whether the containers of pods have restarted. directory: the directory of the links to container
+    logs."""
 
     def __init__(self, pods: PodReader, directory: Path) -> None:
         self._pods = pods
@@ -160,10 +162,10 @@ class ContainerStarts:
         return {uid: {name: begun.times for name, begun in _begun(root, uid).items()} for uid in pods}
 
     def restarted(self, before: Starts, pods: Collection[str]) -> bool:
-        """Return whether no process of these pods' containers can run that the kubelet began to start before. Blocks.
+        """Return whether no container of these pods runs any more that the kubelet had begun to start before. Blocks.
 
-        before: the result of `read` at that time. A pod that it does not have has come later. What cannot be read may
-        run.
+        before: the result of `read` at the earlier time; pods that are missing in it were started later. Containers
+        whose state cannot be read may run.
         """
         try:
             for uid in before.keys() & pods:

@@ -1,17 +1,18 @@
 """Updates the CDI files of claims when the nodes of their devices change.
 
-A CDI file contains device numbers, and the runtime does not read the host path. So a restarted container gets the
-numbers in the file. A USB stick that drops off the bus and comes back has other numbers than before, and another stick
-may get its former number.
+A CDI file contains device numbers, and the runtime does not read the host path. So a restarted container gets nodes
+with the numbers in the file. A USB stick that is unplugged and plugged in again has other numbers than before, and
+another stick may get its former number.
 
-A number that a claim's devices no longer have is taken out of the file at once (`Prepared.stale`). Containers that were
-started before still reach it, until all of them have ended (`deviceplugin.kubelet.containers.restarted`). A number that
-another holder reaches is not written into the file. Until the file has all nodes of a request's devices, it does not
-have the request's CDI devices at all (`Prepared.withheld`), so the runtime does not create the container, and the
-kubelet tries again (containerd 2.1 and CRI-O 1.34: "unresolvable CDI devices").
+A number that a claim's devices do not have any more is removed from the file at once (`Prepared.stale`). Containers
+that were started before can still open the node with this number, until all of them have ended
+(`deviceplugin.kubelet.containers.restarted`). A number of a node that another holder can open is not written into the
+file. Until all nodes of a request's devices can be in the file, the file lacks the request's CDI devices
+(`Prepared.withheld`), so that the runtime does not create the container, and the kubelet tries again (containerd 2.1
+and CRI-O 1.34: "unresolvable CDI devices").
 
-The register records each step before the file changes. An agent that starts after a crash writes the file that the
-register has.
+The register records each step before the file changes. After a crash, the next agent writes the file from the
+register's record.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from dra_bridge.driver.served import ServedDevices
 _LOG: Final = logging.getLogger(__name__)
 
 SETTLED: Final = 1.0
-"""Seconds after which the runtime has read a changed CDI file. It watches the directory (container-device-interface
-1.0, cache.go: watch)."""
+"""Seconds after which the runtime has read a changed CDI file, because it watches the directory
+(container-device-interface 1.0, cache.go: watch)."""
 
 
 @dataclass(slots=True)
 class _DevicesNow:
-    """What a request's devices have now.
+    """The present state of the devices of one request.
 
-    nodes: CDI entries of their nodes. own: by device, the tokens that the device alone has. former: tokens of nodes to
-    take out of the spec, unless they are in `nodes`. known: the tokens that the register has of the devices. away:
-    whether a device is not there, or is another one.
+    nodes: the CDI entries of the devices' nodes. own: for each device, the tokens that no other device has. former:
+    tokens of nodes to remove from the spec, unless they are in `nodes`. known: the devices' tokens in the register.
+    away: whether a device is unplugged or is other hardware now.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -68,30 +69,31 @@ class _DevicesNow:
 
     @property
     def numbers(self) -> Tokens:
-        """The tokens of the nodes that the devices alone have."""
+        """The tokens of those nodes that only these devices have."""
         return reachable(frozenset[str]().union(*self.own.values()))
 
     def given(self, before: Tokens, *, refused: bool) -> list[dict[str, Any]]:
-        """Return the CDI entries that the containers get. before: the tokens of the nodes in the spec until now."""
+        """Return the CDI entries for containers. before: the tokens of the nodes that the spec has had until now."""
         new = self.numbers - before if refused or self.away else frozenset()
         return [node for node in self.nodes if _token(node) not in new]
 
 
 class ClaimRenewal:
-    """Renews the CDI files of one driver's claims. register: knows the present identities and holders of devices."""
+    """Renews the CDI files of one driver's claims. register: has the present identities and holders of devices."""
 
     def __init__(self, served: ServedDevices, preparation: ClaimPreparation, register: Register) -> None:
         self._served, self._preparation, self._register = served, preparation, register
         self._records, self._files = preparation.records, preparation.files
         self._waiting: set[str] = set()
-        """The UIDs of claims that wait until no other holder reaches a device's present node."""
+        """The UIDs of claims that wait until no other holder can open a present node of their devices."""
         self._leaving: set[str] = set()
-        """The UIDs of claims whose containers may still reach numbers that are not in the CDI file any more."""
+        """The UIDs of claims whose containers may still open nodes with numbers that are not in the CDI file any
+        more."""
         self._written: dict[str, float] = {}
-        """By UID, when the file of a leaving claim was last written (monotonic seconds)."""
+        """For each of these claims (UID), when its file was last written (monotonic seconds)."""
 
     async def keep(self) -> None:
-        """Renew the CDI files after each change of an inventory, and those that wait again, until cancelled."""
+        """Until cancelled, renew CDI files after each change of an inventory, and try waiting files again."""
         seen: object = None
         tried = -1
         failing, looking = Backoff(first=1.0, most=60.0), Backoff(first=1.0, most=10.0)
@@ -123,7 +125,8 @@ class ClaimRenewal:
             await asyncio.sleep(CHECK)
 
     async def _try(self, uid: str, *, left: bool = False) -> str:
-        """Renew a claim's CDI file, or look whether its stale numbers were left; return why this failed, or ""."""
+        """Renew a claim's CDI file, or if `left`, call `look_left` for the claim; return the error, "" if there is
+        none."""
         try:
             async with self._records.locked(uid):
                 await (self.look_left(uid) if left else self.renew(uid))
@@ -134,7 +137,7 @@ class ClaimRenewal:
         return ""
 
     def _recorded(self, uid: str) -> tuple[Claim, Prepared] | None:
-        """Return a claim's record and its answer; None if it has none of this boot, or needs no CDI file."""
+        """Return a claim's record and Prepare response; None without a response of this boot, or without a CDI file."""
         claim = self._records.get(uid)
         prepared = prepared_of(claim) if claim is not None else None
         if claim is None or prepared is None or not prepared.spec or prepared.boot != self._files.boot:
@@ -144,8 +147,8 @@ class ClaimRenewal:
     async def renew(self, uid: str) -> bool:
         """Write the present device nodes into a claim's CDI file; return whether the file changed.
 
-        The caller has the claim's lock. A number that sysfs shows to be that of another device, or of none, is taken
-        out. Raises CdiError, LedgerError, LookTimeoutError.
+        The caller has the claim's lock. A number that, according to sysfs, belongs to another device or to none is
+        removed. Raises CdiError, LedgerError, LookTimeoutError.
         """
         self._waiting.discard(uid)
         self._leaving.discard(uid)
@@ -179,7 +182,7 @@ class ClaimRenewal:
         return False
 
     async def _changed(self, before: Prepared, claim: Claim, refused: Mapping[str, str]) -> None:
-        """Write the files of a claim whose answer has changed."""
+        """Write the files of a claim whose Prepare response has changed."""
         after = prepared_of(claim)
         assert after is not None
         await self._files.write(claim, after)
@@ -196,7 +199,7 @@ class ClaimRenewal:
         self._register.notify()
 
     async def _found(self, claim: Claim, prepared: Prepared) -> tuple[dict[str, _DevicesNow], cdi.CdiError | None]:
-        """Return what the devices of each request have now, and why the nodes of a device could not be read."""
+        """Return, by request, the present state of its devices, and the error if a device's nodes could not be read."""
         boot, by_name, numbers = self._files.boot, self._served.by_name, _numbers(prepared.spec)
         found: dict[str, _DevicesNow] = {}
         followed: set[DeviceKey] = set()
@@ -220,7 +223,8 @@ class ClaimRenewal:
                 error, of.away = failure, True
                 continue
             if not (agree(tokens, listed) and reachable(listed) <= tokens):
-                self._waiting.add(claim.uid)  # The list is older than the nodes.
+                # The source's list of devices is older than the nodes, so the claim waits for the next list.
+                self._waiting.add(claim.uid)
                 of.away = True
                 continue
             of.nodes += nodes
@@ -238,7 +242,7 @@ class ClaimRenewal:
         return found, error
 
     async def look_left(self, uid: str) -> bool:
-        """Record that a claim no longer reaches its stale numbers, once its former containers have ended.
+        """Once a claim's former containers have ended, record that the claim's stale numbers are not in use any more.
 
         Returns whether this was recorded. The caller has the claim's lock. Raises CdiError, ClaimError, LedgerError,
         LookTimeoutError, OSError.
@@ -276,7 +280,7 @@ class ClaimRenewal:
 
 
 def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Collection[str]) -> Prepared:
-    """Return the answer to a claim whose devices have other nodes now. refused: requests that get no new numbers."""
+    """Return the new response for a claim whose devices have other nodes now. refused: requests without new numbers."""
     before = _numbers(prepared.spec)
     nodes = {request: of.given(before, refused=request in refused) for request, of in found.items()}
     former = frozenset[str]().union(*(of.former for of in found.values()))
@@ -299,7 +303,7 @@ def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Coll
 
 
 def _granted(claim: Claim, key: DeviceKey, boot: str) -> Identity:
-    """Return the identity of a claim's device at the grant in this boot, of all shares of the device together."""
+    """Return the identity that a claim's device had at the grant in this boot, merged from all shares of the device."""
     of = [device.identity for device in claim.devices if (device.resource, device.device) == key and not device.admin]
     tokens, reached, left = set[str](), set[str](), set[str]()
     for identity in of:
@@ -322,9 +326,9 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
     """Return the CDI spec `spec` of `cdi_files.build`, with the present nodes of the devices.
 
-    If the nodes have not changed, the text is the same. nodes: present nodes by request, as `described` returns them.
-    held: tokens of the nodes that belonged to the devices until now: such a node stays in the spec only if it is still
-    a present node. Nodes with other tokens stay unchanged.
+    If the nodes have not changed, the text stays the same. nodes: for each request, the present nodes, as `described`
+    returns them. held: the tokens of the nodes that belonged to the devices until now: such a node stays in the spec
+    only if it is still one of the present nodes. All other nodes stay unchanged.
     """
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)
@@ -345,7 +349,7 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
 
 
 def _token(node: Mapping[str, Any]) -> str:
-    """Return the token of a device node in a CDI spec; "" for a pipe."""
+    """Return the identity token (type and number) of a device node in a CDI spec; "" for a pipe."""
     kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
     kind = kinds.get(node.get("type", ""))
     return node_token(kind, node["major"], node["minor"]) if kind is not None else ""
@@ -353,7 +357,7 @@ def _token(node: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _by_request(spec: str) -> dict[str, Tokens]:
-    """Return the tokens of the device nodes in a CDI spec, by request."""
+    """Return, for each request, the tokens of its device nodes in a CDI spec."""
     tokens: dict[str, Tokens] = {}
     for device in msgspec.json.decode(spec)["devices"]:
         request = cdi_files.request_of(device["name"])
