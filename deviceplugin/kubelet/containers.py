@@ -149,8 +149,7 @@ def restarted(
 
 
 class ContainerStarts:
-    """Finds out whether the containers of pods have restarted. directory: the directory of the links to container
-    logs."""
+    """Finds out whether containers of pods have restarted. directory: the directory of the links to container logs."""
 
     def __init__(self, pods: PodReader, directory: Path) -> None:
         self._pods = pods

@@ -125,8 +125,7 @@ class ClaimRenewal:
             await asyncio.sleep(CHECK)
 
     async def _try(self, uid: str, *, left: bool = False) -> str:
-        """Renew a claim's CDI file, or if `left`, call `look_left` for the claim; return the error, "" if there is
-        none."""
+        """Call `renew` for a claim, or `look_left` if `left` is true; return the error, "" if there is none."""
         try:
             async with self._records.locked(uid):
                 await (self.look_left(uid) if left else self.renew(uid))
