@@ -7,18 +7,15 @@ events, and to patch nodes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final
 
 from deviceplugin.device import natural
-from deviceplugin.tasks import cancel_all
 from dra_bridge import kube
 from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, Object
 from dra_bridge.rollout import autoscaler, fleet
@@ -28,11 +25,10 @@ from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.pace import Pace, read_pace, returns
 from dra_bridge.rollout.pods import list_each, read_failing
 from dra_bridge.rollout.reporter import Reporter
+from dra_bridge.rollout.watched import WatchedFleet
 
 MANY: Final = 12
 """Number of nodes above which totals of all nodes are shown before the single nodes."""
-EXPLAIN: Final = 5.0
-"""Seconds without a change of any node after which the obstacles of waiting nodes are printed."""
 POLL: Final = 2.0
 """Seconds between two lists of moving nodes' pods, in which the rollout searches failing pods."""
 PAUSE: Final = 10.0
@@ -146,136 +142,6 @@ async def _patch(
     patched = await _patch_node(cluster, node, patch)
     reporter.say(f"{node}: {'share override removed' if share is None else fleet.share_in_words(share)}")
     return patched
-
-
-class _WatchOf(NamedTuple):
-    """The objects of one watch. namespace: "" for all namespaces."""
-
-    kind: kube.Kind
-    namespace: str = ""
-    label_selector: str = ""
-    field_selector: str = ""
-
-
-def _leave_out(kind: kube.Kind, body: Object) -> None:
-    """Remove the fields of an object that `fleet.views` does not read, because these need most of the memory."""
-    body["metadata"].pop("managedFields", None)
-    if kind is RESOURCE_SLICES:
-        body["spec"].pop("devices", None)
-
-
-class WatchedFleet:
-    """Nodes, Leases and a driver's ResourceSlices, kept up to date by watches.
-
-    namespaces: of the agents' Leases. selector: a label selector for nodes. names: node names; empty for all nodes.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        driver: str,
-        reporter: Reporter,
-        namespaces: Sequence[str] = (),
-        *,
-        selector: str = "",
-        names: Sequence[str] = (),
-    ) -> None:
-        self.cluster = cluster
-        self.driver = driver
-        self.reporter = reporter
-        self._names = names
-        self._objects: dict[_WatchOf, dict[str, Object]] = {}
-        self._claims: Sequence[Object] = ()
-        self._views: dict[str, tuple[list[Object], NodeView]] = {}
-        """For each node, the last view, with the objects from which it was made."""
-        self.changed = asyncio.Event()
-        self._last: list[NodeView] = []
-        self._since = time.monotonic()
-        named, of_driver = "", f"spec.driver={driver}"
-        if len(names) == 1:
-            named = f"metadata.name={names[0]}"
-            of_driver += f",spec.nodeName={names[0]}"
-        self._nodes = _WatchOf(NODES, label_selector=selector, field_selector=named)
-        self._slices = _WatchOf(RESOURCE_SLICES, field_selector=of_driver)
-        self._leases = [_WatchOf(LEASES, namespace, LABEL, named) for namespace in namespaces]
-
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[Self]:
-        """While the context is active, keep the objects up to date. Entering it waits until all objects were listed."""
-        tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
-        try:
-            while len(self._objects) < len(tasks):
-                await self.changed.wait()
-                self.changed.clear()
-            yield self
-        finally:
-            await cancel_all(tasks)
-
-    async def _follow(self, what: _WatchOf) -> None:
-        kind, *selectors = what
-        follow = self.cluster.follow(kind, **dict(zip(what._fields[1:], selectors, strict=True)))
-        async with aclosing(follow) as events:
-            async for event in events:
-                for body in event.items if isinstance(event, kube.Listed) else (event.object,):
-                    _leave_out(what.kind, body)
-                if isinstance(event, kube.Listed):
-                    self._objects[what] = {body["metadata"]["name"]: body for body in event.items}
-                elif event.type == "DELETED":
-                    self._objects[what].pop(event.object["metadata"]["name"], None)
-                else:
-                    self._objects[what].setdefault(event.object["metadata"]["name"], event.object)
-                    self._put(what, event.object)
-                self.changed.set()
-
-    def put(self, node: Object) -> None:
-        """Store a Node from the API server, unless the watch has reported a newer version or its deletion.
-
-        The watch also reports this process's own writes, perhaps before the response to the write.
-        """
-        self._put(self._nodes, node)
-
-    def _put(self, what: _WatchOf, body: Object) -> None:
-        name = body["metadata"]["name"]
-        before = self._objects[what].get(name)
-        if before is not None and not kube.is_older(body, before):
-            self._objects[what][name] = body
-
-    def views(self) -> list[NodeView]:
-        """Return the present progress of the nodes. Only the views of changed objects are made again."""
-        leases = [lease for what in self._leases for lease in self._objects[what].values()]
-        slices = self._objects[self._slices].values()
-        nodes = self._objects[self._nodes]
-        made_of = {name: [node] for name, node in nodes.items() if not self._names or name in self._names}
-        for name, body in (
-            *((lease["metadata"]["name"], lease) for lease in leases),
-            *((body["spec"].get("nodeName", ""), body) for body in slices),
-        ):
-            if name in made_of:
-                made_of[name].append(body)
-        kept = {name: view for name, (objects, view) in self._views.items() if made_of.get(name) == objects}
-        changed = [nodes[name] for name in made_of if name not in kept]
-        made = {view.node: view for view in fleet.views(self.driver, changed, slices, self._claims, leases)}
-        self._views = {name: (objects, kept.get(name) or made[name]) for name, objects in made_of.items()}
-        return sorted((view for _, view in self._views.values()), key=lambda view: natural(view.node))
-
-    async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
-        """Wait `seconds` for a change. After EXPLAIN seconds without a change, print the obstacles of waiting nodes."""
-        if (nodes := self.views()) != self._last:
-            self._last, self._since = nodes, time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.changed.wait()
-            self.changed.clear()
-        if time.monotonic() - self._since >= EXPLAIN:
-            self._since = time.monotonic()
-            await self.explain(waiting)
-
-    async def explain(self, waiting: Callable[[NodeView], bool]) -> None:
-        """Print the obstacles of waiting nodes, with the current holders of their devices."""
-        with contextlib.suppress(kube.UnavailableError, kube.ForbiddenError):
-            self._claims = await self.cluster.allocated_claims()
-            self._views.clear()
-        self.reporter.explain([view for view in self.views() if waiting(view)])
 
 
 async def migrate(
@@ -483,7 +349,7 @@ class _Rollout:
             self._reporter.say(f"{name}: its devices are held; the rollout goes on with other nodes")
         self._held = decision.held
         for name in decision.forget:
-            node = await self._fleet.cluster.get(NODES, name)
+            node = self._fleet.node(name)
             if patch := fleet.forget_patch(self._goal, self._fleet.driver, node):
                 node = await self._fleet.cluster.patch(NODES, name, patch)
             self._fleet.put(node)
@@ -529,7 +395,7 @@ class _Rollout:
                 self._reporter.say(f"{fleet.shortened(names)}: {what} {autoscaler.SCALE_DOWN_DISABLED}")
 
     async def _write_mark(self, name: str, patch_of: Callable[[Object], Mapping[str, Any] | None]) -> None:
-        node = await self._fleet.cluster.get(NODES, name)
+        node = self._fleet.node(name)
         if patch := patch_of(node):
             node = await _patch_node(self._fleet.cluster, name, patch)
         self._fleet.put(node)
@@ -554,7 +420,7 @@ class _Rollout:
         return await read_failing(self._fleet.cluster, resources)
 
     async def _begin(self, view: NodeView, failing: Collection[str]) -> None:
-        node = await self._fleet.cluster.get(NODES, view.node)
+        node = self._fleet.node(view.node)
         patch = fleet.begin_patch(self._goal, self._fleet.driver, node, failing)
         if patch is None:
             self._fleet.put(node)

@@ -32,7 +32,7 @@ from dra_bridge.handover.share import parse_requested
 from dra_bridge.kube import NAMESPACE
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import AGENT, add_run_options, parse_run
-from dra_bridge.rollout import pace, progress, reporter, rollout
+from dra_bridge.rollout import pace, progress, reporter, rollout, watched
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.pods import FEW
@@ -933,7 +933,7 @@ def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran
 
 def test_waiting_says_for_what(nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
-    monkeypatch.setattr(rollout, "EXPLAIN", 0.2)
+    monkeypatch.setattr(watched, "EXPLAIN", 0.2)
     agent = nodes.agent("n1", count=2, share="all")
     agent.held["gpu-1"] = "claim default/c"
     ran = bridge("migrate", "n1", "--driver", D, "--share", "none", "--wait", "--timeout", "1.5")
@@ -945,7 +945,7 @@ def test_rollout_says_what_it_waits_for(
     nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does a rollout."""
-    monkeypatch.setattr(rollout, "EXPLAIN", 0.1)
+    monkeypatch.setattr(watched, "EXPLAIN", 0.1)
     nodes.agent("n1", held={"gpu-3": "pod default/p"})
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--timeout-per-node", "1")
     assert ran.status == 1
@@ -1278,6 +1278,7 @@ def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet,
     assert [line for line in ran.out.splitlines() if line.startswith("stopped")] == [
         "stopped: n3: pod default/late has failed (UnexpectedAdmissionError: no devices)"
     ]
+    assert not nodes.server.requests("GET", "/nodes/")  # The watch has them; a patch of a changed one is refused.
     selectors = [request.query["fieldSelector"] for request in nodes.server.requests("GET", "/pods")]
     assert set(selectors) == {"status.phase=Pending,spec.nodeName!=", "status.phase=Failed"}
 

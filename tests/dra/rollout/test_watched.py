@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout.reporter import Reporter
-from dra_bridge.rollout.rollout import WatchedFleet
+from dra_bridge.rollout.watched import WatchedFleet
 from dra_bridge.testing.apiserver import FakeApiServer
 from tests.dra.objects import node_body
 
