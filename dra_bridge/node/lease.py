@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from contextlib import aclosing
 from typing import Final
 
@@ -84,10 +85,12 @@ class NodeLease:
                 await self._attempted.wait()
 
     async def read(self) -> list[Object]:
-        """Read the Lease from the API server; return it in a list, which is empty if it does not exist.
+        """Return the Lease in a list, which is empty if it does not exist. Raises ClusterError.
 
-        Raises ClusterError.
+        While the watch is alive the result is the watch's state. Only this agent writes the Lease.
         """
+        if self._listed.is_set() and self.state.lapse(time.monotonic()) is None:
+            return [self._seen] if self._seen is not None else []
         try:
             return [await self.cluster.get(LEASES, self._watch.node, self.namespace)]
         except NotFoundError:

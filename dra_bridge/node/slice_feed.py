@@ -46,9 +46,11 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         pool = context.node.name
         selector = f"spec.nodeName={pool},spec.driver={context.name}"
         async with asyncio.timeout(5.0):
-            slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
+            slices = context.node.publisher.listed(context.name)
+            if slices is None:
+                slices = (await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)).items
             leases = await context.node.lease.read()
-        own = [body for body in slices.items if is_own(body, context.name, pool)]
+        own = [body for body in slices if is_own(body, context.name, pool)]
         before = progress.read(context.name, [*own, *leases])
         kept = before.qualifiers if before is not None else {}
     for name, qualifier in naming.kept_qualifiers(kept, served).items():

@@ -98,9 +98,9 @@ class Publisher:
             driver = self._drivers[pool.driver] = PublishedDriver(
                 pool, self._rate_limit(), Mirror(pool.driver, self._node)
             )
-            if self._listed.is_set() and self.watch.lapse(time.monotonic()) is None:
+            if (listed := self.listed(pool.driver)) is not None:
                 driver.mirror.relist(SliceScope.NODE)
-                for body in self._of_node.values():
+                for body in listed:
                     self._keep(body)
             if self._group is not None:
                 self._start(driver, self._group)
@@ -110,6 +110,12 @@ class Publisher:
         self._set(driver, wanted=driver.state.wanted + 1)
         driver.wake.set()
         return driver.state.wanted
+
+    def listed(self, driver: str) -> list[Object] | None:
+        """Return the slices of a driver that name the node, by the watch; None while the watch is not alive."""
+        if not self._listed.is_set() or self.watch.lapse(time.monotonic()) is not None:
+            return None
+        return [body for body in self._of_node.values() if body["spec"]["driver"] == driver]
 
     def state(self, driver: str) -> PoolState:
         """Return which slices of a driver's pool the API server has accepted."""

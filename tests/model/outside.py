@@ -342,6 +342,9 @@ class Outside:
         mine = self.slices.get(driver, Slices())
         return PoolState(mine.ticket, mine.accepted)
 
+    def listed(self, driver: str) -> None:
+        """Have no watch: the agent lists the slices."""
+
     def withdrawn(self, driver: str, device: str) -> float | None:
         """Return since when no slice offers a device."""
         return None if device in self.slices.get(driver, Slices()).there else 0.0
