@@ -223,7 +223,7 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
         lines.append(line)
     status = process.wait()
     return Command(
-        " ".join(arguments[:1]),
+        " ".join(one for one in arguments if one in ("status", "rollout", "--undo")),
         first,
         cpu,
         time.monotonic() - began,
