@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -422,3 +423,24 @@ async def test_a_pool_is_published_where_a_rollout_asks_for_it(node: FakeNode, f
             await until(lambda there=there: bool(slices()) is there, f"a slice: {there}")  # type: ignore[misc]
         (body,) = node.server.objects("resourceslices")
         assert not body["spec"].get("devices")
+
+
+async def test_a_start_with_its_ledger_reads_each_list_once_and_writes_nothing(node: FakeNode) -> None:
+    """It lists its Node, its Lease, and slices with and without the node, each for a watch, but no claims."""
+    async with running(node, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        await until(lambda: node.server.objects("resourceslices"), "the slice")
+    node.server.forget_log()
+    async with running(node, Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        await until(lambda: bridge.publisher.observed(D, time.monotonic()).accepted, "the slices to be accepted")
+        asked = [one for one in node.server.requests("GET") if not one.watch and "fieldSelector" in one.query]
+        listed = sorted((one.path.rpartition("/")[2], one.query["fieldSelector"]) for one in asked)
+        assert listed == [
+            ("leases", f"metadata.name={NODE}"),
+            ("nodes", f"metadata.name={NODE}"),
+            ("resourceslices", f"spec.driver={D},spec.nodeName="),
+            ("resourceslices", f"spec.nodeName={NODE}"),
+        ]
+        assert not node.server.requests("GET", "/resourceclaims")
+        assert not node.server.writes
