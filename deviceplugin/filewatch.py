@@ -11,9 +11,9 @@ directory at the path is still the watched directory.
 
 The event loop makes no system call that waits for a file system. Such calls are made in a thread of the watch, which
 then ends. watchdog 7 holds a lock while it begins to watch a directory. So the thread first reads the directory's
-status: if the file system does not answer, only this thread hangs. If the file system stops answering between the two
-calls, no watch gets events until another instance replaces the present one, at the end of the first wait after 5 s.
-Until then, waits end by their timeouts.
+status: if the file system hangs, only this thread hangs. If the file system stops answering between the two calls, no
+watch gets events until another instance replaces the present one, at the end of the first wait after 5 s. Until then,
+waits end by their timeouts.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Watcher:
             self._look_at(place)
 
     def _drop(self, *places: _Place) -> None:
-        """Forget those places (directories) that no `Watch` needs.
+        """Forget those directories (places) that no `Watch` needs any more.
 
         A directory on which a thread is working is forgotten later.
         """
@@ -229,7 +229,7 @@ class Watcher:
             _in_thread(self._instance.forget, dropped)
 
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
-        """Give the hints for an event of the watched directory `at` to a place.
+        """Give the hints for an event of the watched path `at` to the watches of a directory (place).
 
         event: None if the directory was removed, or if its inotify watch was made anew.
         """
@@ -373,7 +373,7 @@ class _Instance:
             self._renew(observed)
 
     def forget(self, places: Iterable[_Place]) -> None:
-        """Send no more events to these places."""
+        """Send no more events of the watched paths to these directories (places)."""
         with contextlib.suppress(TimeoutError), self._held():
             for place in places:
                 self._leave(place)
@@ -386,9 +386,9 @@ class _Instance:
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
-        """Observe the present directory, for all events that its places want. Raises OSError, RuntimeError.
+        """Observe the directory at the path, for all events that watches of it want. Raises OSError, RuntimeError.
 
-        The kernel has only one watch for each inode, so the request must name the events of all places.
+        The kernel has only one watch for each inode, so the request must name all these events.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
@@ -409,7 +409,7 @@ class _Instance:
 
 
 class _Observed(events.FileSystemEventHandler):
-    """An observed directory, and the places that want its events. path: its path without symbolic links."""
+    """An observed directory, and the `_Place` objects that want its events. path: its path without symbolic links."""
 
     def __init__(self, path: str, hint: _Call, call: _Call) -> None:
         self.path = path

@@ -132,7 +132,7 @@ def lasting(tokens: Tokens) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return, by id, the present tokens of each device of a list; an empty set if no token is known. Blocks.
+    """Return, for each device of a source's list, its present tokens by id; an empty set if no token is known. Blocks.
 
     A node of several devices, such as /dev/nvidiactl, identifies none of these devices, except a device that has only
     shared nodes.
@@ -170,9 +170,9 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
-    """Return those of these device numbers behind which sysfs shows none of the hardware of a granted identity. Blocks.
+    """Return those of these device numbers that, by sysfs, are not of the hardware of a granted identity. Blocks.
 
-    Without such hardware in the identity, no number has moved.
+    If the identity has no hardware tokens, the result is empty.
     """
     hardware = frozenset(token for token in granted if _HARDWARE.fullmatch(token) or token.startswith(_PLACE))
     if not hardware:
@@ -257,7 +257,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
 
     def leaving(self, nodes: Tokens) -> Identity:
-        """Return the identity of a holder that no longer reaches these nodes."""
+        """Return the identity of a holder that cannot open these nodes any more."""
         left = self.left | reachable(self.tokens) & nodes
         return msgspec.structs.replace(self, reached=self.reached - nodes, left=left)
 

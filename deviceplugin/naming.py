@@ -42,7 +42,7 @@ EXTENDED_RESOURCE: Final = "extendedResource"
 
 SHARES: Final = "shares"
 """Capacity that the bridge adds to a shared device in slices: how many claims may share it. By default, a claim takes 1
-of it."""
+of this capacity."""
 
 MAX_ENTRIES: Final = 32
 """Maximum number of attributes and capacities together that one device may have."""

@@ -134,7 +134,7 @@ def _mistake(name: str, method: Any) -> str:
 
 
 def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[Device, ...]:
-    """Return a list from `watch` as a tuple of devices.
+    """Check a device list that `watch` has yielded, and return it as a tuple of devices.
 
     lists: the generator, whose line is in the message. Raises TypeError or ValueError if the list has anything but
     devices with different ids, or if `replicas_of` or `links` of the source is invalid for these devices.

@@ -26,15 +26,15 @@ OTHER_IDS: Final = (
     "directory or a mount, the resource has no device for others until they end (docs/existing-plugin.md)"
 )
 DIRECTORIES: Final = frozenset({"/dev/snd", "/dev/dri", "/dev/input", "/dev/bus/usb", "/dev/net", "/dev/vfio"})
-"""Directories that the settings of other plugins name as a device."""
+"""Directories that settings of other plugins give as the path of a device."""
 CORAL: Final = ({"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"})
-"""The ids of one accelerator, before and after its firmware is loaded."""
+"""The USB ids of the Coral accelerator, before and after its firmware is loaded."""
 
 
 class Imported(NamedTuple):
     """The result of an import. resources: entries of a config file.
 
-    notes: for the user, the settings that cannot be expressed in a config file.
+    notes: texts for the user about settings that cannot be expressed in a config file.
     """
 
     resources: list[dict[str, Any]]
@@ -46,10 +46,10 @@ class UnknownSettingsError(ValueError):
 
 
 def imported(text: str) -> Imported:
-    """Convert the settings of another device plugin to those of a config file.
+    """Convert the settings of another device plugin to the resources of a config file.
 
-    text: the plugin's own file, its flags, or YAML with these at any place: a ConfigMap, a DaemonSet, the `args` of a
-    container, values of a Helm chart. Raises UnknownSettingsError.
+    text: the plugin's own file, its flags, or YAML that contains file or flags at any depth: a ConfigMap, a DaemonSet,
+    the `args` of a container, values of a Helm chart. Raises UnknownSettingsError.
     """
     made = Imported([], [])
     try:
@@ -70,7 +70,7 @@ def imported(text: str) -> Imported:
 
 
 def has_settings(node: yaml.Node, file: str) -> bool:
-    """Return whether a file's node has the settings of a known plugin at any place. Raises ConfigError."""
+    """Return whether a YAML node contains the settings of a known plugin, at any depth. Raises ConfigError."""
     return any(True for _ in _in_node(node, file))
 
 
@@ -81,7 +81,7 @@ def as_file(made: Imported) -> str:
 
 
 class _ConfigDumper(yaml.SafeDumper):
-    """Puts texts in quotes that are numbers by YAML 1.1, and those that are numbers by the rules of a config file."""
+    """Writes YAML with quotes around texts that would be numbers, by YAML 1.1 or by the rules of a config file."""
 
 
 _ConfigDumper.add_implicit_resolver(
@@ -92,14 +92,14 @@ _ConfigDumper.add_implicit_resolver(
 # Functions that find the settings of plugins.
 
 _Take = Callable[[Any, Imported], None]
-"""A function that takes the settings of one kind of plugin."""
+"""A function that converts the settings of one kind of plugin, and adds the result to `Imported`."""
 
 
 def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
     """Yield the settings in a text: YAML that contains settings, or a command line with generic-device-plugin's flags.
 
-    whole: whether this is the text to import, and not a value in it. Raises yaml.YAMLError and ConfigError if the whole
-    text is neither.
+    whole: whether this is the whole text to import, not a value in it. For the whole text, raises yaml.YAMLError or
+    ConfigError if it is neither of these.
     """
     try:
         nodes = document.compose_all(text)
@@ -117,7 +117,7 @@ def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
 
 
 def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any]]:
-    """Yield the settings that a node is, or that it contains at any place, each once."""
+    """Yield the settings that a YAML node consists of or contains at any depth, each once."""
     left, seen = [document.plain(root, file)], set[int]()
     while left:
         node = left.pop()
@@ -131,17 +131,17 @@ def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any
 
 
 def _parts(node: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return the values of a collection in which settings may be. The flags of a container are one value."""
+    """Return those values of a collection that may contain settings. The flags of a container are one value."""
     if isinstance(node, list):
         return node
     flags = [key for key in ("command", "args") if _taker(node.get(key)) is _flags]
-    # The metadata of an object may have a copy of it, the configuration that was applied last.
+    # The metadata of an object may contain a copy of the object: the configuration that was last applied.
     values = [value for key, value in node.items() if key != "metadata" and key not in flags]
     return [[word for key in flags for word in node[key]], *values]
 
 
 def _taker(node: Any) -> _Take | None:
-    """Return the function that takes a node if it is the settings of a plugin, else None."""
+    """Return the function that converts a node if the node is the settings of a plugin, else None."""
     if isinstance(node, list):
         if node and all(isinstance(one, dict) and "devicematch" in one for one in node):
             return _smarter
@@ -171,7 +171,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """Return the flags of a command line, and their values without quotes, in turn."""
+    """Return the words of a command line, without quotes: flags and their values."""
     _, *parts = document.FLAG.split(text.replace("\\\n", " "))
     return [word for name, value in zip(parts[::2], parts[1::2], strict=True) for word in (f"--{name}", _plain(value))]
 
@@ -184,7 +184,7 @@ def _plain(value: str) -> str:
 
 
 def _flags(words: Sequence[Any], made: Imported) -> None:
-    """Take generic-device-plugin's flags, each with its value in one word or in two."""
+    """Convert generic-device-plugin's flags. A flag and its value are one word (`--flag=value`) or two words."""
     settings: dict[str, Any] = {"devices": []}
     pairs = iter(words)
     for word in pairs:
@@ -204,7 +204,7 @@ def _flags(words: Sequence[Any], made: Imported) -> None:
 
 
 def _specs(value: str, made: Imported) -> list[Any]:
-    """Return the devices of the flag --device; in its first form this was a name and globs."""
+    """Return the devices in a value of the flag --device; older versions of the plugin have a name and globs there."""
     name, *globs = value.split(",")
     if globs and re.fullmatch(r"[a-z0-9-]+", name):
         return [{"name": name, "groups": [{"paths": [{"path": glob.strip()}]} for glob in globs]}]
@@ -236,14 +236,14 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
         if len(parts) == 1:
             entries.append({key: value for key, value in parts[0].items() if key != "optional"})
         elif parts:
-            if all("optional" in part for part in parts):  # A device needs a part that is always there.
+            if all("optional" in part for part in parts):  # At least one part of a device must not be optional.
                 del parts[0]["optional"]
             entries.append({"group": [part if len(part) > 1 else part["path"] for part in parts]})
         entries += _usb(group.get("usb") or (), note)
     if not entries:
         note("it has no devices")
         return
-    if all({"usb": one} in entries for one in CORAL):  # In groups of their own.
+    if all({"usb": one} in entries for one in CORAL):  # Each of these ids is in a group of its own.
         entries = [entry for entry in entries if entry.get("usb") not in CORAL] + [{"usb": list(CORAL)}]
     resource: dict[str, Any] = {"name": name, "devices": entries}
     if len(permissions) > 1:
@@ -261,7 +261,7 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
 
 
 def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Return a path as the entry of a group, and note what has no counterpart."""
+    """Return a path as an entry of a `group`, and note the options that a config file cannot express."""
     host, inside = str(path["path"]), str(path.get("mountPath") or "")
     for key in ("readOnly", "limit"):
         if path.get(key):
@@ -277,7 +277,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
 
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the entry of a group's USB devices. Several ids are a list, the ids that one device has in turn."""
+    """Return the entry for USB devices of a group. Several ids: the same device has them one after the other."""
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
     ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]

@@ -37,7 +37,7 @@ class ConfigRules:
         self._names: dict[str, int] = {}
         """For each resource name, the line with this name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
-        """For each path without wildcards in a group, the path's line in the first group with this path, and that
+        """For each path without wildcards in a group of paths, its line in the first group with this path, and that
         group."""
 
     def check(self, value: msgspec.Struct, path: str, keys: AbstractSet[str]) -> None:
@@ -95,7 +95,7 @@ class ConfigRules:
             self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
-        """Report a device node that is in two different groups, because the groups may be the same device."""
+        """Report a device node that is in two different groups of paths, because both groups may be the same device."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, member in enumerate(group):
             if re.search(r"[*?[]", member):

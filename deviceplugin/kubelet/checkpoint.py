@@ -230,7 +230,7 @@ class DeviceLists(Protocol):
         """Send the device lists to the kubelet again; return whether a ListAndWatch stream of any resource is open."""
 
     def adopted(self, resource: str) -> bool:
-        """Return whether a vendor's plugin answers Allocate for a resource."""
+        """Return whether a vendor's plugin handles the Allocates of a resource."""
 
 
 class KnownCheckpoint(NamedTuple):

@@ -164,7 +164,7 @@ class ContainerStarts:
         """Return whether no container of these pods runs any more that the kubelet had begun to start before. Blocks.
 
         before: the result of `read` at the earlier time; pods that are missing in it were started later. Containers
-        whose state cannot be read may run.
+        whose state cannot be read count as running.
         """
         try:
             for uid in before.keys() & pods:

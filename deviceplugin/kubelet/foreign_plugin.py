@@ -22,8 +22,7 @@ from deviceplugin.files import FileIdentity
 from deviceplugin.register.records import Allocation
 
 LATE: Final = 5.0
-"""Seconds after a list was sent in which the kubelet certainly reads it and writes its checkpoint, even on a slow
-disk."""
+"""Seconds in which the kubelet certainly reads a sent device list and writes its checkpoint, even on a slow disk."""
 LISTED: Final = 1.0
 """Seconds after the creation of a plugin's socket within which the plugin's device list is in the checkpoint."""
 _TICK: Final = 0.01

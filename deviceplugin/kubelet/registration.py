@@ -352,12 +352,12 @@ class PluginRegistration:
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
-                # The socket stays served and registered until the directory answers.
+                # The socket stays served and registered until reads of the directory return again.
                 self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
                 await watch.wait(self._timing.poll)
 
     async def _next(self, watch: DirectoryReader) -> None:
-        """Execute the next step, then wait for a change. Raises LookTimeoutError if the directory does not answer."""
+        """Execute the next step, then wait for a change. Raises LookTimeoutError if a read of the directory hangs."""
         timing = self._timing
         now = await self._directory.now()
         seen = self._seen(now, await self._look(now))

@@ -240,7 +240,7 @@ class Agent:
             service.endpoint.refresh()
 
     def adopted(self, resource: str) -> bool:
-        """Return whether a vendor's plugin answers Allocate for a resource."""
+        """Return whether a vendor's plugin handles the Allocates of a resource."""
         return resource in self.services and isinstance(self.services[resource].source, AdoptedSource)
 
     def resend(self) -> bool:

@@ -70,7 +70,7 @@ class NodeEvidence(RegisterHost):
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return the uses of devices through other drivers and plugins. Same object until a use changes."""
+        """Return the uses of devices through other drivers and plugins. The same object until a use changes."""
         pods, claims = self.tracker.foreign(), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)

@@ -41,7 +41,7 @@ ENDING: Final = 25
 """Seconds after SIGTERM in which the agent should end: less than the 30 s after which the kubelet kills a pod.
 
 After ENDING seconds, the kernel ends the process by SIGALRM. This is necessary because gRPC removes a socket in the
-loop's thread, and that call has no deadline if the file system does not answer.
+loop's thread, and that call has no deadline if the file system hangs.
 """
 DEBOUNCE: Final = 0.05
 """Seconds without a further change after which a changed config file counts as completely written."""

@@ -27,12 +27,13 @@ from deviceplugin.register.records import (
 
 
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
-    """Record the present identity of the device for each holding without an identity of this boot.
+    """Record, for each holder's record without an identity of this boot, the present identity of its device.
 
     An identity that was taken from all nodes of an AllocateResponse is replaced as well, if one of these nodes is the
     device's. The nodes to which the device's paths lead now count as nodes that the holder can open: the
-    AllocateResponse names paths, and the runtime resolves the paths at each start of the container. The containers of
-    a prepared claim can open the nodes in its CDI file: `renew` records further nodes before the file gets them.
+    AllocateResponse names paths, and the runtime resolves the paths at each start of the container. The containers of a
+    prepared claim can open the nodes in the claim's CDI file: `renew` records further nodes before they are written
+    into the file.
     """
 
     def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
@@ -122,7 +123,10 @@ def _other_nodes(
 
 
 class Renewed(NamedTuple):
-    """The answer of `renew`. claim: the claim's new record; None if nothing changed. refused: by request, why."""
+    """The result of `renew`. claim: the claim's new record; None if nothing changed.
+
+    refused: the reason by refused request.
+    """
 
     claim: Claim | None
     refused: Mapping[str, str]
@@ -136,9 +140,9 @@ def renew(
 ) -> Operation[Renewed]:
     """Record a new Prepare response for a claim whose devices have other nodes now, and these nodes.
 
-    before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: by request, the
-    present tokens of the devices whose nodes the containers should get. A request is refused while another holder has
-    or can open one of these nodes. answered: returns the response, given the refused requests.
+    before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: for each request,
+    the present tokens of the devices whose nodes its containers should get. A request is refused while another holder
+    has, or can open, one of these nodes. answered: returns the response for the refused requests.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Renewed]:
@@ -181,10 +185,10 @@ def renew(
 
 
 def leave(before: Claim, nodes: Tokens, result: str) -> Operation[Claim | None]:
-    """Record that a claim reaches these nodes no more, and a new answer to it.
+    """Record that a claim's containers cannot open these nodes any more, and a new Prepare response for it.
 
-    The containers that reached them have ended. before: the claim's record. If the claim has another answer by now,
-    nothing is recorded, and the operation's answer is None.
+    Called after the containers that could open these nodes have ended. before: the claim's record. If the claim has
+    another response by now, nothing is recorded, and the result is None.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Claim | None]:

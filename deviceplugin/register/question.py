@@ -169,7 +169,7 @@ def _use(
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return a requested device as a use, with the hardware that the device's name stands for now."""
+    """Return a requested device as a `Use`, with the hardware that the device's name stands for now."""
     use = _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
     present = view.present.get(wanted.key)
     return use if present is None else use._replace(tokens=use.tokens | present)
@@ -186,7 +186,7 @@ def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
 
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
-    """Return one device of a claim as a use.
+    """Return one device of a claim as a `Use` (what one holder has of one device).
 
     If the claim is known only from evidence, its part of the device is unknown.
     """

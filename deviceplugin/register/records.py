@@ -1,4 +1,4 @@
-"""The register's frozen records, their snapshot, the decision of an operation, and the errors of the ledger."""
+"""The register's frozen records, their snapshot, the decision of an operation, and the errors of the ledger file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LedgerError(Exception):
 class LedgerLostError(LedgerError):
     """Raised when another program replaced the ledger's files, or the files have lost written records.
 
-    After this error the ledger refuses all grants. The process must restart, and rebuild the records from evidence.
+    After this error, the ledger refuses all grants. The process must restart, and rebuild the records from evidence.
     """
 
 
@@ -156,8 +156,8 @@ RecordKey = tuple[str, str]
 ContainerKey = tuple[str, str]
 """(pod UID, container)."""
 Point = str | RecordKey
-"""A key of the index of holders: a token of an identity (a device number, say), (resource, device) or (counter set,
-counter)."""
+"""A key of the index of holders: a token of an identity (for example, a device number), (resource, device) or (counter
+set, counter)."""
 
 
 class Amount(msgspec.Struct, frozen=True, array_like=True):

@@ -97,7 +97,7 @@ class RegisterHost:
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return the uses by other drivers and plugins, read from their files. Same object until a use changes."""
+        """Return the uses by other drivers and plugins, read from their files. The same object until a use changes."""
         return ()
 
     async def reread(self) -> None:
@@ -141,7 +141,7 @@ class ListedHardware:
         return self._has_released
 
     def now(self) -> HardwareIndex:
-        """Return the tokens of all devices of the sources. Same object until a device changes."""
+        """Return the tokens of all devices of the sources. The same object until a device changes."""
         services, version = self.served, list[object]()
         for name, service in services.items():
             version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
@@ -209,7 +209,7 @@ class Register:
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return the input of `refusal` besides the register's records. Same object until the input changes."""
+        """Return the input of `refusal` besides the register's records. The same object until the input changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
         unreleased = self.releases.unreleased() if self.listed.has_released else NONE
@@ -352,8 +352,8 @@ class Register:
         asked: what each id stood for at the request; by default what it stands for now.
 
         Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side exclude
-        the grant, or if the device's holder is not known yet; LookTimeoutError if paths of a device do not answer; the
-        store's error if the grant could not be recorded.
+        the grant, or if the device's holder is not known yet; LookTimeoutError if a read of the device's paths hangs;
+        the store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
         hardware = await self.verify(keys, resets=False)
@@ -427,7 +427,7 @@ class Register:
 
         Returns the tokens of all devices. Before the grant, the devices' tokens must still be these.
 
-        Raises DeviceConflictError, or LookTimeoutError if the paths of a device do not answer.
+        Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
 
         resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
@@ -476,8 +476,8 @@ class Register:
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
         """Check that devices are still the hardware that their holders were granted.
 
-        Raises DeviceConflictError if a device has another identity, LookTimeoutError if the paths of a device do not
-        answer.
+        Raises DeviceConflictError if a device has another identity, LookTimeoutError if a read of the device's paths
+        hangs.
         """
         services, state, view = self.listed.served, self.snapshot, self.view()
         granted: dict[DeviceKey, Tokens] = {}
@@ -500,7 +500,7 @@ class Register:
         A USB device can have another device number by then. If the device has another name now, that name is checked.
 
         Raises DeviceConflictError if a device is not the granted device, or if another holder has the device;
-        LookTimeoutError if the paths of a device do not answer; the store's errors.
+        LookTimeoutError if a read of the device's paths hangs; the store's errors.
         """
         services, hardware = self.listed.served, self.listed.now()
         fixed: list[DeviceKey] = []

@@ -14,7 +14,7 @@ from typing import Final
 from deviceplugin.exclusion import DeviceKey
 
 PROMPT: Final = 0.3
-"""Seconds between two readings of the evidence about awaited devices, so that a waiting call is answered soon."""
+"""Seconds between two readings of the evidence about awaited devices, so that a waiting call ends soon."""
 
 
 class Waits:

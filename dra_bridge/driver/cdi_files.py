@@ -1,8 +1,8 @@
 """The files of prepared claims: CDI specs, which the container runtime reads, and the agent's own claim files.
 
 The agent renames a complete file into place, but does not sync it to the disk. At each start, the agent writes all
-files again from the ledger, because a power failure may have emptied or removed files. On most nodes, /var/run is in
-memory.
+files again from the ledger file, because a power failure may have emptied or removed files. On most nodes, /var/run is
+in memory.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 
 
 def request_of(name: str) -> str:
-    """Return the request of a CDI device in a claim's spec. name: of the CDI device, see `ClaimFiles.answer`."""
+    """Return the claim's request for which a CDI device is. name: the CDI device's name, see `ClaimFiles.answer`."""
     return name.split("_")[2]
 
 
 def without(spec: str, requests: Collection[str]) -> str:
     """Return a claim's CDI spec without the CDI devices of some requests; "" if none remain.
 
-    The runtime creates no container with such a CDI device. It ignores a file with an empty CDI device or without any.
+    The runtime does not create a container that needs a missing CDI device. The runtime ignores a file without CDI
+    devices, or with an empty CDI device.
     """
     if not requests or not spec:
         return spec
@@ -201,7 +202,7 @@ class CdiStore:
 
 
 class ClaimFileStore(CdiStore):
-    """The agent's own claim files of one driver, in a directory below that of CDI specs."""
+    """The agent's own files of one driver's claims, in a directory below the directory of CDI specs."""
 
     SUFFIX = claim_files.SUFFIX
 

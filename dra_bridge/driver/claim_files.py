@@ -35,7 +35,7 @@ CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
 The files are not watched, because a watch would report each file that this process itself writes or removes, so that
-its threads would be busy while the kubelet waits for the answer to the next Prepare.
+its threads would be busy while the kubelet waits for the response to the next Prepare.
 """
 
 
@@ -116,7 +116,7 @@ class ClaimFiles:
         """Call a function that reads or changes files. If this task is cancelled, first wait until the call has ended.
 
         The wait, which has a time limit, keeps the next call for the claim from changing the claim's files at the same
-        time. Raises CdiError, also if the file system does not answer.
+        time. Raises CdiError, also if the file system hangs.
         """
         if self.looks.hanging:
             raise cdi.CdiError(self.looks.hanging)
@@ -129,7 +129,7 @@ class ClaimFiles:
         return look.result
 
     async def write(self, claim: Claim, prepared: Prepared | None) -> bool:
-        """Write the files of a claim that is in the ledger; return False if all files existed already.
+        """Write the files of a claim that is in the ledger file; return False if all files existed already.
 
         The caller has the claim's lock.
 
@@ -149,7 +149,7 @@ class ClaimFiles:
         return self._store.write(claim.uid, spec.encode()) or written
 
     async def describe(self, uid: str) -> None:
-        """Write the agent's file of a claim again from the ledger's record. The caller needs no lock.
+        """Write the agent's file of a claim again from the ledger file's record. The caller needs no lock.
 
         Nothing is written if the claim has no such file, or no record in the ledger.
         """
@@ -221,7 +221,7 @@ class ClaimFiles:
                 await asyncio.sleep(CHECK)
 
     def _missing(self) -> list[str]:
-        """Return the UIDs of the ledger's claims for which a file is missing."""
+        """Return the UIDs of the ledger file's claims for which a file is missing."""
         own, specs, metadata = self._own.list(), self._store.list(), self._metadata.list()
 
         def complete(claim: Claim) -> bool:

@@ -1,8 +1,8 @@
 """The device metadata (KEP-5304) of one driver's claims: the content of each request's file, and the files on the host.
 
 The metadata files are in the directory of the agent's claim files (`deviceplugin.register.claim_files`). They are
-written before the CDI file that mounts them, and removed after this file. The ledger has their content in the claim's
-recorded response, so that lost files can be written again.
+written before the CDI file that mounts them, and removed after this file. The ledger file has their content in the
+claim's recorded response, so that lost files can be written again.
 """
 
 from __future__ import annotations

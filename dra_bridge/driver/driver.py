@@ -165,8 +165,8 @@ class Driver:
         the devices of this resource are taken from the claim's CDI file and the claim state. prepared: the claims in
         the kubelet's claim state.
 
-        Raises OSError if the files cannot be read, CdiError if neither the ledger nor a file nor the claim state names
-        the devices of a claim.
+        Raises OSError if the files cannot be read, CdiError if neither the ledger file nor a file nor the claim state
+        names the devices of a claim.
         """
         state = [claim for claim in prepared if self.name in claim.devices]
         pods = {claim.uid: claim.pod_uids for claim in state}

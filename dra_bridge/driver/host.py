@@ -13,7 +13,7 @@ class RunningPods(NamedTuple):
     """The pods whose processes run, by UID.
 
     unlisted: for each running pod whose claims are unknown, when its processes were first seen (monotonic seconds). The
-    kubelet did not list such a pod: it forgets the claims of a pod that was deleted by force.
+    kubelet did not list such a pod, because the kubelet forgets a pod that was deleted by force, with its claims.
     """
 
     running: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class DriverHost:
         return naming.qualifiers(resources)
 
     async def running_pods(self) -> RunningPods:
-        """Record in the ledger which pods use which claims. Return the pods whose processes run.
+        """Record in the ledger file which pods use which claims. Return the pods whose processes run.
 
         Raises ClaimStateError, LedgerError or OSError if the pods are not known.
         """

@@ -112,7 +112,7 @@ class ClaimPreparation:
         """
 
     async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
-        """Prepare a claim and return the response, which the ledger records.
+        """Prepare a claim, record the response in the ledger file, and return it.
 
         limit: the time limit for waits of this call.
         """
@@ -183,8 +183,8 @@ class ClaimPreparation:
         reconcileLoop). If another pod shares a claim, the loop only removes the pod from the claim state.
 
         After `PATIENCE` seconds, the response states that the claim is unprepared, even if containers still run. But
-        the claim's record stays in the ledger, so that the claim holds its devices until no process of its pods runs
-        (`ClaimReconciler`).
+        the claim's record stays in the ledger file, so that the claim holds its devices until no process of its pods
+        runs (`ClaimReconciler`).
         """
         driver = self.records.driver
         for work in self.preparing:

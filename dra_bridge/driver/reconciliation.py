@@ -1,4 +1,4 @@
-"""Unprepares claims that no pod uses any more, and makes the claims' files match the ledger's records."""
+"""Unprepares claims that no pod uses any more, and makes the claims' files match the ledger file's records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClaimReconciler:
-    """Compares one driver's claims in the ledger with evidence: claim state, processes, API server, files."""
+    """Compares one driver's claims in the ledger file with evidence: claim state, processes, API server, files."""
 
     records: ClaimRecords
     api: ClusterClaims
@@ -41,8 +41,8 @@ class ClaimReconciler:
         checked, the claim stays prepared.
 
         named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
-        `RunningPods`. sweep: whether to remove files of claims that are not in the ledger. The ledger may have lost
-        claims, so a caller must first let the ledger adopt the claims in the files.
+        `RunningPods`. sweep: whether to remove files of claims that are not in the ledger file. The ledger may have
+        lost claims, so a caller must first let the ledger adopt the claims in the files.
 
         Returns, for each action, the UIDs of claims. Actions: "unprepared"; "reopened": after a reboot, the next
         Prepare sets the claim's devices up again; "rewritten", "removed": files of the claim were written again or

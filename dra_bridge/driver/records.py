@@ -1,4 +1,4 @@
-"""Reads the ledger's records of a driver's claims, with the Prepare responses that the kubelet has received."""
+"""Reads the ledger file's records of a driver's claims, with the Prepare responses that the kubelet has received."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
     spec: the claim's CDI spec as text, "" if the claim needs none. boot: the node's boot in which the claim was
     prepared. metadata: the texts of the claim's metadata files, by request. withheld: the requests whose CDI devices
-    are left out of the CDI file, because one of their devices is not there, or because another holder can open one of
-    its nodes. stale: numbers that were taken out of the CDI file, and that containers of the claim may still be able to
-    open. starts: how often the kubelet had begun to start each container after `stale` was taken out; None if that was
-    not read yet.
+    are not in the CDI file, because one of their devices is unplugged, or because another holder can open one of its
+    nodes. stale: device numbers that were removed from the CDI file, but whose nodes the claim's containers may still
+    be able to open. starts: how often the kubelet had begun to start each container when `stale` was removed; None if
+    this was not read yet.
     """
 
     devices: tuple[PreparedDevice, ...]
@@ -86,7 +86,7 @@ def is_over(
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecords:
-    """The records of one driver's claims in the ledger, and a lock for each claim."""
+    """The records of one driver's claims in the ledger file, and a lock for each claim."""
 
     driver: str
     pool: str
@@ -94,7 +94,7 @@ class ClaimRecords:
     _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
 
     def get(self, uid: str) -> Claim | None:
-        """Return the ledger's record of a claim; None if there is no record."""
+        """Return the ledger file's record of a claim; None if there is no record."""
         return self.ledger.snapshot.claims.get((self.driver, uid))
 
     def all(self) -> list[Claim]:

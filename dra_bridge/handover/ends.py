@@ -101,7 +101,7 @@ class MovesToPlugin:
     queries: by device and sequence number of its record, so that each move begins with a new query. waits: makes the
     delays between two reads of a claim. limited: whether pods have, or may get, devices of the resource by their
     `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod. It becomes False when
-    the ledger names no such pod, and either a list of claims names none or no device waits.
+    the ledger file names no such pod, and either a list of claims names none or no device waits.
     """
 
     moved: MovedResource
@@ -109,7 +109,7 @@ class MovesToPlugin:
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
     limited: bool = False
     _limits: _ClaimQuery | None = None
-    """The query for the claims that give pods devices for `limits`; None while the ledger alone decides about
+    """The query for the claims that give pods devices for `limits`; None while the ledger file alone decides about
     `limited`."""
 
     async def commit(
@@ -194,11 +194,11 @@ class MovesToPlugin:
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
     ) -> dict[str, _ClaimQuery]:
-        """Return, for each of these devices, the query for its claim. prepared: the ledger's claims, by device."""
+        """Return, for each of these devices, the query for its claim. prepared: the ledger file's claims, by device."""
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
-            # The claim in the ledger may be unprepared soon, so this claim is read first and without a delay.
+            # The claim in the ledger file may be unprepared soon, so this claim is read first and without a delay.
             if (claim := prepared.get(name)) is not None:
                 self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}

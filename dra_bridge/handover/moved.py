@@ -31,7 +31,7 @@ class Allocated:
 class MoveEvidence(Protocol):
     """Reads which pods and claims hold devices, and which claims have devices allocated. Each call reads again.
 
-    errors: the exceptions that `allocated` and `allocates` raise when the API server does not answer.
+    errors: the exceptions that `allocated` and `allocates` raise when the API server does not respond.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]]

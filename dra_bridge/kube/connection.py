@@ -267,7 +267,7 @@ class Connection:
         return self._again_at - now
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try. While the server is lost, the wait ends as soon as another request is answered."""
+        """Wait before another try. If the server is unreachable, the wait ends as soon as another request succeeds."""
         if self.statistics.lost_since is None:
             await asyncio.sleep(seconds)
             return

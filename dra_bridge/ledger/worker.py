@@ -29,9 +29,9 @@ class AsyncLedger:
     kernel keeps the write in memory. Measured with four pods at once on two busy cores: the return from a thread took
     longer than the rest of an Unprepare. Operations that arrive during a commit are committed together afterwards.
 
-    If the file system does not answer, waiting operations fail after `DEADLINE` seconds, and new operations fail at
-    once until the file system answers again. The operation that the thread was executing may still be recorded; the
-    record of such a grant remains until evidence shows that the grant has no holder.
+    If the file system hangs, waiting operations fail after `DEADLINE` seconds, and new operations fail at once until
+    the file system answers again. The operation that the thread was executing may still be recorded; the record of such
+    a grant remains until evidence shows that the grant has no holder.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -92,7 +92,7 @@ class AsyncLedger:
         return answered
 
     async def close(self) -> None:
-        """Execute the pending operations, then close the ledger; give up if the file system does not answer in time."""
+        """Execute the pending operations, then close the ledger; give up if the file system hangs in time."""
         going = [
             task
             for task, looks in ((self.answering, self.looks), (self._copying, self.copy_looks))

@@ -39,7 +39,7 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 STANDBY: Final = 2.0
-"""Seconds after which the agent logs a warning that it still waits, because another agent has the ledger open."""
+"""Seconds after which the agent logs a warning that it still waits, because another agent has the ledger file open."""
 
 
 class Bridge(ClaimSide):
@@ -100,7 +100,7 @@ class Bridge(ClaimSide):
 
     @property
     def ledger_path(self) -> Path:
-        """The path of the ledger. The path does not depend on the config."""
+        """The path of the ledger file. The path does not depend on the config."""
         return self.node.directory / "register.db"
 
     # Methods that the agent calls (ClaimSide): `draining`, `brought`, `contested` and `end`.
@@ -156,7 +156,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _opened(self) -> bool:
-        """Open the ledger and begin to serve. Return False if the agent is stopped before it serves."""
+        """Open the ledger file and begin to serve. Return False if the agent is stopped before it serves."""
         stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
         try:
             await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +169,7 @@ class Bridge(ClaimSide):
         return not opening.cancelled()
 
     async def _open_all(self) -> None:
-        """Open the ledger, and begin to serve. Raises AgentError if the ledger cannot be opened."""
+        """Open the ledger file, and begin to serve. Raises AgentError if the ledger cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
         await self._adopt_claims()
         self.agent.keep_from_pods()
@@ -177,7 +177,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record claims that are only in claim files, not in the ledger. Then run the drivers of all claims.
+        """Record claims that are only in claim files, not in the ledger file. Then run the drivers of all claims.
 
         A file counts if this agent wrote it, or if a resource
         names the file's driver, because the kubelet then asks this agent to unprepare the claim. Other files belong to
@@ -282,7 +282,7 @@ class Bridge(ClaimSide):
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
-        """Wait until no other agent has the ledger open, then open it. Raises AgentError."""
+        """Wait until no other agent has the ledger file open, then open it. Raises AgentError."""
         path = self.ledger_path
         copy = copies.path(self.node.drivers.cdi_directory, self.agent_name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))

@@ -55,7 +55,7 @@ class ClaimChecks:
         backoff = Backoff(first=1.0, most=60.0)
         ending = Backoff(first=1.0, most=RECONCILE)
         while True:
-            # CDI files are evidence of holders, so they must not be removed before the ledger has recorded their
+            # CDI files are evidence of holders, so they must not be removed before the ledger file has recorded their
             # content.
             waits = [runtime.reconciled for runtime in resources.values() if not runtime.reconciled.is_set()]
             try:
@@ -102,8 +102,8 @@ class ClaimChecks:
     async def reconcile(self, *, sweep: bool) -> None:
         """Check the driver's claims once.
 
-        sweep: whether to remove CDI files of claims that are not in the ledger. Raises ClaimStateError, and unprepares
-        no claim, if the kubelet's claim state cannot be read.
+        sweep: whether to remove CDI files of claims that are not in the ledger file. Raises ClaimStateError, and
+        unprepares no claim, if the kubelet's claim state cannot be read.
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())

@@ -27,10 +27,10 @@ from dra_bridge.kube import (
 Visit = Callable[[ListedClaim], None]
 
 DEADLINE: Final = 240.0
-"""Maximum seconds of one list: less than the 300 s for which etcd keeps the revision of the list's first page
+"""Maximum seconds to list all claims: less than the 300 s for which etcd keeps the revision of the list's first page
 (kube-apiserver compacts)."""
 REST: Final = 1.0
-"""Seconds of pause after a list for each second that the list took, because a list transfers all claims."""
+"""Seconds of pause after a list of claims for each second that this list took, because a list transfers all claims."""
 LONGEST_REST: Final = 60.0
 
 

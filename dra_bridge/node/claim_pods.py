@@ -40,7 +40,7 @@ class PodsAndClaims:
 
 @dataclass(slots=True, eq=False)
 class ClaimPods:
-    """Records in the ledger which pods use the claims of one driver, before the kubelet forgets these pods.
+    """Records in the ledger file which pods use the claims of one driver, before the kubelet forgets these pods.
 
     tracker: finds the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files:
     writes the agent's file of a claim again after its record in the ledger has changed. recorded: UIDs of the running
@@ -60,7 +60,7 @@ class ClaimPods:
         self._running = SharedCall(self._read)
 
     async def running(self) -> RunningPods:
-        """Record in the ledger which pods use which claims. Return the pods whose processes run.
+        """Record in the ledger file which pods use which claims. Return the pods whose processes run.
 
         The pods and the claim state are read after the call has begun. Simultaneous calls share one reading.
 

@@ -1,4 +1,4 @@
-"""Compares the ledger's records of devices with evidence of holders before the agent offers any device."""
+"""Compares the ledger file's records of devices with evidence of holders before the agent offers any device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sources_of(error: Exception) -> list[EvidenceSource]:
 
 @dataclass(eq=False)
 class EvidenceReader:
-    """Reads the holders of one driver's devices from all evidence outside the agent's own ledger."""
+    """Reads the holders of one driver's devices from all evidence outside the agent's own ledger file."""
 
     driver: Driver
     agent: Agent
@@ -78,7 +78,7 @@ class EvidenceReader:
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
         """Return the evidence of the holders of these devices of a resource.
 
-        Raises one of `EVIDENCE_ERRORS`, for example CheckpointError if this agent answered an Allocate during the read.
+        Raises one of `EVIDENCE_ERRORS`, for example CheckpointError if an Allocate ran during the read.
         """
         if why := self.agent.claims.lost():
             raise CdiError(why)
@@ -110,7 +110,7 @@ class EvidenceReader:
         return Evidence(mine, tuple(claims), current=now.current)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
-        """Return whether the ledger has all devices of the claim.
+        """Return whether the ledger file has all devices of the claim.
 
         A claim that was recorded from evidence may lack devices, because its resources are recorded one after another.
         """
@@ -166,13 +166,13 @@ class EvidenceReader:
 
 
 class ReconciledDriver(Protocol):
-    """The object to call after changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+    """The object that reacts to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
         """Handle that the published names of devices have been decided."""
 
     def changed(self) -> None:
-        """Handle that holders or states of devices have changed in the ledger."""
+        """Handle that holders or states of devices have changed in the ledger file."""
 
     def quarantined(self, resource: str, device: str) -> None:
         """Handle that a device was quarantined."""
@@ -180,7 +180,7 @@ class ReconciledDriver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceReconciler:
-    """Compares the ledger's records of one driver's devices with evidence of the devices' holders (reconciliation)."""
+    """Compares the ledger file's records of one driver's devices with evidence of their holders (reconciliation)."""
 
     context: DriverContext
     evidence: EvidenceReader
@@ -206,7 +206,8 @@ class DeviceReconciler:
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
         """Reconcile the devices of a resource until all are reconciled.
 
-        After the agent's start, this is necessary for all devices, because the ledger may have lost its last records.
+        After the agent's start, this is necessary for all devices, because the ledger file may have lost its last
+        records.
         """
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
@@ -245,9 +246,10 @@ class DeviceReconciler:
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
-        """Compare the ledger with the evidence about these devices. Return the devices whose holders stay uncertain.
+        """Compare the ledger file with the evidence about these devices.
 
-        Raises one of `EVIDENCE_ERRORS` if the evidence cannot be read now.
+        Return the devices whose holders stay uncertain. Raises one of `EVIDENCE_ERRORS` if the evidence cannot be read
+        now.
         """
         if not devices:
             return ()

@@ -278,7 +278,7 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Notify the other objects that holders or states of devices have changed in the ledger."""
+        """Notify the other objects that holders or states of devices have changed in the ledger file."""
         for runtime in self.resources.values():
             runtime.handover.wake()
             runtime.service.endpoint.refresh()

@@ -49,7 +49,7 @@ class BridgeOptions(common.RunOptions):
     """The values of the options of an agent with device plugin and DRA.
 
     node: the name of this node and of its pools. claim_status: whether to write `status.devices` of prepared claims.
-    agent_name: the name of the directory with the ledger and the drivers' sockets. namespace: the namespace of the
+    agent_name: the name of the directory with the ledger file and the drivers' sockets. namespace: the namespace of the
     node's Lease.
     """
 

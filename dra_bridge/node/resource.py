@@ -36,7 +36,7 @@ BYPASSED: Final = 60.0
 
 
 def section(driver: str) -> str:
-    """Return the name of the ledger's section with the qualifiers (name prefixes) of a driver's resources."""
+    """Return the name of the ledger file's section with the qualifiers (name prefixes) of a driver's resources."""
     return f"qualifier {driver}"
 
 
@@ -70,10 +70,10 @@ class ResourceRuntime:
     """One resource of a driver on this node.
 
     leaving: whether the resource names another driver now, so that its devices in this driver's slices return to the
-    device plugin. changed: an event, set when the resource's devices may have changed, or may be missing in the ledger.
-    reconciled: an event, set once the ledger's records of all its devices were compared with evidence. bypassed_at:
-    when a vendor's plugin of the resource last bypassed this agent by registering with the kubelet (monotonic seconds).
-    task: the task that serves the resource.
+    device plugin. changed: an event, set when the resource's devices may have changed, or may be missing in the ledger
+    file. reconciled: an event, set once the ledger's records of all its devices were compared with evidence.
+    bypassed_at: when a vendor's plugin of the resource last bypassed this agent by registering with the kubelet
+    (monotonic seconds). task: the task that serves the resource.
     """
 
     service: Service
@@ -180,7 +180,7 @@ class BridgeNode:
     def directory(self) -> Path:
         """The agent's directory in the kubelet's directory `plugins`.
 
-        This directory contains the ledger and the sockets of all drivers.
+        This directory contains the ledger file and the sockets of all drivers.
         """
         return self.directories.own
 

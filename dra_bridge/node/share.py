@@ -18,10 +18,11 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 SHARE: Final = "share"
-"""The section of the ledger's settings with, for each driver, the last valid text of the Node's share annotation."""
+"""The section of the ledger file's settings with, for each driver, the last valid text of the Node's share
+annotation."""
 
 SHARE_NODE: Final = "share's node"
-"""The section of the ledger's settings with, for each driver, the UID of the Node that had this annotation."""
+"""The section of the ledger file's settings with, for each driver, the UID of the Node that had this annotation."""
 
 NO_DEVICES: Final = Share(0)
 
@@ -51,12 +52,12 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 class DriverShare:
     """The share of devices for claims that the Node's annotation requests of one driver.
 
-    The ledger stores the last valid share. The stored share stays in effect if the requested share is invalid, or if
-    the Node object was replaced by a Node without this annotation. So a Node that is deleted and recreated (for example
-    by a repair) undoes no migration. share: the requested share; None if the shares in the config apply. text: the
-    Node's annotation, "" if there is none. kept: the share of the replaced Node, while it stays in effect. refused: the
-    last invalid text that was logged. requested_on: the UID of the Node with the last request, even before it is in the
-    ledger. warned: the UID of the Node for which a warning was logged that the former share stays in effect.
+    The ledger file stores the last valid share. The stored share stays in effect if the requested share is invalid, or
+    if the Node object was replaced by a Node without this annotation. So a Node that is deleted and recreated (for
+    example by a repair) undoes no migration. share: the requested share; None if the shares in the config apply. text:
+    the Node's annotation, "" if there is none. kept: the share of the replaced Node, while it stays in effect. refused:
+    the last invalid text that was logged. requested_on: the UID of the Node with the last request, even before it is in
+    the ledger. warned: the UID of the Node for which a warning was logged that the former share stays in effect.
     """
 
     driver: str

@@ -32,8 +32,8 @@ DEBOUNCE: Final = 0.02
 async def decide_names(context: DriverContext, resource: str) -> bool:
     """Decide and record the published names of a resource's devices. Return False if they were recorded before.
 
-    Published and allocated devices keep their names. If the ledger has no names, because it is new or was lost, the
-    former names are read from the slices, or from the last report, at the API server.
+    Published and allocated devices keep their names. If the ledger file has no names, because it is new or was lost,
+    the former names are read from the slices, or from the last report, at the API server.
 
     Raises LedgerError, ClusterError or TimeoutError if the names cannot be decided now.
     """
@@ -114,8 +114,8 @@ class SliceFeed:
                 runtime.changed.set()
             rest = first - time.monotonic()
             # The first slices wait until the driver is registered: a pod with a claim that starts before fails, and the
-            # kubelet tries again only a minute later. An earlier agent's slices stay until the ledger was compared with
-            # evidence.
+            # kubelet tries again only a minute later. An earlier agent's slices stay until the ledger file was compared
+            # with evidence.
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:
@@ -145,7 +145,7 @@ class SliceFeed:
         if self._context.node.watch.annotations is None:
             return False  # Wait for the Node's annotations, by which a rollout may request a pool even without devices.
         # A driver with resources first needs the published names of their devices. A driver without resources needs no
-        # names: its slices are removed, even if the ledger was lost together with the names.
+        # names: its slices are removed, even if the ledger file was lost together with the names.
         if self._context.resources and not self._context.qualifiers():
             return False
         snapshots = [runtime.listed for runtime in self._context.resources.values()]
@@ -191,8 +191,8 @@ class SliceFeed:
         effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         driver = self._context.name
-        # From this annotation, an agent that has lost its ledger reads the published names. By it, the admission
-        # policies recognise a slice of this agent, and permit a former driver to delete the slice.
+        # From this annotation, an agent that has lost its ledger reads the published names. By this annotation, the
+        # admission policies recognise a slice of this agent, and permit a former driver to delete the slice.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
         # nodes of its group have a pool. So an empty pool is published only if a rollout requests it, because a rollout

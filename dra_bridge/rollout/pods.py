@@ -13,16 +13,18 @@ FEW: Final = 12
 """Up to this number of nodes, each Node and the pods of each node are read by separate requests; for more, by lists of
 all."""
 _UNWELL: Final = ("status.phase=Pending,spec.nodeName!=", "status.phase=Failed")
-"""Lists in this order show each pod that fails meanwhile."""
+"""Field selectors of pods that do not run. Pending pods are listed first, so that a pod that fails between the lists is
+found."""
 _UNPREPARED: Final = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
 UID_LENGTH: Final = 8
 """Number of characters of a pod's UID that are kept: enough to distinguish the pods of one node."""
 
 
 async def read_failing(cluster: Cluster, nodes: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
-    """Return the failing pods of nodes, by node, as `failing_pods`. Raises ClusterError.
+    """Return, for each node, its failing pods in the form of `failing_pods`. Raises ClusterError.
 
-    nodes: resources by node. For more than FEW nodes, the failed and the pending pods of the cluster are listed once.
+    nodes: for each node, the resources. For more than FEW nodes, the failed and the pending pods of the whole cluster
+    are listed.
     """
     if not nodes:
         return {}
@@ -41,7 +43,7 @@ async def read_failing(cluster: Cluster, nodes: Mapping[str, Collection[str]]) -
 
 
 def may_fail(pod: Object, resources: Collection[str]) -> bool:
-    """Return whether a pod requests one of the resources or has claims, and has failed or does not run yet."""
+    """Return whether a pod that requests one of the resources, or has claims, has failed or does not run yet."""
     status = pod.get("status") or {}
     claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
     needs = claims or not requests_of(pod).keys().isdisjoint(resources)

@@ -159,7 +159,7 @@ async def migrate(
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. wait: whether to wait
     until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError if
-    the share is impossible; nothing was written then. Raises ClusterError if the API server does not answer.
+    the share is impossible; nothing was written then. Raises ClusterError if the API server does not respond.
     """
     views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
@@ -214,7 +214,7 @@ async def rollout(
     show the order of the nodes and write nothing.
 
     Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
-    does not answer.
+    does not respond.
     """
     views, namespaces = await _selected(cluster, driver, selector, namespace, check=not goal.undo)
     if goal.undo and not any(view.before or view.marks.own or view.marks.pool for view in views):

@@ -29,7 +29,7 @@ async def read_status(
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. listed: a function
     that is called with the agents' reports, before claims are read and the agents are asked. Raises RolloutError if the
-    driver or a node does not exist, ClusterError if the API server does not answer.
+    driver or a node does not exist, ClusterError if the API server does not respond.
     """
     nodes = await read_nodes(cluster, driver, names, namespace, listed=listed)
     # The devices of a node without Lease and slices are known only to the node's agent.

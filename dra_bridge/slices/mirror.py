@@ -25,7 +25,7 @@ class SliceScope(Enum):
 
 
 def scope_of(body: Object) -> SliceScope:
-    """Return the scope of the list and watch that contain a slice."""
+    """Return the scope (node or nodeless) of the list and the watch that contain a slice."""
     return SliceScope.NODE if body["spec"].get("nodeName") else SliceScope.NODELESS
 
 

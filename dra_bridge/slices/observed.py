@@ -19,7 +19,7 @@ from dra_bridge.slices.plan import ServerMutations, Write, generation_of, plan
 
 @dataclass(frozen=True, slots=True)
 class SeenSlices:
-    """A driver's slices as the watch and the answers to writes last showed them. The fields are those of `Mirror`."""
+    """A driver's slices as the watch and the responses to writes last showed them. The fields are those of `Mirror`."""
 
     bodies: tuple[Object, ...] = ()
     generation: int = 0
@@ -87,8 +87,8 @@ class ObservedPool:
     def unready(self, now: float) -> str:
         """Return why the agent is not ready for this pool; "" if it is ready. now: monotonic seconds.
 
-        The agent is ready while the API server has the wanted slices or does not answer. The agent stays ready for some
-        time after the slices begin to differ, because most failures end by themselves.
+        The agent is ready while the API server has the wanted slices or does not respond. The agent stays ready for
+        some time after the slices begin to differ, because most failures end by themselves.
         """
         if self.published:
             return ""
