@@ -442,7 +442,7 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
-        """Record a grant of ids. Raises Refusal if other holders, or the device's side, exclude the grant.
+        """Record a grant of ids. Raises Refusal if other holders exclude the grant, or if the device is for claims.
 
         ids: the device of each id. asked: for each id, the identity and amount for which the response was made.
         """

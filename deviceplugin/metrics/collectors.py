@@ -1,7 +1,7 @@
 """The Prometheus metrics of an agent, and the routes of the agent's HTTP server. Loaded only if metrics are served.
 
-For each scrape, a view of the agent is converted to metric families; this module itself counts nothing. The client
-library makes the `process_*` metrics.
+For each scrape, a view (the agent's state at that moment) is converted to metric families; this module itself counts
+nothing. The client library makes the `process_*` metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the view of an agent at one moment, which metrics, /status and the page show.
+"""Makes the view of an agent: its whole state at one moment, for metrics, /status and the page.
 
 The view combines the present state of other objects, and calls neither the kubelet nor the hardware. Values that are
 too old count as unknown.

@@ -7,8 +7,8 @@ With pytest, no import is needed. The package registers the fixtures:
         pod = fake_kubelet.run_pod("p", {"example.com/fpga": 1})
         assert pod.nodes[0].container == "/dev/fpga0"
 
-Without pytest, `FakeKubelet` and `serve` do the same as context managers. The names here are imported
-on first use, so that gRPC is not loaded before.
+Without pytest, `FakeKubelet` and `serve` do the same as context managers. The names of this package are imported on
+first use, so that gRPC is loaded only then.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Final, Literal
 __all__ = ["CgroupLayout", "CgroupTree"]
 
 CgroupLayout = Literal["v2", "v2-systemd", "v1", "v1-systemd"]
-"""The cgroup version of the kernel, and the kubelet's cgroup driver: systemd if it is named, otherwise cgroupfs."""
+"""The cgroup version of the kernel, with `-systemd` if the kubelet's cgroup driver is systemd instead of cgroupfs."""
 
 V1_CONTROLLERS: Final = ("cpu,cpuacct", "memory", "pids", "systemd")
 _EVENTS: Final = "cgroup.events"
@@ -106,7 +106,7 @@ class CgroupTree:
         return Path(*(f"{'-'.join(escaped[: depth + 1])}.slice" for depth in range(len(escaped))))
 
     def _update_events(self, uid: str) -> None:
-        """Write into cgroup.events of a pod and its parents whether they have processes, as the kernel does with v2."""
+        """Write into the cgroup.events of a pod's cgroup and its parents whether they have processes (cgroup v2)."""
         if not self._v2:
             return
         (pod,) = self.pod(uid)

@@ -1,9 +1,9 @@
 """Reads and writes the kubelet's claim state file, byte for byte as the kubelet does.
 
 `dra_manager_state` in the kubelet's root directory names the claims that the kubelet counts as prepared, or is about to
-prepare. For each claim it has the pods that use the claim, and the devices in the drivers' answers. Source of the
-facts: kubelet 1.36.3, pkg/kubelet/cm/dra/state (checkpoint.go, checkpointer.go, state.go) and claiminfo.go, and a Go
-program that wrote the samples in the tests.
+prepare. For each claim, the file has the pods that use the claim, and the devices in the drivers' responses. Source of
+the facts: kubelet 1.36.3, pkg/kubelet/cm/dra/state (checkpoint.go, checkpointer.go, state.go) and claiminfo.go, and a
+Go program that wrote the samples in the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FILE_NAME", "AnsweredDevice", "DevicesOfClaim", "from_json", "read_o
 
 @dataclass(frozen=True, slots=True)
 class AnsweredDevice:
-    """A device in a driver's answer to NodePrepareResources. share: the share id, or None."""
+    """A device in a driver's response to NodePrepareResources. share: the share ID, or None."""
 
     requests: tuple[str, ...]
     pool: str

@@ -1,8 +1,8 @@
 """The kubelet's device manager without its sockets: its state and its decisions.
 
-A `DeviceManager` lasts for one run of the kubelet; only its checkpoint file remains. The order of steps, the use of the
-mutex, and the bugs are those of kubelet 1.36.3 (pkg/kubelet/cm/devicemanager/manager.go, endpoint.go, pod_devices.go).
-The kubelet's mutex is the argument `lock`. The mutex is never held during a call to a plugin.
+A `DeviceManager` exists for one run of the kubelet; afterwards only the checkpoint file remains. The order of steps,
+the use of the mutex, and the bugs are those of kubelet 1.36.3 (pkg/kubelet/cm/devicemanager/manager.go, endpoint.go,
+pod_devices.go). The argument `lock` is the kubelet's mutex, which is never held during a call to a plugin.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class ContainerSpec:
     """A container in a pod's spec. limits: numbers of devices by resource.
 
     restartable: whether an init container keeps running beside the other containers (a sidecar). through_dra: resources
-    in the limits that the pod's extended resource claim serves. Admission ignores these resources; the start of the
-    container does not (kubelet 1.36.3). lasting: whether an init container runs until `FakePod.end_init_container`;
-    otherwise it ends at once after its start.
+    in the limits whose devices come from the pod's extended resource claim. Admission ignores these resources, but the
+    start of the container does not (kubelet 1.36.3). lasting: whether an init container runs until
+    `FakePod.end_init_container`; otherwise it ends at once after its start.
     """
 
     name: str
@@ -96,7 +96,7 @@ class PodSpec:
 
 
 class DeviceState(NamedTuple):
-    """A device in the kubelet's view: "Healthy" or "Unhealthy", and its NUMA nodes."""
+    """A device as the kubelet counts it: "Healthy" or "Unhealthy", and its NUMA nodes."""
 
     health: str
     numa: tuple[int, ...]
@@ -108,9 +108,9 @@ class ContainerOptions:
 
     env: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Host path and permissions by container path."""
+    """For each path in the container, the host path and the permissions."""
     mounts: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Host path and readonly by container path."""
+    """For each path in the container, the host path and whether the mount is read-only."""
     annotations: dict[str, str] = field(default_factory=dict)
     cdi: dict[str, None] = field(default_factory=dict)
 
@@ -203,7 +203,7 @@ class DeviceManager:
         self._by_socket = by_socket
         self.sources_ready = False
         self.running_containers: frozenset[tuple[str, str]] = frozenset()
-        """Pod uid and container name of the containers that ran when this kubelet started."""
+        """The (pod uid, container name) of each container that was running when this kubelet started."""
         self._path = directory / FILE_NAME
         self._lock = lock
         self._active_pods = active_pods
@@ -221,9 +221,9 @@ class DeviceManager:
         self._writing = Lock()
         self._version = self._written = 0
         self.hold_writes = 0
-        """How many of the next checkpoints are computed, but not written yet."""
+        """For how many of the next checkpoints the content is computed, but the write is delayed."""
         self.land_writes = False
-        """Whether each further write puts the oldest held checkpoint into the file."""
+        """Whether each further write puts the oldest delayed checkpoint into the file."""
         self._held_writes: list[Checkpoint] = []
 
     # Registration and lists of plugins.
@@ -275,7 +275,7 @@ class DeviceManager:
         with contextlib.suppress(OSError):  # The kubelet only logs this error.
             self.write_checkpoint()
 
-    # State that others can read.
+    # State that tests can read.
 
     def capacity(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the numbers of all and of healthy devices by resource. Forget resources whose grace period is over."""
@@ -343,7 +343,7 @@ class DeviceManager:
             return set(self._allocated.get(resource, ()))
 
     def is_plugin_resource(self, resource: str) -> bool:
-        """Return whether the kubelet knows that plugins serve, or served, this resource."""
+        """Return whether the kubelet knows that a plugin has, or had, registered this resource."""
         with self._lock:
             return resource in self._healthy or resource in self._allocated
 

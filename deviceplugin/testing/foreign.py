@@ -1,4 +1,4 @@
-"""A fake vendor's device plugin: a process that shares no code with the agents, with the quirks of vendors.
+"""A fake of vendors' device plugins: a process without code of the agents, with the quirks of vendors' plugins.
 
     python -m deviceplugin.testing.foreign FILE --directory /var/lib/kubelet/device-plugins
 
@@ -40,17 +40,18 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
 
 _CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 REGISTRY: Final = Path("/var/lib/kubelet/plugins_registry")
-"""The path that most plugins have as a constant. They use the path in their container, whatever is mounted there."""
+"""The path that most plugins have as a constant. The plugins use this path in their container, whatever directory is
+mounted there."""
 PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
 
 class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to Allocate. `{id}` stands for each device's id, `{ids}` for all ids, `{random}` for a random number.
+    """The AllocateResponse. `{id}` stands for each device's id, `{ids}` for all ids, `{random}` for a random number.
 
-    nodes: device nodes for each id, as [host path, container path, permissions]. control: device nodes once in each
-    answer. mounts: [host path, container path] for each id. files: texts by path, which the plugin writes before
-    the answer (Intel's CDI specs). extra: bytes, in hexadecimal, of fields that this version of the API lacks.
+    nodes: device nodes for each id, as [host path, container path, permissions]. control: device nodes that are in each
+    response once. mounts: [host path, container path] for each id. files: texts by path, which the plugin writes before
+    it responds (Intel's CDI specs). extra: bytes, in hexadecimal, of fields that this version of the API lacks.
     """
 
     env: dict[str, str] = {}
@@ -248,7 +249,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
         return message
 
     def _abandoned(self) -> None:
-        """Do what the plugin does when its client ends the stream while the plugin runs."""
+        """React to a client that ends the ListAndWatch stream, as the vendors' plugins do (`Quirks.stream_end`)."""
         self._plugin.note("stream ended", self.resource)
         how = self._plugin.quirks.stream_end
         if how == "exit":
@@ -300,7 +301,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
 
 
 class _Names(events.FileSystemEventHandler):
-    """Reports names that appear or disappear in a directory, as fsnotify does. A rename creates the new name."""
+    """Reports names that appear or disappear in a directory, as Go's fsnotify does. A rename creates the new name."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[str, str]]) -> None:
         self._loop = loop
@@ -324,7 +325,8 @@ class ForeignPlugin:
         self.file = _read(path)
         self.quirks = self.file.quirks
         self.stopping = asyncio.Event()
-        """Set while the servers are being stopped, so that the ListAndWatch streams end by themselves."""
+        """An event that is set while the servers are being stopped, so that the ListAndWatch streams end by
+        themselves."""
         self._path = path
         self._directory = directory
         self._watched = bool(self.quirks.watcher) and registry.is_dir()
@@ -336,7 +338,7 @@ class ForeignPlugin:
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The answer to GetDevicePluginOptions.
+        """The response to GetDevicePluginOptions.
 
         A Register request contains no options, because the kubelet does not read options there.
         """
@@ -359,7 +361,7 @@ class ForeignPlugin:
         os._exit(status)
 
     def refused(self) -> None:
-        """Wake the main loop after the kubelet's notification that the plugin is not registered."""
+        """Wake the main loop because the kubelet has notified the plugin that it is not registered."""
         self._names.put_nowait(("refused", ""))
 
     async def run(self) -> None:

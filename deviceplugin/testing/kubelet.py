@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
 
 Damage = Literal["deleted", "empty", "torn", "unreadable"]
-"""Kinds of damage to a file. torn: its last bytes are missing. unreadable: a directory takes the file's place, so that
+"""Kinds of damage to a file. torn: its last bytes are missing. unreadable: a directory is at the file's path, so that
 the kubelet cannot replace the file either."""
 
 _POLL: Final = 0.02
-"""Seconds between two checks of `wait_until` while the fake node does not change: a predicate may test other state."""
+"""Seconds between two checks of `wait_until` while the fake node does not change, because a predicate may depend on
+other state."""
 _NO_DEVICES: Final = ("cpu", "memory", "ephemeral-storage", "hugepages-")
 
 
@@ -155,7 +156,7 @@ class FakeKubelet(NodeState):
         self.start(wipe=wipe)
 
     def reboot(self) -> None:
-        """Restart the whole node. All containers end and all cgroups disappear; files on disk stay."""
+        """Simulate a reboot of the node: all containers end, all cgroups disappear, and files on disk stay."""
         self.stop()
         with self.changed:
             for pod in (*self.pods.values(), *self.orphans.values()):
@@ -182,11 +183,11 @@ class FakeKubelet(NodeState):
     # Faults.
 
     def drop_streams(self, resource: str | None = None) -> None:
-        """Make the kubelet end a resource's, or all, ListAndWatch streams while the plugin runs (kubernetes#125501)."""
+        """Make the kubelet end the ListAndWatch streams of one or (None) all resources, as in kubernetes#125501."""
         self._up().drop_streams(resource)
 
     def freeze(self) -> None:
-        """Make the kubelet hang until `thaw`: it accepts connections, but neither answers calls nor reads streams."""
+        """Make the kubelet hang until `thaw`: it accepts connections, but does not respond to calls or read streams."""
         self._up().thawed.clear()
 
     def thaw(self) -> None:
@@ -268,7 +269,7 @@ class FakeKubelet(NodeState):
     # Pods.
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return why devices of these resources are withheld, and what ResourceSlices lack, as text; "" for none."""
+        """Return why devices of these resources are not offered, and what ResourceSlices lack, as text; "" for none."""
         reasons = [
             f"{device}: {why.reason}"
             for resource in itertools.chain.from_iterable(status() for status in self.statuses)
@@ -369,7 +370,7 @@ class FakeKubelet(NodeState):
         return self._up().manager.allocated(resource)
 
     def updates(self, resource: str) -> list[Update]:
-        """Return the ListAndWatch messages of a resource so far, including those before restarts of the kubelet."""
+        """Return all ListAndWatch messages of a resource so far, also messages before restarts of the kubelet."""
         with self.changed:
             return list(self._updates.get(resource, ()))
 
@@ -390,7 +391,7 @@ class FakeKubelet(NodeState):
     def wait_until(
         self, predicate: Callable[[], object], timeout: float = 10.0, what: str | Callable[[], str] = "a condition"
     ) -> None:
-        """Wait until a condition of this node or of anything else, such as the arguments of a hook, is true.
+        """Wait until a condition is true, of this node or of other objects, such as the arguments of a hook.
 
         predicate: the condition, a plain function without arguments. It is called at each change of the fake node, and
         every 20 ms if nothing changes. It may block, and may call the kubelet. It cannot be a coroutine function,
@@ -504,7 +505,7 @@ class FakeKubelet(NodeState):
         self.changed.notify_all()
 
     def schedule(self) -> None:
-        """Bind the waiting pods for which enough devices are free. Changes of devices and pods call this method."""
+        """Bind the waiting pods for which enough devices are free. Called after changes of devices and pods."""
         with self.changed:
             run = self._run
             if run is None or not run.manager.sources_ready:

@@ -21,7 +21,7 @@ TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"
 class Hint:
     """A set of NUMA nodes that satisfies a request. nodes: None stands for any NUMA nodes.
 
-    preferred: whether no smaller set has enough devices, allocated devices included.
+    preferred: whether no smaller set of NUMA nodes has enough devices (free and allocated devices together).
     """
 
     nodes: frozenset[int] | None

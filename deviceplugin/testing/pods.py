@@ -15,7 +15,7 @@ __all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "Linge
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed"]
 ContainerState = Literal["waiting", "running", "terminated"]
 Lingering = Literal["", "grace", "hang"]
-"""Why containers of a removed pod still run: "grace" is their grace period, "hang" a container runtime that hangs."""
+"""Why containers of a removed pod still run: "grace" (their grace period) or "hang" (the container runtime hangs)."""
 Containers = Mapping[str, Mapping[str, int]] | Sequence[ContainerSpec]
 """The containers of a pod: their limits by container name, or their complete specs."""
 
@@ -119,7 +119,7 @@ class Node(Protocol):
         """End a container's process."""
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return which devices of these resources are withheld and why, for messages; "" for none."""
+        """Return which devices of these resources are not offered and why, for messages; "" if there are none."""
 
 
 class FakePod:
@@ -129,7 +129,7 @@ class FakePod:
     waits_for: the requests of an unbound pod for which too few devices are free. A pod stays in the kubelet's `pods`
     until it is deleted. sandbox: the id of the pod's running sandbox, otherwise "". static: whether the pod comes from
     a manifest on the node. lingering: why the pod's containers still run although the pod is deleted. gone: whether the
-    node has no processes and files of the pod left.
+    node has no process and no file of the pod any more.
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class FakePod:
     def remove_manifest(self) -> None:
         """Remove a static pod's manifest.
 
-        For the kubelet the pod is gone at once, as after `force_delete`. Its containers run for their grace period,
-        which `end_containers` ends.
+        For the kubelet the pod is gone at once, as after `force_delete`. The pod's containers still run for their grace
+        period, which ends when `end_containers` is called.
         """
         if not self.static:
             raise ValueError(f"{self!r} has no manifest")

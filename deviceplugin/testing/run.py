@@ -1,7 +1,7 @@
 """One run of the fake kubelet: its servers, its connections to plugins, and the start and end of its pods.
 
-A run reads and changes the node (`NodeState`), which outlives the run. Events after the end of a run change nothing.
-Source of the facts: kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
+A run reads and changes the node (`NodeState`), which exists longer than the run. Events after the end of a run change
+nothing. Source of the facts: kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
 """
 
 from __future__ import annotations
@@ -315,11 +315,11 @@ class Run:
             self.thread(lambda: self._keep(pod), f"kubelet-pod-{pod.name}")
 
     def _check_fits(self, pod: FakePod) -> None:
-        """Check that a pod fits beside pods whose limits DRA serves (removeMissingExtendedResources, kubelet 1.36.3).
+        """Check that a pod fits in addition to pods with limits through DRA (removeMissingExtendedResources, 1.36.3).
 
-        Limits that DRA serves are ignored for the pod under admission, but not for the pods before it
-        (lifecycle/predicate.go; kubernetes#124586). If DRA serves no limits of earlier pods, the pods fit, or the
-        device manager has already refused one of them. Raises AdmissionError.
+        Limits whose devices come from DRA are ignored for the pod under admission, but not for the pods admitted before
+        (lifecycle/predicate.go; kubernetes#124586). If no earlier pod has such limits, this check refuses no pod that
+        the device manager has accepted. Raises AdmissionError.
         """
         with self.changed:
             others = [each for each in self.kubelet.pods.values() if each.uid in self._known and not each.terminal]

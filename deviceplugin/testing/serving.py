@@ -79,7 +79,8 @@ class Served:
         self._raise_blocked()
         if (failure := self._failure()) is not None:
             name, cause = failure
-            why = f"{type(cause).__name__}: {cause}"  # The repr of an OSError leaves out the file's path.
+            # The text has type and message, because the repr of an OSError lacks the file's path.
+            why = f"{type(cause).__name__}: {cause}"
             raise RuntimeError(f"{name}: watch failed before its first list: {why}") from cause
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -169,8 +170,8 @@ def serve(
     """Run an agent with these sources against a fake kubelet while the context lasts.
 
     timeout: seconds to wait until all sources are registered; None does not wait. period: seconds between two scans for
-    the holders of devices. The first or second scan after a pod's end calls `released` and forgets gone devices, so a
-    period of 0.1 makes tests of these quick. options: further arguments of `Agent`.
+    the holders of devices. The first or second scan after a pod's end calls `released` and removes devices that are
+    gone, so a period of 0.1 makes tests of this quick. options: further arguments of `Agent`.
 
     Raises what `Served.wait_registered` raises; TypeError or NamingError if a source cannot be served at all.
     """

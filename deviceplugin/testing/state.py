@@ -1,4 +1,4 @@
-"""The state of the fake node. It outlives the runs of the fake kubelet, which read and change it."""
+"""The state of the fake node, which the runs of the fake kubelet read and change."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _SUN_PATH: Final = 107
 class Registration:
     """One call of Register. at, answered: when the call began and ended, by the monotonic clock.
 
-    options: the plugin's answer to GetDevicePluginOptions. The kubelet ignores the options in `request`. error: why the
-    kubelet refused the call; "" if the call succeeded.
+    options: the plugin's response to GetDevicePluginOptions. The kubelet ignores the options in `request`. error: why
+    the kubelet refused the call; "" if the call succeeded.
     """
 
     at: float
@@ -47,7 +47,7 @@ class Registration:
 
 
 class Update(NamedTuple):
-    """One ListAndWatch message. at: monotonic time. total, healthy: numbers of all, of healthy devices. size: bytes."""
+    """One ListAndWatch message. at: monotonic time. total, healthy: numbers of all and healthy devices. size: bytes."""
 
     at: float
     total: int
@@ -57,7 +57,7 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class Rpc:
-    """One gRPC call, by the kubelet or to it. at, done: monotonic times of its start and end; None until it ends."""
+    """One gRPC call by or to the kubelet. at, done: monotonic times of the call's begin and end (None until then)."""
 
     at: float
     method: str
@@ -112,14 +112,14 @@ class NodeState:
         self.pod_resources_burst = pod_resources_burst
         self.cgroups = CgroupTree(cgroup_root or self.root / "cgroup", cgroup_layout)
         self.register_delay = 0.0
-        """Seconds by which the kubelet delays its answer to each Register call, before it connects to the plugin."""
+        """Seconds by which the kubelet delays its response to each Register call, before it connects to the plugin."""
         self.pod_resources_refused = 0.0
         """The fraction of PodResources calls that is refused with RESOURCE_EXHAUSTED.
 
         In a real kubelet, one rate limit is common to all clients (LimiterUnaryServerInterceptor, kubelet 1.36.3).
         """
         self.changed = threading.Condition()
-        """Notified at each change of the fake node that a test can observe."""
+        """A condition that is notified at each change of the fake node that a test can observe."""
         self.pods: dict[str, FakePod] = {}
         """All pods that are not deleted, by namespace/name."""
         self.orphans: dict[str, FakePod] = {}
@@ -131,11 +131,12 @@ class NodeState:
         self.rejections: list[Registration] = []
         """The calls of Register that failed."""
         self.rpc_log: list[Rpc] = []
-        """All calls to plugins or to PodResources, in the order of their beginnings."""
+        """All calls to plugins or to PodResources, in the order in which they began."""
         self.crashes: list[str] = []
         """The errors at which a real kubelet would have crashed. A test that expects a crash clears this list."""
         self.statuses: list[Callable[[], Sequence[ResourceStatus]]] = []
-        """Functions of `serve`'s agents that return why devices are withheld. Agents do not report it to a kubelet."""
+        """For each agent of `serve`, a function that returns why devices are not offered, which a kubelet cannot
+        know."""
         self.left_out: list[Callable[[], Iterable[str]]] = []
         """For each agent of `serve_both`, a function that returns sentences: what its ResourceSlices lack, and why."""
         self._updates: dict[str, list[Update]] = {}
@@ -167,7 +168,7 @@ class NodeState:
         return self.cgroups.root
 
     def pod_directory(self, pod: FakePod) -> Path:
-        """Return the directory of a pod's volumes. It exists from the pod's first sync until its cleanup."""
+        """Return the directory of a pod's volumes, which exists from the pod's first sync until the pod's cleanup."""
         return self.root / "pods" / pod.uid
 
     @property
@@ -328,7 +329,10 @@ class NodeState:
 
     @contextlib.contextmanager
     def recorded(self, method: str, resource: str, request: object) -> Iterator[Rpc]:
-        """Record a call, its end and its error in `rpc_log`. Yields the record, in which the caller puts the answer."""
+        """Record a call, its end and its error in `rpc_log`.
+
+        Yields the record, into which the caller puts the response.
+        """
         rpc = Rpc(time.monotonic(), method, resource, request)
         with self.changed:
             self.rpc_log.append(rpc)
@@ -344,12 +348,12 @@ class NodeState:
                 self.changed.notify_all()
 
     def take_rejection(self) -> str | None:
-        """Return, and use up, the message with which to refuse a call of Register; None if it is not to be refused."""
+        """Return, and remove, the message for a refusal of a Register call; None if the call should not be refused."""
         with self.changed:
             return self._rejecting.pop(0) if self._rejecting else None
 
     def take_pod_rejection(self) -> str | None:
-        """Return, and use up, the reason with which to reject a pod; None if the pod is not to be rejected."""
+        """Return, and remove, the reason for a rejection of a pod; None if the pod should not be rejected."""
         with self.changed:
             return self._rejecting_pods.pop(0) if self._rejecting_pods else None
 

@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import LineTooLong
 MAX_REQUESTS: Final = 4
 """Maximum number of simultaneous requests: the TLS handshake of a further connection would take longer than the wait.
 
-Streams are not counted: each driver has a stream while it is served, and streams must not delay requests.
+Streams (watches) are not counted: each running DRA driver has a stream, and streams must not delay requests.
 """
 IDLE: Final = 60.0  # Seconds after which an idle connection is closed.
 MAX_BODY: Final = 16 * 2**20

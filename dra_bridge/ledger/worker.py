@@ -213,7 +213,7 @@ def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
     """Open the ledger as the result of `opening`. If `opening` was cancelled meanwhile, close the ledger."""
     try:
         ledger = Ledger(path, copy)
-    except Exception as error:  # The caller of `open` gets the exception by the future.
+    except Exception as error:  # The caller of `open` gets the exception from the future `opening`.
         if opening.set_running_or_notify_cancel():
             opening.set_exception(error)
     else:

@@ -7,8 +7,8 @@ With pytest, no import is needed. The package registers the fixtures:
         pod = fake_node.start_pod("p", template={"fpga.example.com": 1}).wait_running()
         assert fake_node.devices_of(pod) == {"fpga0": "claim"}
 
-Without pytest, `FakeApiServer`, `FakeNode` and `serve_both` do the same as context managers. The names here are
-imported on first use.
+Without pytest, `FakeApiServer`, `FakeNode` and `serve_both` do the same as context managers. The names of this package
+are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A fake Kubernetes API server in a thread, for tests. It is fast, and can produce faults that are rare in reality.
+"""A fake Kubernetes API server in a thread, for tests.
 
-The server stores objects of all kinds in KINDS. It handles ResourceSlices as kube-apiserver 1.36 does: versions
-v1beta1, v1beta2 and v1, the validation that the tests need, defaulted fields, and dropped fields of disabled features.
-It serves plain HTTP, without authentication and admission.
+The fake is fast, and can produce faults that are rare in reality. The server stores objects of all kinds in KINDS. It
+handles ResourceSlices as kube-apiserver 1.36 does: versions v1beta1, v1beta2 and v1, the validation that the tests
+need, defaulted fields, and dropped fields of disabled features. It serves plain HTTP, without authentication and
+admission.
 
     with FakeApiServer() as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
@@ -42,14 +43,15 @@ INCONSISTENT: Final = (
     "Continuing with the provided token results in an inconsistent list - objects that were created, modified, or "
     "deleted between the time the first chunk was returned and now may show up in the list."
 )
-"""kube-apiserver's message about a continue token whose version is compacted (storage/etcd3/errors.go, 1.36)."""
+"""kube-apiserver's message about a continue token whose resource version was compacted (storage/etcd3/errors.go,
+1.36)."""
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"
 APPS: Final = "apps"
 COORDINATION: Final = "coordination.k8s.io"
 FEATURES: Final = frozenset({"taints", "counters", "sharing"})
 KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
-    # By plural: group, kind, and whether the object is in a namespace.
+    # For each plural: the group, the kind, and whether objects are in a namespace.
     "nodes": ("", "Node", False),
     "namespaces": ("", "Namespace", False),
     "pods": ("", "Pod", True),
@@ -66,7 +68,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request in the log. code: the HTTP status of the answer; 0 if the server never answered."""
+    """One request in the log. code: the HTTP status of the response; 0 if the server sent no response."""
 
     method: str
     path: str
@@ -84,8 +86,8 @@ class LoggedRequest:
 class Fault:
     """A fault in the handling of a request.
 
-    code: the HTTP status that the server sends instead of carrying out the request; 0 closes the connection without an
-    answer, or only delays the answer if there is a delay. done: whether the request is carried out, but its answer is
+    code: the HTTP status that the server sends instead of executing the request; 0 closes the connection without a
+    response, or, with a delay, only delays the response. done: whether the request is executed, but the response is
     lost. delay: seconds for which the server waits first. retry_after: seconds in the header Retry-After. body: a text
     to send instead of a Status.
     """
@@ -121,7 +123,7 @@ class _RefusedError(Exception):
 class _Store:
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     history: list[tuple[int, str, Object]] = field(default_factory=list)
-    """Resource version; ADDED, MODIFIED or DELETED; the object at that version. Oldest first."""
+    """The changes, oldest first: resource version; ADDED, MODIFIED or DELETED; the object at that version."""
 
 
 class StoredObjects(NamedTuple):
@@ -146,7 +148,8 @@ class FakeApiServer:
         self.log: list[LoggedRequest] = []
         self.log_condition = threading.Condition()
         self.proxied: Callable[[str], tuple[int, Object | str]] = lambda path: (503, "no endpoints available")
-        """Answers requests that the server proxies to pods, services and nodes, from the path to status and body."""
+        """A function that handles requests to pods, services and nodes through the proxy: returns status and body for a
+        path."""
         self.user = "system:anonymous"
         """The user name that SelfSubjectReview returns to every client."""
         self._changed = threading.Condition()
@@ -154,7 +157,7 @@ class FakeApiServer:
         self._oldest = 0
         self._stores: dict[str, _Store] = {}
         self._moments: dict[tuple[str, str, int], list[Object]] = {}
-        """The objects of lists that clients read in pages, by path, selectors and resource version."""
+        """For each list that a client reads in pages (path, selectors, resource version), all its objects."""
         self._faults: list[tuple[Callable[[LoggedRequest], bool], Fault, int]] = []
         self._bookmark = 0
         self._bookmark_at = 0
@@ -226,12 +229,12 @@ class FakeApiServer:
             self._faults.append((which, fault, times))
 
     def heal(self) -> None:
-        """Discard all faults that no request has met yet."""
+        """Discard all faults that have not been applied to a request yet."""
         with self._changed:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Forget the history. Watches and list pages of older versions get a 410; open watches continue."""
+        """Forget the history of changes: new watches and list pages at older versions get a 410; open ones continue."""
         with self._changed:
             self._oldest = self._version
             self._moments.clear()
@@ -280,7 +283,7 @@ class FakeApiServer:
 
     @property
     def writes(self) -> list[LoggedRequest]:
-        """The successful requests other than GET, without dry runs."""
+        """The successful requests with other methods than GET, except dry runs."""
         with self.log_condition:
             return [
                 entry
@@ -477,7 +480,7 @@ class FakeApiServer:
             whole = copy.deepcopy(before)
             if subresource == "status":
                 whole["status"] = merged.get("status", {})
-                # Of the metadata in a patch of the status, only uid and resourceVersion count, as preconditions.
+                # A patch of the status changes no metadata; its uid and resourceVersion are preconditions.
                 whole["metadata"] |= {key: merged["metadata"].get(key) for key in ("uid", "resourceVersion")}
             else:
                 whole = {**merged, **({"status": before["status"]} if "status" in before else {})}

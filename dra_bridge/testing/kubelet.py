@@ -1,10 +1,10 @@
 """The DRA manager of a fake kubelet, for tests: plugin watcher, registration, claims of pods, health.
 
 The fake handles the sockets of `plugins_registry/` as kubelet 1.36.3 does (pkg/kubelet/pluginmanager,
-pkg/kubelet/cm/dra), and keeps the same state: claims by namespace and name, the pods that use each claim, and the
-drivers' answers. All methods are synchronous and thread-safe. Threads of the fake call the drivers.
+pkg/kubelet/cm/dra), and has the same state: claims by namespace and name, the pods that use each claim, and the
+drivers' responses. All methods are synchronous and thread-safe. Threads of the fake call the drivers.
 
-The fake does not admit pods. Claims for extended resources through DRA are like all other claims here.
+The fake does not admit pods. Claims that the scheduler makes for `limits` are treated like all other claims here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["AnsweredDevice", "DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 HEALTH_SERVICES: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""The services that kubelet 1.37.1 knows, in its order (dra_plugin.go, healthServicesSupportedByKubelet)."""
+"""The health services that kubelet 1.37.1 supports, in its order (dra_plugin.go, healthServicesSupportedByKubelet)."""
 CALL_TIMEOUT: Final = 45.0
 HEALTH_TIMEOUT: Final = 30.0
 _OPTIONS: Final = (
@@ -83,8 +83,8 @@ class Plugin:
     """One registered instance of a driver.
 
     channel: never closed, because grpcio's thread that follows the channel's state would raise an error; the channel
-    ends with that thread. told: whether the driver was notified of its registration. follow: the function that is
-    called with the channel's state. calls: gRPC calls in progress.
+    ends with that thread. told: whether the kubelet has notified the driver of its registration. follow: the function
+    that is called with the channel's state. calls: gRPC calls in progress.
     """
 
     driver: str
@@ -230,7 +230,7 @@ class FakeDraKubelet:
         return self.plugins(driver)
 
     def claim(self, namespace: str, name: str) -> DevicesOfClaim | None:
-        """Return the kubelet's record of a claim; None if the kubelet has none."""
+        """Return the kubelet's record of a claim; None if the kubelet has no record."""
         with self._condition:
             return self._claims.get((namespace, name))
 
@@ -367,7 +367,7 @@ class FakeDraKubelet:
         claim_state.write(self.root, self._claims.values())
 
     def call(self, driver: str, method: str, claims: Sequence[Any], timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
-        """Call a driver's method for any claims (`namespace`, `name`, `uid`); return the answers by claim UID."""
+        """Call a driver's method for any claims (`namespace`, `name`, `uid`); return the responses by claim UID."""
         return self._call(self.plugin(driver), method, claims, timeout)
 
     def plugin(self, driver: str) -> Plugin:

@@ -6,8 +6,8 @@
         assert not overlaps(node.holdings())
 
 `deviceplugin.testing.FakeKubelet` calls device plugins, `FakeDraKubelet` calls DRA drivers, and
-`dra_bridge.testing.scheduler` allocates claims. The scheduler sees ResourceSlices at once. It also sees allocatable
-numbers at once, unless there is a `status_period`.
+`dra_bridge.testing.scheduler` allocates claims. The scheduler uses changed ResourceSlices at once, and changed
+allocatable numbers at once unless there is a `status_period`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EXTENDED: Final = "extended-resources"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The time in which a container had a device (monotonic seconds). end: None while it still has the device.
+    """The time in which a container had a device (monotonic seconds). end: None while the container has the device.
 
     side: "plugin" or "claim", by which the container got the device. uid: the pod's UID, because two pods of one name
     can run at once if one was deleted by force.
@@ -56,7 +56,7 @@ class Holding:
 
 
 def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
-    """Return all pairs of holdings in which two pods had one device at the same time, as shared devices permit."""
+    """Return all pairs of holdings in which two pods had the same device at the same time."""
     pairs = []
     by_device: dict[str, list[Holding]] = {}
     for holding in sorted(holdings, key=lambda holding: holding.begin):
@@ -74,7 +74,7 @@ class _Wants:
     """The claims that a pod requests: names of claims, and devices by DeviceClass for a claim made for the pod.
 
     made: names of the claims that were made for the pod. given: published names of the devices that the pod's
-    containers got through claims. held: the pod's holdings since its containers ended, until the pod has ended.
+    containers got through claims. held: the pod's holdings from the end of its containers until the end of the pod.
     """
 
     claims: tuple[str, ...] = ()
@@ -217,13 +217,13 @@ class FakeNode(FakeKubelet):
         return (*wants.claims, *wants.made)
 
     def devices_of(self, pod: FakePod) -> dict[str, str]:
-        """Return by which side, "plugin" or "claim", a running pod got each of its devices, by device id."""
+        """Return, for each device id of a running pod, how the pod got the device: "plugin" or "claim"."""
         devices = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
         ids = self._ids()
         return {**devices, **{ids.get(name, name): "claim" for name in self._wants_of(pod).given}}
 
     def _ids(self) -> dict[str, str]:
-        """Return device ids by the names published in ResourceSlices. The node's Lease has both."""
+        """Return, for each published name in ResourceSlices, the device id, from the node's Lease."""
         leases = [body for body in self.server.objects("leases") if body["metadata"]["name"] == self.name]
         ids: dict[str, str] = {}
         for driver in fleet.drivers_of((), leases):
@@ -254,7 +254,7 @@ class FakeNode(FakeKubelet):
         return ContainerEdits.merge([listed, *(_edits(by_id[name]) for name in named)])
 
     def holdings(self) -> list[Holding]:
-        """Return all past and present holdings, sorted by their beginnings."""
+        """Return all past and present holdings, sorted by when they began."""
         with self.changed:
             pods = [pod for pod in (*self.pods.values(), *self.orphans.values()) if pod.uid not in self._recorded]
             now = [holding for pod in pods for holding in self._held(pod, None)]
@@ -295,7 +295,7 @@ class FakeNode(FakeKubelet):
         """End a pod and release its claims."""
         with self.changed:
             if pod.uid not in self._recorded:
-                # Record the end before `_give_back`: only then can another pod get the devices.
+                # Record the end before `_give_back`, because afterwards another pod can get the devices.
                 self._past += self._held(pod, time.monotonic())
                 self._recorded.add(pod.uid)
             if pod.uid not in self.orphans:
@@ -465,7 +465,7 @@ class FakeNode(FakeKubelet):
     def _allocate(
         self, pod: FakePod, through: Mapping[str, str], classes: Sequence[Object], slices: Sequence[Object]
     ) -> str:
-        """Allocate all claims of a pod and return ""; or allocate nothing and return what is missing."""
+        """Allocate all claims of a pod and return "", or allocate no claim and return what is missing."""
         wants = self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants())
         made: list[Object] = []
         if wants.template:
@@ -559,7 +559,7 @@ def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:
 
 
 def _serve_through(pod: FakePod, through: Mapping[str, str]) -> None:
-    """Make the kubelet ignore the resources in a pod's limits that a claim serves."""
+    """Make the kubelet ignore the resources in a pod's limits whose devices come from a claim."""
 
     def fitted(spec: ContainerSpec) -> ContainerSpec:
         return replace(spec, through_dra=frozenset(spec.limits) & through.keys())

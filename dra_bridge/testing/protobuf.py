@@ -1,4 +1,4 @@
-"""Encodes answers in protobuf as kube-apiserver does: ResourceClaims, lists of ResourceClaims, and Status objects."""
+"""Encodes responses in protobuf as kube-apiserver does: ResourceClaims, lists of ResourceClaims, Status objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEDIA_TYPE = "application/vnd.kubernetes.protobuf"
 
 
 def encoded(answer: Object) -> bytes:
-    """Encode an answer in protobuf; of a claim, only the fields that `api/dra_bridge/wire/objects.proto` has."""
+    """Encode a response in protobuf; of a claim, only the fields in `api/dra_bridge/wire/objects.proto`."""
     kind = str(answer["kind"])
     if kind == "Status":
         raw = _refusal(answer)

@@ -1,10 +1,10 @@
 """Allocates claims as kube-scheduler 1.36 does, for one node and simple selectors. Functions without I/O.
 
-Only complete pools of ResourceSlices count, and only their highest generation. A device is allocated once; with
-`allowMultipleAllocations`, it is allocated while its capacity lasts, each time with a new share ID. A device with a
-taint that the request does not tolerate is not allocated. The device plugin serves an extended resource while the
-node's allocatable number of the resource is above 0, even if all devices are taken. When this number is 0, the
-DeviceClass that names the resource serves it.
+Only complete pools of ResourceSlices count, and only their highest generation. A device is allocated only once; with
+`allowMultipleAllocations`, as often as its capacity permits, each time with a new share ID. A device with a taint that
+the request does not tolerate is not allocated. Pods get an extended resource from the device plugin while the node's
+allocatable number of the resource is above 0, even if no device is free. When this number is 0, they get it through the
+DeviceClass that names the resource.
 
 The scheduler supports CEL comparisons joined by `&&`, within LIMITS, so no library for CEL is needed. Other expressions
 cause an `UnknownSelectorError`, which `FakeNode` raises before a pod waits. Nodes get no scores.
@@ -68,12 +68,12 @@ class UnknownSelectorError(Exception):
 
 
 def through(resource: str, allocatable: int, classes: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the DeviceClass that serves an extended resource on a node; None if the device plugin serves it."""
+    """Return the DeviceClass through which pods get an extended resource; None if the device plugin provides it."""
     return None if allocatable > 0 else class_of(resource, classes)
 
 
 def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the name of the DeviceClass for an extended resource, of several the newest; None if there is none."""
+    """Return the name of the (newest) DeviceClass for an extended resource; None if there is none."""
     if resource.startswith(prefix := "deviceclass.resource.kubernetes.io/"):
         return resource.removeprefix(prefix)
     naming = [
