@@ -187,6 +187,17 @@ def test_rights_of_the_release() -> None:
     assert "secrets." not in text
 
 
+def test_platforms_of_the_image() -> None:
+    """The image is built for the platforms of the page, and started on each of them."""
+    steps = yaml.safe_load((WORKFLOWS / "release.yml").read_text())["jobs"]["image"]["steps"]
+    (platforms,) = (step["with"]["platforms"] for step in steps if "platforms" in step.get("with", {}))
+    started = re.findall(r"docker run --rm --platform (\S+)", "".join(step.get("run", "") for step in steps))
+    assert platforms.split(",") == started
+    page = (ROOT / "docs" / "platforms.md").read_text()
+    assert f"--platform {platforms}`" in page
+    assert f"is for {' and '.join(one.removeprefix('linux/') for one in started)};" in page
+
+
 def test_links_on_pypi() -> None:
     """A description with a link that leads nowhere is refused, as is a source distribution that lacks a file."""
     package.check_links("[a](https://example.com/x) [b](#part)")

@@ -42,7 +42,8 @@ def device_id(path: str) -> str:
     """Return the id of the device at this path: readable, at most 52 characters, and different for each path.
 
     The id of /dev/ttyUSB0 is ttyUSB0, the id of /dev/snd/pcmC0D0c is snd--pcmC0D0c. If a path is too long for an id, or
-    has characters that ids cannot have, the id is shortened and ends in a hash.
+    has characters that ids cannot have, the id is shortened and ends in a hash. A shortened id lacks the directories, and
+    the middle of the path's last part.
     """
     inside = path.removeprefix("/dev/")
     steps = inside.strip("/").split("/")
@@ -50,9 +51,25 @@ def device_id(path: str) -> str:
     if inside != path and len(name) <= LONGEST_ID and all(map(_PLAIN.fullmatch, steps)) and not _HASHED.fullmatch(name):
         return name
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    # Long names often have the same first characters, so the last characters are kept.
-    readable = re.sub(r"[^A-Za-z0-9_.]+", "-", name)[-(LONGEST_ID - 9) :].strip("-_.")
+    most = LONGEST_ID - 9
+    readable = plain_text(name)
+    if len(readable) > most:
+        readable = shortened(plain_text(steps[-1].removeprefix("usb-")), most)
     return f"{readable or 'x'}-{digest}"
+
+
+def plain_text(text: str) -> str:
+    """Return a text with hyphens in place of the characters that no id has."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-_.")
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text without its middle, if it has more characters than `most`.
+
+    A name of udev begins with the maker and the product, and ends with the serial number and the interface.
+    """
+    end = most * 3 // 5
+    return text if len(text) <= most else f"{text[: most - end - 1].rstrip('-_.')}-{text[-end:].lstrip('-_.')}"
 
 
 def filled(text: str, device: str, name: str, path: str = "") -> str:

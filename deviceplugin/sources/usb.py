@@ -10,8 +10,8 @@ the port.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.naming import PCIE_ROOT
 from deviceplugin.sources import bus
-from deviceplugin.sources.path import LONGEST_ID
+from deviceplugin.sources.path import LONGEST_ID, plain_text, shortened
 from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
@@ -148,9 +148,10 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
 
 def _plain_id(usb: _Usb) -> str:
     """Return an id made from vendor, product and serial number, or from the port if the serial number is unusable."""
-    serial = re.sub(r"[^A-Za-z0-9_.]+", "-", usb.serial).strip("-")
-    name = f"{usb.vendor}-{usb.product}-{serial}"
-    return name if serial and len(name) <= LONGEST_ID else _port_id(usb)
+    serial = plain_text(usb.serial)
+    if len(serial) > (most := LONGEST_ID - len(f"{usb.vendor}-{usb.product}-")):
+        serial = f"{shortened(serial, most - 9)}-{hashlib.sha256(os.fsencode(usb.serial)).hexdigest()[:8]}"
+    return f"{usb.vendor}-{usb.product}-{serial}" if serial else _port_id(usb)
 
 
 def _port_id(usb: _Usb) -> str:

@@ -212,11 +212,19 @@ def test_id_is_readable(path: str, name: str) -> None:
     assert device_id(path) == name
 
 
-def test_long_path_keeps_its_end() -> None:
-    """The id of a long path keeps the end of it, which tells devices apart for people."""
-    name = device_id("/dev/serial/by-id/usb-FTDI_FT232R_USB_UART_A50285BI-if00-port0")
-    assert len(name) <= 52
-    assert "A50285BI-if00-port0" in name
+@pytest.mark.parametrize(
+    ("link", "name"),
+    [
+        ("FTDI_FT232R_USB_UART_A50285BI-if00-port0", "FTDI_FT232R_USB_UART_A50285BI-if00-port0-177f329c"),
+        (
+            "ITead_Sonoff_Zigbee_3.0_USB_Dongle_Plus_b8d41edbd7bfec119f0b1d5ba6d59a9e-if00-port0",
+            "ITead_Sonoff_Zigb-0b1d5ba6d59a9e-if00-port0-5f502ad2",
+        ),
+    ],
+)
+def test_long_path_keeps_its_name(link: str, name: str) -> None:
+    """The id of a long path has the beginning of the last part, the product, and its end, the serial number."""
+    assert device_id(f"/dev/serial/by-id/usb-{link}") == name
 
 
 _STEPS = st.lists(st.text(st.sampled_from("ab-_.:/é A0"), min_size=1, max_size=30), min_size=1, max_size=4)

@@ -103,12 +103,11 @@ def test_filter_takes_what_fits_in_all(tree: Tree) -> None:
 
 
 def test_devices_that_no_serial_number_tells_apart_are_named_by_their_port(tree: Tree) -> None:
-    """No serial number, one that two have, and one that is too long lead to the port."""
+    """No serial number, and one that two have, lead to the port."""
     tree.usb("1-1", 2)
     tree.usb("1-2", 3, serial="0001")
     tree.usb("1-3", 4, serial="0001")
-    tree.usb("1-4", 5, serial="x" * 60)
-    assert set(found(tree)) == {f"0403-6001-port-1-{port}" for port in range(1, 5)}
+    assert set(found(tree)) == {f"0403-6001-port-1-{port}" for port in range(1, 4)}
 
 
 def test_serial_number_may_be_anything(tree: Tree) -> None:
@@ -151,6 +150,18 @@ def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree:
     assert listed() == {"0403-6001-port-1-1": "003"}
     tree.usb("1-3", 4, serial="port-1-1")
     assert listed() == {"0403-6001-port-1-1": "003", "0403-6001-port-1-3": "004"}
+
+
+def test_long_serial_number_is_part_of_the_id(tree: Tree) -> None:
+    """A serial number that does not fit is shortened and ends in a hash; the port does not count."""
+    tree.usb("1-1", 2, serial="A" * 60 + "1")
+    tree.usb("1-2", 3, serial="A" * 60 + "2")
+    first = {device.id for device in usb(tree).scan()}
+    assert all(name.startswith("0403-6001-AAAA") and len(name) <= 52 for name in first)
+    assert {name.split("-")[-2][-1] for name in first} == {"1", "2"}
+    tree.pull("1-1")
+    tree.usb("1-3", 4, serial="A" * 60 + "1")
+    assert {device.id for device in usb(tree).scan()} == first
 
 
 def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tree) -> None:
