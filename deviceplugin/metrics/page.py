@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import re
 import string
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -176,7 +177,7 @@ def _attention(view: AgentView) -> Iterable[str]:
     if not urgent_devices:
         return
     lines = [
-        f'<li><a href="#{_mark(resource, seen.device.id)}">{escape(seen.device.id)}</a> {_span("dim", resource)} '
+        f'<li><a href="#{_mark(resource, seen.device.id)}">{_name(seen.device.id)}</a> {_span("dim", resource)} '
         f"{_span('bad' if urgent == 0 else 'warn', why)} {_span('dim', _more(seen))}</li>"
         for urgent, why, resource, seen in urgent_devices[:SHOWN_ATTENTION]
     ]
@@ -217,9 +218,11 @@ def _share(share: ShareProgress) -> str:
 
 def _section(resource: ResourceView, view: AgentView) -> str:
     text = counted(len(resource.devices))
+    numbers = sorted({seen.replicas for seen in resource.devices})
+    if numbers and numbers != [1]:
+        text += f" for up to {' or '.join(map(str, numbers))} containers each"
     if view.holders_known:
-        used = sum(min(len(seen.holders), seen.replicas) for seen in resource.devices)
-        text += f", {used} of {sum(seen.replicas for seen in resource.devices)} in use"
+        text += f", {sum(bool(seen.holders) for seen in resource.devices)} held"
     title = _span("good", "registered") if resource.status.registered else _span("bad", "not registered")
     if (vendor := resource.status.vendor) is not None:
         shown = f"its plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
@@ -241,7 +244,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
         summary = f"<summary>{len(calm)} healthy, free devices</summary>"
         shown += f'<details id="{escape(f"free-{resource.name}")}">{summary}{_table(head, calm)}</details>'
     shown += _unlisted(resource)
-    return f"<section><div><h2>{escape(resource.name)}</h2>{title}</div>\n{shown}</section>"
+    return f"<section><div><h2>{_name(resource.name)}</h2>{title}</div>\n{shown}</section>"
 
 
 def _unlisted(resource: ResourceView) -> str:
@@ -274,7 +277,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
     moving = "fine" if location.state.rests else "warn"
     cells = [
-        _cell("Device", escape(device.id) + _small(_paths(device)) + _small(numa)),
+        _cell("Device", _name(device.id) + _small(_paths(device)) + _small(numa)),
         _cell("Health", _span(color, device.health.value) + _small(device.message) + _small(_since(seen.since))),
         _cell(
             "Side",
@@ -307,7 +310,7 @@ def _holders(resource: str, seen: DeviceView, view: AgentView) -> str:
 
 
 def _holder_list(resource: str, device: str, holders: Sequence[DeviceHolder]) -> str:
-    names = [f"<li>{escape(holder.text or holder.side)}</li>" for holder in holders]
+    names = [f"<li>{_name(holder.text or holder.side)}</li>" for holder in holders]
     first = f'<ul class="plain">{"".join(names[:SHOWN_HOLDERS])}</ul>'
     if len(names) <= SHOWN_HOLDERS:
         return first
@@ -375,9 +378,14 @@ def _events(events: Iterable[Event]) -> str:
     return f'<section id="lately"><div><h2>Lately</h2></div><ol>{listed}</ol></section>'
 
 
+def _name(text: str) -> str:
+    """Return a text as HTML. A browser may break it after the marks between the words of a name or path."""
+    return re.sub(r"([_/.:]+)(?=\w)", r"\1<wbr>", escape(text))
+
+
 def _span(kind: str, text: str) -> str:
-    return f'<span class="{kind}">{escape(text)}</span>'
+    return f'<span class="{kind}">{_name(text)}</span>'
 
 
 def _small(text: str) -> str:
-    return f"<small>{escape(text)}</small>" if text else ""
+    return f"<small>{_name(text)}</small>" if text else ""

@@ -195,7 +195,7 @@ def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float
 
 
 def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str, bool]]:
-    if before.snapshot.listed and now.snapshot is not before.snapshot:
+    if now.snapshot is not before.snapshot:
         for change in inventory.changes(before.snapshot, now.snapshot):
             yield f"{change.device} {change.text}", change.bad
     if now.registered != before.registered:

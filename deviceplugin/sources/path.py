@@ -68,8 +68,15 @@ def shortened(text: str, most: int) -> str:
 
     A name of udev begins with the maker and the product, and ends with the serial number and the interface.
     """
-    end = most * 3 // 5
-    return text if len(text) <= most else f"{text[: most - end - 1].rstrip('-_.')}-{text[-end:].lstrip('-_.')}"
+    if len(text) <= most:
+        return text
+    end = text[-most * 3 // 5 :]
+    # Where that costs less than half of a part, it consists of whole words.
+    if words := re.match(rf".{{,{len(end) // 2}}}?[-_.](.+)", end):
+        end = words[1]
+    begin = text[: most - len(end) - 1]
+    words = re.match(rf"(.{{{len(begin) // 2},}})[-_.]", begin)
+    return f"{words[1] if words else begin}-{end}"
 
 
 def filled(text: str, device: str, name: str, path: str = "") -> str:

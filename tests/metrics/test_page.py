@@ -32,7 +32,7 @@ class Table(HTMLParser):
         self.references: list[str] = []
         self.open: list[str] = []
         self.text = ""
-        self._in_cell = False
+        self._in_cell = self._joined = False
         self.feed(html.decode())
         self.close()
 
@@ -43,7 +43,8 @@ class Table(HTMLParser):
         elif tag in ("td", "th"):
             self._in_cell = True
             self.rows[-1].append("")
-        if tag not in ("meta", "link", "br"):
+        self._joined = tag == "wbr"
+        if tag not in ("meta", "link", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -56,7 +57,8 @@ class Table(HTMLParser):
             return
         self.text += data
         if self._in_cell:
-            self.rows[-1][-1] = f"{self.rows[-1][-1]} {data}".strip()
+            self.rows[-1][-1] = f"{self.rows[-1][-1]}{'' if self._joined else ' '}{data}".strip()
+            self._joined = False
 
 
 class Bridge:
@@ -117,6 +119,23 @@ class TestPage:
         assert b == ["b NUMA 0, 1", "unhealthy XID 79: <fell off the bus>", "device plugin", "free", ""]
         assert c[:2] + c[3:] == ["c", "unknown", "free", ""]
         assert c[2].startswith("moving to DRA asked for by the node's annotation since 20")
+
+    @pytest.mark.parametrize(
+        ("replicas", "said"),
+        [(1, "1 device, 1 held"), (4, "1 device for up to 4 containers each, 1 held")],
+    )
+    def test_heading_counts_devices(self, replicas: int, said: str) -> None:
+        """The heading has the number of devices, how many containers may share one, and how many devices are held."""
+        name = "a::0" if replicas > 1 else "a"
+        still = Still(resource(Device("a"), held={name: [PodContainer("team", "web", "main")]}, replicas=replicas))
+        assert f"{RESOURCE}registered{said}" in Table(page.html(still.observer().view())).text
+
+    def test_long_names_break_between_their_words(self) -> None:
+        """A browser may break a name and a path after the marks in them, and the text of both stays whole."""
+        device = Device("usb-FTDI_FT232R_A5", nodes=["/dev/serial/by-id/x"])
+        html = page.html(Still(resource(device)).observer().view())
+        assert b"usb-FTDI_<wbr>FT232R_<wbr>A5" in html
+        assert Table(html).rows[1][0] == "usb-FTDI_FT232R_A5 /dev/serial/by-id/x"
 
     def test_nothing_comes_from_outside(self) -> None:
         """It refers to this server's own pages alone."""

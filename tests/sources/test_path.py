@@ -218,7 +218,7 @@ def test_id_is_readable(path: str, name: str) -> None:
         ("FTDI_FT232R_USB_UART_A50285BI-if00-port0", "FTDI_FT232R_USB_UART_A50285BI-if00-port0-177f329c"),
         (
             "ITead_Sonoff_Zigbee_3.0_USB_Dongle_Plus_b8d41edbd7bfec119f0b1d5ba6d59a9e-if00-port0",
-            "ITead_Sonoff_Zigb-0b1d5ba6d59a9e-if00-port0-5f502ad2",
+            "ITead_Sonoff-f0b1d5ba6d59a9e-if00-port0-5f502ad2",
         ),
     ],
 )
