@@ -14,7 +14,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -24,7 +24,7 @@ from deviceplugin.config import Config, ConfigError, Lock
 from deviceplugin.device import Device, counted, printable
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
-from deviceplugin.tables import print_table
+from deviceplugin.tables import Line, aligned, fits, print_lines, terminal_width, wrapped
 from deviceplugin.version import VERSION, installing
 
 if TYPE_CHECKING:
@@ -337,35 +337,61 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
 
 
 def _print_devices(listed: _Listed) -> None:
-    rows = [
-        (
-            source.resource,
-            device.id,
-            device.health.value + (f" ({device.message})" if device.message else ""),
-            str(source.replicas_of(device)),
-            (source.topology and ",".join(map(str, device.numa_nodes))) or "-",
-            _nodes(source, device),
-        )
-        for source, devices in listed
-        for device in devices
-    ]
-    if rows:
-        unhealthy = [row for row in rows if row[2].startswith("unhealthy")]
-        print_table(("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA", "NODES"), rows, red=unhealthy)
-        print()
+    print_lines(_table(listed, terminal_width()))
     for source, devices in listed:
         healthy = sum(device.health.usable for device in devices)
         unwell = f", {len(devices) - healthy} of them unhealthy" if healthy < len(devices) else ""
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
+        notes = (*source.notes, *source.nodeless, *_unlinked(devices))
         print(f"{source.resource}: {counted(len(devices))}{unwell}{shared}")
-        for note in (*source.notes, *source.nodeless, *_unlinked(devices)):
-            print(f"  {note}")
+        print_lines(wrapped(notes, terminal_width(), "  "))
 
 
-def _nodes(source: ConfiguredSource, device: Device) -> str:
+def _table(listed: _Listed, width: int | None) -> Iterator[Line]:
+    """Yield the lines of a table of all devices. A path that does not fit the width has a line of its own."""
+    rows = [
+        (
+            source.resource,
+            device.id,
+            device.health.value,
+            str(source.replicas_of(device)),
+            (source.topology and ",".join(map(str, device.numa_nodes))) or "-",
+        )
+        for source, devices in listed
+        for device in devices
+    ]
+    if not rows:
+        return
+    header = ("RESOURCE", "DEVICE", "HEALTH", "REPLICAS", "NUMA")
+    found = [
+        (device, [printable(node) for node in _nodes(source, device)])
+        for source, devices in listed
+        for device in devices
+    ]
+    cells = [
+        (*row[:2], row[2] + (f" ({device.message})" if device.message else ""), *row[3:], ", ".join(nodes) or "-")
+        for row, (device, nodes) in zip(rows, found, strict=True)
+    ]
+    lines = aligned([tuple(map(printable, cell)) for cell in ((*header, "NODES"), *cells)])
+    bad = [not device.health.usable for device, _ in found]
+    if fits(lines, width):
+        yield from map(Line, lines, (False, *bad))
+    else:
+        lines = aligned([(f"  {name}", *more) for _, name, *more in (header, *rows)])
+        yield Line(lines[0])
+        above = ""
+        for line, row, (device, nodes), unwell in zip(lines[1:], rows, found, bad, strict=True):
+            if row[0] != above:
+                yield Line(above := row[0])
+            yield Line(line, unwell)
+            yield from wrapped(filter(None, [device.message, *nodes]), width, "      ")
+    yield Line("")
+
+
+def _nodes(source: ConfiguredSource, device: Device) -> list[str]:
     """Return the host paths that a container gets because of this device, without paths of the whole resource."""
     general = {mount.container for mount in source.config.mounts}
     places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]
-    return ", ".join(host if host == inside else f"{inside} -> {host}" for host, inside in places) or "-"
+    return [host if host == inside else f"{inside} -> {host}" for host, inside in places]

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 from deviceplugin.device import printable
 
-NARROW: Final = 12
-"""Minimum width of a folded column of a table, in characters."""
+
+class Line(NamedTuple):
+    """A line of text. bad: whether the line reports a device that is unhealthy or not listed any more."""
+
+    text: str
+    bad: bool = False
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print rows as aligned columns. On a terminal, cells are folded so that the table fits.
-
-    red: which of the rows are red on a terminal.
-    """
-    rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
-    lines: list[tuple[str, ...]] = []
-    wrong: list[bool] = []
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for row, folded in zip((tuple(header), *rows), fitted((header, *rows), width), strict=True):
-        lines += folded
-        wrong += [row in red] * len(folded)
-    print_lines(zip(aligned(lines), wrong, strict=True))
-
-
-def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
-    """Print lines, each given as (text, red). Red lines are red on a terminal if the extra `cli` is installed."""
+def print_lines(lines: Iterable[Line]) -> None:
+    """Print lines. A line that is bad is red on a terminal, if the extra `cli` is installed."""
     rich = import_rich() if sys.stdout.isatty() else None
-    for text, red in lines:
-        if rich is not None and red:
+    for text, bad in lines:
+        if rich is not None and bad:
             rich.console.Console().print(rich.text.Text(text, style="red"), soft_wrap=True)
         else:
             print(text)
@@ -45,30 +34,34 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def fitted(rows: Sequence[Sequence[str]], width: int | None) -> list[list[tuple[str, ...]]]:
-    """Return each row as one or more lines of cells. The widest columns are folded until the table fits into the width.
-
-    width: in characters; None for no limit. No column becomes narrower than NARROW.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > NARROW:
-        widths[widths.index(max(widths))] -= 1
-    lines: list[list[tuple[str, ...]]] = []
-    for row in rows:
-        folded = [_folded(cell, limit) for cell, limit in zip(row, widths, strict=True)]
-        lines.append(list(itertools.zip_longest(*folded, fillvalue="")))
-    return lines
+def fits(rows: Iterable[str], width: int | None) -> bool:
+    """Return whether each of these lines fits the width; None stands for any width."""
+    return width is None or max(map(len, rows)) <= width
 
 
-def _folded(text: str, width: int) -> list[str]:
-    """Return a text as lines, broken after a separator where that is possible."""
-    lines = []
-    while len(text) > width:
-        at = max((text.rfind(mark, 0, width) + 1 for mark in " ,/.-_:"), default=0)
-        at = at if at > width // 3 else width
-        lines.append(text[:at].rstrip())
-        text = text[at:]
-    return [*lines, text]
+def terminal_width() -> int | None:
+    """Return the number of columns of the terminal; None if the standard output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
+    """Wrap texts between words. Continuation lines have a deeper indentation."""
+    folded = []
+    for text in map(printable, texts):
+        if width is None or len(indent + text) <= width:
+            folded.append(Line(indent + text))
+            continue
+        first = text[: len(text) - len(text.lstrip())]
+        parts = textwrap.wrap(
+            text.strip(),
+            max(20, width),
+            initial_indent=indent + first,
+            subsequent_indent=indent + first + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        folded += map(Line, parts)
+    return folded
 
 
 def import_rich() -> Any:

@@ -24,14 +24,13 @@ from deviceplugin.cli import CommandError, CommandLine
 from deviceplugin.device import counted, printable
 from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
-from deviceplugin.tables import import_rich, print_lines
+from deviceplugin.tables import Line, import_rich, print_lines, terminal_width, wrapped
 from dra_bridge.cli_manifests import add_convert, add_manifests, matching
 from dra_bridge.cli_plan import add_plan
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
-    from dra_bridge.rollout import display
     from dra_bridge.rollout.display import FleetStatus
     from dra_bridge.rollout.fleet import NodeView
     from dra_bridge.rollout.reporter import Reporter
@@ -279,17 +278,17 @@ def _status(options: argparse.Namespace) -> int:
         raise CommandError("dra-bridge status: --watch and --problems are for tables; JSON has everything")
     terminal = sys.stdout.isatty()
 
-    def lines(fleet_status: FleetStatus) -> list[display.Line]:
-        width = shutil.get_terminal_size().columns if terminal else None
-        rest = display.lines(fleet_status, width, time.time(), problems=options.problems, with_totals=not shown_first)
-        return [*([display.Line("")] if shown_first and rest else []), *rest]
+    def lines(fleet_status: FleetStatus) -> list[Line]:
+        rest = display.lines(
+            fleet_status, terminal_width(), time.time(), problems=options.problems, with_totals=not shown_first
+        )
+        return [*([Line("")] if shown_first and rest else []), *rest]
 
     shown_first = False
 
     def show_totals(nodes: Sequence[NodeView]) -> None:
         nonlocal shown_first
-        width = shutil.get_terminal_size().columns if terminal else None
-        if options.output != "json" and not options.watch and (first := display.totals(nodes, width)):
+        if options.output != "json" and not options.watch and (first := display.totals(nodes, terminal_width())):
             print_lines(first)
             sys.stdout.flush()
             shown_first = True
@@ -310,7 +309,7 @@ def _status(options: argparse.Namespace) -> int:
             try:
                 shown = lines(await read(cluster))
             except UnavailableError as error:
-                shown = display.wrapped([f"the API server does not answer: {error}"], None)
+                shown = wrapped([f"the API server does not answer: {error}"], None)
             if terminal:
                 _redraw(shown)
             else:
@@ -325,7 +324,7 @@ def _status(options: argparse.Namespace) -> int:
     return int(bool(status.problems))
 
 
-def _redraw(lines: Sequence[display.Line]) -> None:
+def _redraw(lines: Sequence[Line]) -> None:
     """Replace the former output on the terminal by as many of these lines as fit on the screen."""
     from dra_bridge.rollout import display
 
@@ -412,7 +411,6 @@ def _follow(
 
     interrupted: the text to print at Ctrl-C. stopped: the text to print before the reason if the work has stopped.
     """
-    from dra_bridge.rollout.display import wrapped
     from dra_bridge.rollout.reporter import Reporter
 
     with contextlib.ExitStack() as stack:
@@ -432,7 +430,8 @@ def _follow(
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 
         def say(line: str) -> None:
-            show(printable(line))
+            for part in wrapped([line], terminal_width()):
+                show(part.text)
 
         reporter = Reporter(say, bars)
         try:
@@ -442,6 +441,5 @@ def _follow(
             raise
     if not done and stopped:
         print(stopped, file=sys.stderr, flush=True)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print_lines(wrapped(reporter.stopped, width))
+    print_lines(wrapped(reporter.stopped, terminal_width()))
     return done

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin.cli import CommandError, CommandLine
 from deviceplugin.node import logs
+from deviceplugin.tables import terminal_width
 from dra_bridge.cli_manifests import add_files, read_files
 from dra_bridge.node.options import add_kubeconfig
 
@@ -69,10 +70,13 @@ def _plan(options: argparse.Namespace) -> int:
         objects, selected = _read_cluster(options)
     view = ClusterView(objects, _targets(options, share, objects), options.namespace, selected)
     plan = migration_plan(view, ignored)
-    if options.output == "json":
-        sys.stdout.write(json.dumps(display.as_json(plan), indent=2) + "\n")
-    else:
-        sys.stdout.write((display.markdown if options.output == "markdown" else display.table)(plan) + "\n")
+    match options.output:
+        case "json":
+            print(json.dumps(display.as_json(plan), indent=2))
+        case "markdown":
+            print(display.markdown(plan))
+        case _:
+            print(display.table(plan, terminal_width()))
     return plan.status
 
 

@@ -42,8 +42,8 @@ def device_id(path: str) -> str:
     """Return the id of the device at this path: readable, at most 52 characters, and different for each path.
 
     The id of /dev/ttyUSB0 is ttyUSB0, the id of /dev/snd/pcmC0D0c is snd--pcmC0D0c. If a path is too long for an id, or
-    has characters that ids cannot have, the id is shortened and ends in a hash. A shortened id lacks the directories, and
-    the middle of the path's last part.
+    has characters that ids cannot have, the id is shortened and ends in a hash. A shortened id lacks the directories,
+    and the middle of the path's last part.
     """
     inside = path.removeprefix("/dev/")
     steps = inside.strip("/").split("/")

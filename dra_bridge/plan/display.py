@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from deviceplugin.tables import age, aligned
+from deviceplugin.tables import age, aligned, fits, wrapped
 from dra_bridge.plan.checks import MigrationPlan, ResourceUse
 from dra_bridge.plan.findings import PlanFinding
 
@@ -13,15 +13,16 @@ _WIDE: Final = ("RESOURCE", "DRIVER", "NODES", "CAPACITY", "ALLOCATABLE", "PUBLI
 _HEAD: Final = (*_WIDE, "WAIT", "UNCHANGED PODS THROUGH DRA")
 
 
-def table(plan: MigrationPlan) -> str:
-    """Format the plan for a terminal."""
-    blocks = [_uses(plan.uses), _drain(plan)]
+def table(plan: MigrationPlan, width: int | None) -> str:
+    """Format the plan for a terminal. width: in characters; None for any."""
+    blocks = [_drain(plan)]
     for finding in plan.findings:
         kind = finding.kind
         head = f"{kind.severity.value.upper()} {kind.code}: {kind.text}"
         blocks.append([head, f"  {finding.object}: {finding.reason}", f"  do: {kind.remedy}"])
     blocks += [_unread(plan), [summary(plan)]]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
+    texts = [_uses(plan.uses, width), *([line.text for line in wrapped(block, width)] for block in blocks)]
+    return "\n\n".join("\n".join(block) for block in texts if block)
 
 
 def summary(plan: MigrationPlan) -> str:
@@ -99,8 +100,16 @@ def _rows(uses: Sequence[ResourceUse]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _uses(uses: Sequence[ResourceUse]) -> list[str]:
-    return aligned(_rows(uses)) if uses else ["no node has an extended resource, and no pod asks for one"]
+def _uses(uses: Sequence[ResourceUse], width: int | None) -> list[str]:
+    """Return a table of the resources. Where it does not fit, resource and driver stand above each row."""
+    if not uses:
+        return ["no node has an extended resource, and no pod asks for one"]
+    if fits(whole := aligned(_rows(uses)), width):
+        return whole
+    short = (*_WIDE[2:7], "LIMITS", "DRA", "WAIT", "UNCHANGED")
+    head, *rest = aligned([(f"  {cells[0]}", *cells[1:]) for cells in (short, *(row[2:] for row in _rows(uses)[1:]))])
+    names = (line.text for use in uses for line in wrapped([f"{use.resource}  {use.driver or '-'}"], width))
+    return [head, *(text for pair in zip(names, rest, strict=True) for text in pair)]
 
 
 def _drain(plan: MigrationPlan) -> list[str]:

@@ -7,28 +7,20 @@ too wide, holders and messages get separate lines.
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from deviceplugin.device import counted, printable
 from deviceplugin.register.records import State
-from deviceplugin.tables import age, aligned
+from deviceplugin.tables import Line, age, aligned, fits, wrapped
 from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.rollout.rollout import MANY
 
 HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE")
-
-
-class Line(NamedTuple):
-    """A line of text. bad: whether the line reports a device that is unhealthy or not listed any more."""
-
-    text: str
-    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +90,6 @@ def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
         yield from wrapped(said, width, "  ")
 
 
-def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
-    """Wrap texts between words. Continuation lines have a deeper indentation."""
-    folded = []
-    for text in map(printable, texts):
-        if width is None or len(indent + text) <= width:
-            folded.append(Line(indent + text))
-            continue
-        first = text[: len(text) - len(text.lstrip())]
-        parts = textwrap.wrap(
-            text.strip(),
-            max(20, width),
-            initial_indent=indent + first,
-            subsequent_indent=indent + first + "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        folded += map(Line, parts)
-    return folded
-
-
 def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
     """Yield lines with the numbers of nodes, and of devices in each state, for each driver."""
     for driver in dict.fromkeys(view.driver for view in nodes):
@@ -185,11 +157,10 @@ def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
         return []
     bad = [False, *(row.bad for row in rows)]
     whole = aligned([HEADER, *(row.cells for row in rows)])
-    if width is None or max(map(len, whole)) <= width:
+    if fits(whole, width):
         return list(itertools.starmap(Line, zip(whole, bad, strict=True)))
     narrow = aligned([("  DEVICE", *HEADER[4:]), *((f"  {row.device}", *row.cells[4:]) for row in rows)])
-    fits = max(map(len, narrow)) <= width
-    if not fits:
+    if not (fitting := fits(narrow, width)):
         narrow = aligned(
             [("  DEVICE", "STATE", "HEALTH", "SINCE")]
             + [(f"  {row.device}", row.state, row.health, row.since) for row in rows]
@@ -200,7 +171,7 @@ def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
             group = (row.node, row.resource)
             listing += wrapped(["  ".join(group)], width)
         listing.append(Line(text, row.bad))
-        if not fits:
+        if not fitting:
             held = {"-": "", "?": "it is not known who holds it"}.get(row.holder, f"held by {row.holder}")
             more = [row.message, held]
             listing += [Line(line.text, row.bad) for line in wrapped(filter(None, more), width, "      ")]

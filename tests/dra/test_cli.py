@@ -990,6 +990,20 @@ def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran])
     assert not [one for one in nodes.server.writes if "selfsubjectreviews" not in one.path]
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_dry_run_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
+    """Lines end between names, and the rest of a group of nodes is indented."""
+    names = [f"ip-10-0-123-{number}.eu-central-1.compute.internal" for number in range(3)]
+    for name in names:
+        nodes.agent(name)
+    argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "3", "--dry-run")
+    status, text = on_a_terminal(nodes, *argv, columns=columns)
+    lines = ESCAPES.sub("", text).replace("\r", "").rstrip().split("\n")
+    assert (status, max(map(len, lines)) <= columns) == (0, True)
+    assert all(line.startswith("  ip-") for line in lines[2:])
+    assert " ".join(line.strip() for line in lines[1:]) == f"1. {', '.join(names)}"
+
+
 def test_nodes_whose_devices_return_begin_at_a_pace(
     nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -325,8 +325,10 @@ class TestEvents:
         assert self.changes(gone, without) == [("a is removed: it is unlisted and has no holder", False)]
 
     def test_the_first_list_is_no_event(self) -> None:
-        """Devices that are there from the start did not appear."""
+        """Devices that are there from the start did not appear, but an unhealthy one among them is an event."""
         assert self.changes(resource(listed=False), resource("a")) == []
+        ill = resource("a", Device("b", health=Health.UNHEALTHY, message="XID 79"))
+        assert self.changes(resource(listed=False), ill) == [("b is unhealthy: XID 79", True)]
 
     def test_an_adopted_plugin_that_is_not_there_is_a_problem(self) -> None:
         """The agent is ready: it has to be there first."""

@@ -253,6 +253,21 @@ def test_output_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert capsys.readouterr().out.endswith("no findings\n")
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    """Lines end between words, and names are whole; where the table does not fit, names stand above their numbers."""
+    case = next(case for case in CASES if case.kind is FindingKind.TWO_CLASSES)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(monkeypatch, *WITHOUT, text=dump(node("n1"), *CALM, *case.objects)) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert f"{BOARD}  -" in lines
+    assert any(line.split() == ["1", "4", "4", "0", "1x1", "0", "0", "1", "yes"] for line in lines)
+
+
 def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A kind that is in no dump counts as not read, unless the caller says that there is none."""
     text = dump(node("n1"), *CALM)

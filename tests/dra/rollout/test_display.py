@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.register.records import State
+from deviceplugin.tables import Line
 from dra_bridge.rollout import display
-from dra_bridge.rollout.display import FleetStatus, Line
+from dra_bridge.rollout.display import FleetStatus
 from dra_bridge.rollout.fleet import NodeView, Phase, ReportedDevice
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.rollout.reporter import Reporter
