@@ -307,7 +307,7 @@ class FakeKubelet(NodeState):
         namespace: str = "default",
         static: bool = False,
         check: bool = True,
-        timeout: float = 10.0,
+        timeout: float = 30.0,
     ) -> FakePod:
         """Create a pod without the scheduler, and wait until it runs.
 
@@ -389,7 +389,7 @@ class FakeKubelet(NodeState):
             ]
 
     def wait_until(
-        self, predicate: Callable[[], object], timeout: float = 10.0, what: str | Callable[[], str] = "a condition"
+        self, predicate: Callable[[], object], timeout: float = 30.0, what: str | Callable[[], str] = "a condition"
     ) -> None:
         """Wait until a condition is true, of this node or of other objects, such as the arguments of a hook.
 
@@ -418,7 +418,7 @@ class FakeKubelet(NodeState):
                 met.close()
             raise TypeError("wait_until takes a plain function; of a coroutine function it would wait for nothing")
 
-    def wait_registered(self, resource: str, count: int = 1, timeout: float = 10.0) -> Registration:
+    def wait_registered(self, resource: str, count: int = 1, timeout: float = 30.0) -> Registration:
         """Wait until a resource was registered `count` times; return the latest registration."""
 
         def those() -> list[Registration]:
@@ -431,7 +431,7 @@ class FakeKubelet(NodeState):
         self,
         resource: str,
         want: int | Callable[[Mapping[str, DeviceState]], bool],
-        timeout: float = 10.0,
+        timeout: float = 30.0,
     ) -> dict[str, DeviceState]:
         """Wait until `want` devices are healthy, or `want(devices)` is true; return the resource's devices by id."""
 
@@ -442,11 +442,11 @@ class FakeKubelet(NodeState):
         self.wait_until(enough, timeout, f"{want} devices of {resource}")
         return self.devices(resource)
 
-    def wait_allocatable(self, resource: str, count: int, timeout: float = 10.0) -> None:
+    def wait_allocatable(self, resource: str, count: int, timeout: float = 30.0) -> None:
         """Wait until `count` devices of a resource are allocatable."""
         self.wait_until(lambda: self.allocatable(resource) == count, timeout, f"{count} allocatable {resource}")
 
-    def wait_rpc(self, method: str, resource: str | None = None, count: int = 1, timeout: float = 10.0) -> Rpc:
+    def wait_rpc(self, method: str, resource: str | None = None, count: int = 1, timeout: float = 30.0) -> Rpc:
         """Wait until `count` calls of a gRPC method have ended; return the latest call."""
         self.wait_until(lambda: len(self.rpcs(method, resource)) >= count, timeout, f"{count} calls of {method}")
         return self.rpcs(method, resource)[-1]

@@ -35,7 +35,7 @@ def fake_kubelet() -> Iterator[FakeKubelet]:
 def served(fake_kubelet: FakeKubelet) -> Iterator[Callable[..., Served]]:
     """Provide a function that runs an agent with the given device sources until the test ends.
 
-    served(*sources, timeout=10.0, period=5.0, **options) returns a `Served` once all sources are registered; `serve`
+    served(*sources, timeout=30.0, period=5.0, **options) returns a `Served` once all sources are registered; `serve`
     describes the arguments and errors. A test of a source's `released` uses a small `period` (in seconds).
     """
     with contextlib.ExitStack() as stack:

@@ -230,7 +230,7 @@ class FakePod:
         """The mounts that plugins gave to the first container."""
         return self.container().mounts
 
-    def wait_running(self, timeout: float = 10.0) -> FakePod:
+    def wait_running(self, timeout: float = 30.0) -> FakePod:
         """Wait until all containers of the pod run.
 
         Raises:
@@ -244,12 +244,12 @@ class FakePod:
             raise PodFailedError(f"{self!r} ended before it ran")
         return self
 
-    def wait_phase(self, phase: PodPhase, timeout: float = 10.0) -> FakePod:
+    def wait_phase(self, phase: PodPhase, timeout: float = 30.0) -> FakePod:
         """Wait until the pod is in this phase."""
         self._wait(lambda: self.phase == phase, timeout, f"to be {phase}")
         return self
 
-    def delete(self, timeout: float = 10.0) -> None:
+    def delete(self, timeout: float = 30.0) -> None:
         """End the pod and remove it from the node. While the kubelet is down, only mark the pod for deletion."""
         with self._changed:
             self.deleting = True
@@ -257,7 +257,7 @@ class FakePod:
             self._changed.notify_all()
         self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
 
-    def force_delete(self, *, hang: bool = False, timeout: float = 10.0) -> None:
+    def force_delete(self, *, hang: bool = False, timeout: float = 30.0) -> None:
         """Delete the pod with a grace period of 0, as `kubectl delete --force` does.
 
         For the kubelet the pod is gone at once (Kubelet.HandlePodRemoves, kubelet 1.36.3): PodResources List omits it,
@@ -278,14 +278,14 @@ class FakePod:
             raise ValueError(f"{self!r} has no manifest")
         self._node.remove_pod(self, "grace")
 
-    def end_containers(self, timeout: float = 10.0) -> None:
+    def end_containers(self, timeout: float = 30.0) -> None:
         """End the containers that still run after `force_delete` or `remove_manifest`."""
         with self._changed:
             self.lingering = ""
             self._changed.notify_all()
         self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
 
-    def end_init_container(self, name: str, timeout: float = 10.0) -> None:
+    def end_init_container(self, name: str, timeout: float = 30.0) -> None:
         """End an init container whose spec is `lasting`, and wait until the pod's containers run."""
         container = self.init_containers[name]
         with self._changed:
@@ -293,7 +293,7 @@ class FakePod:
             self._changed.notify_all()
         self._wait(lambda: self.running or self.terminal or not self._node.hears_of_pods, timeout, "to run")
 
-    def complete(self, phase: Literal["Succeeded", "Failed"] = "Succeeded", timeout: float = 10.0) -> None:
+    def complete(self, phase: Literal["Succeeded", "Failed"] = "Succeeded", timeout: float = 30.0) -> None:
         """End the pod's containers as if they had exited. The pod's devices become free; the pod object stays.
 
         While the kubelet is down, the pod's sandbox stays. A kubelet that starts admits the pod again, and fails it if
@@ -307,7 +307,7 @@ class FakePod:
             self._changed.notify_all()
         self._wait(lambda: self.terminal or not self._node.hears_of_pods, timeout, "to end")
 
-    def restart_container(self, name: str | None = None, timeout: float = 10.0) -> None:
+    def restart_container(self, name: str | None = None, timeout: float = 30.0) -> None:
         """End a container and wait until it runs again. The kubelet calls PreStartContainer, but not Allocate."""
         container = self.container(name)
         with self._changed:

@@ -55,7 +55,7 @@ class Served:
         """Whether the agent runs."""
         return not self._over.is_set()
 
-    def wait_registered(self, timeout: float = 10.0) -> None:
+    def wait_registered(self, timeout: float = 30.0) -> None:
         """Wait until the kubelet has a registration and a device list of every source.
 
         Raises:
@@ -83,7 +83,7 @@ class Served:
             why = f"{type(cause).__name__}: {cause}"
             raise RuntimeError(f"{name}: watch failed before its first list: {why}") from cause
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 30.0) -> None:
         """End the agent.
 
         Raises:
@@ -163,7 +163,7 @@ def serve(
     sources: DeviceSource | Sequence[DeviceSource],
     kubelet: FakeKubelet,
     *,
-    timeout: float | None = 10.0,
+    timeout: float | None = 30.0,
     period: float = 5.0,
     **options: Any,
 ) -> Iterator[Served]:

@@ -296,7 +296,7 @@ class FakeApiServer:
         with self.log_condition:
             return [entry for entry in self.log if method in ("", entry.method) and path in entry.path]
 
-    def wait_for(self, met: Callable[[FakeApiServer], bool], seconds: float = 10.0) -> None:
+    def wait_for(self, met: Callable[[FakeApiServer], bool], seconds: float = 30.0) -> None:
         """Wait until `met(self)` is true. `met` is called after every request, and at least every 20 ms.
 
         Raises:

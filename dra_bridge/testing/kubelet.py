@@ -207,7 +207,7 @@ class FakeDraKubelet:
     ) -> None:
         self.stop()
 
-    def wait_for(self, what: Callable[[], bool], timeout: float = 10.0) -> None:
+    def wait_for(self, what: Callable[[], bool], timeout: float = 30.0) -> None:
         """Wait until a condition is met.
 
         Raises:
@@ -224,7 +224,7 @@ class FakeDraKubelet:
         with self._condition:
             return list(self._store.get(driver, ()))
 
-    def wait_registered(self, driver: str, count: int = 1, timeout: float = 10.0) -> list[Plugin]:
+    def wait_registered(self, driver: str, count: int = 1, timeout: float = 30.0) -> list[Plugin]:
         """Wait until exactly `count` instances of a driver are registered and connected."""
         self.wait_for(lambda: [p.connected and p.told for p in self._store.get(driver, ())] == [True] * count, timeout)
         return self.plugins(driver)

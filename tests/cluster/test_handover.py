@@ -8,6 +8,7 @@ CHURN_SECONDS is for how long; the default suits CI, and with CLUSTER_LONG in th
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -168,10 +169,14 @@ def overlaps(found: list[Holding]) -> list[str]:
 
 @dataclass
 class Churn:
-    """Deletes pods at random, so that others take their place, and notes pods that failed."""
+    """Deletes pods at random, so that others take their place, and notes pods that failed.
+
+    every: seconds between two. ending: how many may be ending when one is deleted, at the most.
+    """
 
     cluster: Cluster
     every: float = 0.4
+    ending: float = math.inf
     failed: dict[str, tuple[float, str]] = field(default_factory=dict)
     deleted: int = 0
     over: threading.Event = field(default_factory=threading.Event)
@@ -193,12 +198,10 @@ class Churn:
         chance = random.Random(7)
         while not self.over.wait(chance.uniform(self.every / 2, self.every * 1.5)):
             with contextlib.suppress(ClusterError, OSError, KeyError):
-                running = [
-                    one
-                    for one in self.cluster.api.list("Pod", "default", "v1")
-                    if one["status"]["phase"] == "Running" and "deletionTimestamp" not in one["metadata"]
-                ]
-                if running:
+                pods = self.cluster.api.list("Pod", "default", "v1")
+                left = [one for one in pods if "deletionTimestamp" not in one["metadata"]]
+                running = [one for one in left if one["status"]["phase"] == "Running"]
+                if running and len(pods) - len(left) < self.ending:
                     victim = chance.choice(running)["metadata"]["name"]
                     self.cluster.api.delete("Pod", victim, "default", "v1", grace=1)
                     self.deleted += 1
@@ -305,11 +308,11 @@ def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
     wait_at_rest(bridge, 2)
     moves = []
     # Two pods, and two more that are ending: the plugin's side keeps five devices for them.
-    with Churn(bridge.cluster, every=1.5) as churn:
+    with Churn(bridge.cluster, every=1.5, ending=2) as churn:
         for dra in (3, 1, 2, 3, 1, 2):
             annotate(bridge.cluster, str(dra))
             moves.append(f"-> {dra}: {wait_at_rest(bridge, dra, 120):.2f} s")
-            bridge.cluster.wait_for(lambda seen=churn.deleted + 2: churn.deleted >= seen, 60, "some more churn")  # type: ignore[misc]
+            bridge.cluster.wait_for(lambda seen=churn.deleted + 2: churn.deleted >= seen, 120, "some more churn")  # type: ignore[misc]
             assert not overlaps(holdings())
     stop_churn(bridge)
     found = holdings()

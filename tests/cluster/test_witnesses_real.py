@@ -559,13 +559,17 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
     pod = scene.pod("a0", "a", restartPolicy="Always")
     scene.running(pod)
     scene.before = len(locks.holders())
+    line = f"{named('a')}: the kubelet listens"
+    listened = scene.agents.log().count(line)
     scene.restart_kubelet("checkpoint")
+    # A kubelet that knows neither plugin nor allocation starts the container without a device.
+    scene.until("the new kubelet listens", lambda: scene.agents.log().count(line) > listened, 120)
     scene.observe(5)
     assert locks.pids(pod.uid), "the kubelet has admitted the pod anew, and failed it"
     restarts = pod.restarts()
+    got = len([one for one in locks.notes() if one.what == "got" and one.uid == pod.uid])
     for pid in locks.pids(pod.uid):
         os.kill(pid, signal.SIGKILL)
-    got = len([one for one in locks.notes() if one.what == "got" and one.uid == pod.uid])
     scene.cluster.wait_for(
         lambda: len([one for one in locks.notes() if one.what == "got" and one.uid == pod.uid]) > got,
         LIMIT,

@@ -593,7 +593,7 @@ def drop_stream(kubelet: FakeKubelet) -> None:
     kubelet.drop_streams(R)
 
 
-def wait(condition: Callable[[], object], timeout: float = 10.0) -> None:
+def wait(condition: Callable[[], object], timeout: float = 30.0) -> None:
     """Wait until something is so that nobody tells of; a look every ms."""
     until = time.monotonic() + timeout
     while not condition():

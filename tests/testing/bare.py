@@ -59,7 +59,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
         self._server.start()
 
     def register(
-        self, timeout: float = 10, version: str = "v1beta1", options: pb.DevicePluginOptions | None = None
+        self, timeout: float = 30.0, version: str = "v1beta1", options: pb.DevicePluginOptions | None = None
     ) -> None:
         with grpc.insecure_channel(
             f"unix:{self._directory / 'kubelet.sock'}", options=[("grpc.use_local_subchannel_pool", 1)]
@@ -153,7 +153,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
 class Hold:
     """A gate in a plugin's way: the next call of a method waits there until it is let go."""
 
-    def __init__(self, plugin: BarePlugin, method: str, timeout: float = 10) -> None:
+    def __init__(self, plugin: BarePlugin, method: str, timeout: float = 30.0) -> None:
         self.arrived = threading.Event()
         self.let_go = threading.Event()
 

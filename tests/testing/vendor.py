@@ -55,7 +55,7 @@ class Vendor:
         self.directory = directory
         self.start()
 
-    def status(self, timeout: float = 10.0) -> int:
+    def status(self, timeout: float = 30.0) -> int:
         """Wait until it has ended by itself; return its exit status."""
         assert self.process is not None
         return self.process.wait(timeout)
@@ -63,7 +63,7 @@ class Vendor:
     def calls(self, call: str) -> list[dict[str, Any]]:
         return foreign.calls(self.notes, call)
 
-    def wait(self, call: str, count: int = 1, timeout: float = 10.0) -> dict[str, Any]:
+    def wait(self, call: str, count: int = 1, timeout: float = 30.0) -> dict[str, Any]:
         """Wait until it has noted so many; return the last of them."""
         enough: Callable[[], bool] = lambda: len(self.calls(call)) >= count  # noqa: E731
         wait_for(f"{count} {call}: {self.log.read_text()[-2000:]}", enough, timeout)
