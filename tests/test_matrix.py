@@ -26,6 +26,7 @@ REPORT = """<testsuites><testsuite timestamp="2026-11-27T01:02:03.4+00:00">
 <testcase classname="tests.cluster.test_witnesses_real" name="test_aliases_of_a_node">
 <skipped message="CLUSTER_LONG is not set"/></testcase>
 <testcase classname="tests.cluster.test_dra.TestOnRealNode" name="test_parameters"><error message="late"/></testcase>
+<testcase classname="" name="pytest"><error message="interrupted"/></testcase>
 </testsuite></testsuites>"""
 ONE = """<testsuite timestamp="{day}T01:02:03"><testcase classname="tests.{module}" name="{test}"/></testsuite>"""
 
@@ -87,6 +88,7 @@ def test_a_run_is_recorded(kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: 
     printed = capsys.readouterr().out
     assert "1.32.2: test_conditions[x]: boom\n" in printed
     assert "1.32.2: test_cdi_directory_is_wiped: overlap\n" in printed
+    assert "1.32.2: pytest: interrupted\n" in printed
 
 
 def test_a_test_that_was_not_run(kept: Kept) -> None:

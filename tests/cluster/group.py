@@ -238,6 +238,6 @@ class Group:
         print(f"--- {arguments}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.returncode, done.stdout + done.stderr
 
-    def until(self, what: Callable[[], object], text: str, timeout: float = 60.0) -> None:
+    def until(self, what: Callable[[], object], text: str, timeout: float = 120.0) -> None:
         """Wait until something is so."""
         self.cluster.wait_for(what, timeout, text)

@@ -93,13 +93,14 @@ Record = dict[str, dict[str, dict[str, Seen]]]
 def outcomes(version: str, report: Path) -> dict[str, dict[str, Seen]]:
     """Return how each test went by module and test from a report of pytest's in JUnit's form.
 
-    Scenarios about holders that were skipped are left out: that is for want of time, not of a feature.
+    Scenarios about holders that were skipped are left out: that is for want of time, not of a feature. What pytest says
+    of itself, such as that it was interrupted, is of the module "".
     """
     found: dict[str, dict[str, Seen]] = {}
     for suite in ET.parse(report).getroot().iter("testsuite"):  # pytest wrote it
         date = suite.get("timestamp", "").partition("T")[0]
         for case in suite.iter("testcase"):
-            module = next(part for part in case.get("classname", "").split(".") if part.startswith("test_"))
+            module = next((part for part in case.get("classname", "").split(".") if part.startswith("test_")), "")
             holders = [
                 json.loads(one.get("value", "")) for one in case.iter("property") if one.get("name") == "holders"
             ]
