@@ -19,7 +19,7 @@ from deviceplugin import blocking, files, filewatch, looked_at
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.kubelet.paths import Paths
-from deviceplugin.looks import Looks, LookTimeoutError
+from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import metrics_config, parse_run
@@ -351,7 +351,7 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
 
     path, current = file.path, file.config
     try:
-        wanted = await file.looks.at("config file", config.load, path, file.lock)
+        wanted = await file.looks.until_answered("config file", config.load, path, file.lock, timeout=LONG)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
         changed = {name: file.source(resource) for name, resource in after.items() if before.get(name) != resource}

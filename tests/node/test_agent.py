@@ -648,6 +648,26 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     assert taken == [load(config)]
 
 
+async def test_a_file_that_takes_long_to_read_is_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy node it takes as long as it takes; it is not refused for good."""
+    first = process_module.ConfigFile.read(config, OPEN)
+    config.write_text(text(a=2))
+    go, late, taken = threading.Event(), asyncio.Event(), list[Config]()
+    first.looks.changed = late.set
+
+    def slow(*arguments: Any) -> Config:
+        assert go.wait(30)
+        return load(*arguments)
+
+    monkeypatch.setattr("deviceplugin.config.load", slow)
+    monkeypatch.setattr(process_module, "LONG", 0.05)
+    taking = asyncio.create_task(process_module.take_changed(Taking(taken.append), first))
+    await asyncio.wait_for(late.wait(), 30)
+    go.set()
+    assert (await asyncio.wait_for(taking, 30)).refused == ""
+    assert taken == [load(config)]
+
+
 async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
     first = process_module.ConfigFile.read(config, OPEN)
