@@ -95,22 +95,17 @@ class ClaimRenewal:
     async def keep(self) -> None:
         """Until cancelled, renew CDI files after each change of an inventory, and try waiting files again."""
         seen: object = None
-        tried = -1
+        tried, look_at = -1, 0.0
         failing, looking = Backoff(first=1.0, most=60.0), Backoff(first=1.0, most=10.0)
-        look_at = 0.0
         while True:
             changes = self._records.ledger.changes
-            count = changes.count
-            if not self._records.all():
-                await changes.after(count, REST)
-                continue
+            count, leaving = changes.count, set(self._leaving)
             inventories = [served.inventory for served in self._served.resources]
             now = tuple((id(inventory), inventory.snapshot.version) for inventory in inventories)
-            due = self._waiting if count != tried else ()
-            claims = [claim.uid for claim in self._records.all() if now != seen or claim.uid in due]
-            leaving = set(self._leaving)
+            claims = [claim.uid for claim in self._records.all()] if now != seen else []
+            if now == seen and count != tried:
+                claims = sorted(self._waiting)
             errors = [why for uid in claims if (why := await self._try(uid))]
-            tried = count
             if self._leaving - leaving:
                 look_at = looking.tries = 0
             if self._leaving and time.monotonic() >= look_at:
@@ -119,10 +114,11 @@ class ClaimRenewal:
             if errors:
                 await asyncio.sleep(failing.next())
                 continue
+            seen, tried = now, count
+            failing.reset()
             if claims:
-                seen = now
-                failing.reset()
-            await asyncio.sleep(CHECK)
+                await asyncio.sleep(CHECK)
+            await changes.after(count, max(0.0, look_at - time.monotonic()) if self._leaving else REST)
 
     async def _try(self, uid: str, *, left: bool = False) -> str:
         """Call `renew` for a claim, or `look_left` if `left` is true; return the error, "" if there is none."""
