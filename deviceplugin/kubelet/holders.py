@@ -206,6 +206,16 @@ class UnrecordedEvidence(NamedTuple):
     boot: str
 
 
+def grant_of(answer: Wanted | None, copied: Wanted | None) -> Wanted | None:
+    """Return the grant of an allocation by the AllocateResponse and an agent's copy; None if neither has it.
+
+    The copy also has the nodes that the holder can open since the grant.
+    """
+    if answer is None or copied is None:
+        return answer or copied
+    return answer._replace(identity=answer.identity.reaching(copied.identity))
+
+
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
     """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.
 
@@ -220,15 +230,16 @@ def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> t
             recorded[allocation[:2]] = recorded.get(allocation[:2], frozenset()) | record.identity.in_boot(seen.boot)
     uses = []
     for allocation in allocations:
-        _, what = seen.answers.get(allocation) or ("", seen.copied.get(allocation))
-        if what is None:
+        _, answer = seen.answers.get(allocation) or ("", None)
+        if (what := grant_of(answer, seen.copied.get(allocation))) is None:
             continue
         is_recorded, tokens = allocation[2:] in seen.records, what.identity.in_boot(seen.boot)
         unit, who = allocation_unit(allocation.resource, allocation.device_id), f"pod {title(allocation.pod_uid)}"
         if ours(what) and not is_recorded:
             over = allocation.resource in seen.observed and allocation not in seen.unscanned
             if not over:
-                uses.append(Use(unit, who, what.key, tokens, part_of(what.amount), takes_recorded(what.amount)))
+                amount, reached = what.amount, what.identity.reaches(seen.boot)
+                uses.append(Use(unit, who, what.key, tokens, part_of(amount), takes_recorded(amount), reached))
         elif tokens and not (is_recorded and tokens <= recorded[allocation[:2]]):
             uses.append(Use(unit, who, None, tokens, None))
     return tuple(uses)

@@ -375,8 +375,8 @@ class HolderTracker:
 
     def granted(self, allocation: Allocation) -> Wanted | None:
         """Return the grant of an allocation, from the AllocateResponse or another agent's copy; None if unknown."""
-        _, granted = self._checkpoint.known.grants.get(allocation) or ("", self._copied.get(allocation))
-        return granted
+        _, answer = self._checkpoint.known.grants.get(allocation) or ("", None)
+        return holders.grant_of(answer, self._copied.get(allocation))
 
     def foreign(self) -> tuple[Use, ...]:
         """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.

@@ -122,6 +122,7 @@ class Agent:
             self.begun.set()
             scanning = asyncio.create_task(self.scanner.run(), name="scan holders")
             adopting = asyncio.create_task(self._adopt(), name="adopt plugins")
+            copying = asyncio.create_task(self.evidence.keep_copies(), name="copy allocations")
             try:
                 await self._stopped.wait()
                 await self._claim_side.end()
@@ -129,7 +130,7 @@ class Agent:
                 scanning.cancel()
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
                 # The connections to vendors' plugins end last, because running calls are forwarded to these plugins.
-                await cancel_all([adopting])
+                await cancel_all([adopting, copying])
         if self._error is not None:
             raise self._error
 

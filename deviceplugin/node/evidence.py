@@ -56,12 +56,14 @@ class NodeEvidence(RegisterHost):
         self.services = services
         self.drivers: dict[str, DriverEvidence] = {}
         self.register = Register(self)
+        self._copies = copies = AllocationCopies(paths.cdi_dir, side.agent_name)
+        self._has_ledger = bool(side.agent_name)
         self.tracker = HolderTracker(
             lists,
             paths,
             self.register,
             scan_wanted,
-            copies=AllocationCopies(paths.cdi_dir, side.agent_name),
+            copies=copies,
             claim_uses=report_holders,
             believe_checkpoint=not side.serves_claims,
         )
@@ -80,6 +82,11 @@ class NodeEvidence(RegisterHost):
         """Read the kubelet's checkpoint, other agents' copies of allocations, and claim files again, if changed."""
         await self.tracker.reread()
         await self.claims.reread()
+
+    async def keep_copies(self) -> None:
+        """Write copies of allocations if this process has no ledger, until cancelled."""
+        if not self._has_ledger:
+            await self._copies.keep(self.register.store, self.tracker.copy_looks)
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why it is unknown who holds a device; "" if it is known."""

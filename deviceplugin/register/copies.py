@@ -9,6 +9,7 @@ a copy of another boot is ignored.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -18,13 +19,18 @@ from typing import Final
 import msgspec
 
 from deviceplugin import cdi, files
+from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import boot_id
+from deviceplugin.looks import Looks
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import Allocation, AllocationRecord
+from deviceplugin.register.records import NONE, Allocation, AllocationRecord, RecordKey
+from deviceplugin.register.store import Store
 
 _LOG: Final = logging.getLogger(__name__)
 SUFFIX: Final = ".allocations"
+REST: Final = 60.0
+"""Seconds after which the records are compared again, even if the register has reported no change."""
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -62,12 +68,43 @@ def read(path: str) -> Copy | None:
 
 
 class AllocationCopies:
-    """Reads the copies in a directory of CDI specs, except the copy of the agent `own`."""
+    """Reads the copies in a directory of CDI specs, except the copy of the agent `own`.
+
+    An agent without a name has no ledger: `keep` writes its copies, one for each resource.
+    """
 
     def __init__(self, directory: Path, own: str = "") -> None:
         self._directory = Path(cdi.own_directory(str(directory)))
-        self._own = f"{own}{SUFFIX}"
+        self._own = {f"{own}{SUFFIX}"}
         self._read: dict[str, FileIdentity] = {}
+
+    async def keep(self, store: Store, looks: Looks) -> None:
+        """Write a copy of each resource whose holders can open other nodes than at the grant, until cancelled.
+
+        The kubelet's checkpoint names all other allocations.
+        """
+        written: Mapping[RecordKey, AllocationRecord] = NONE
+        failing = Backoff(first=1.0, most=60.0)
+        while True:
+            count, now = store.changes.count, store.snapshot.allocations
+            moved = {one.resource for one in now.values() if one.identity.reached or one.identity.left}
+            copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
+            try:
+                for resource in sorted(moved | copied) if now is not written else ():
+                    allocations = tuple(one for one in now.values() if one.resource == resource)
+                    copy = Copy(boot_id(), store.snapshot.sequence, allocations)
+                    await looks.until_answered("copy", self._write, _file_of(resource), copy, brief=True)
+            except OSError as error:
+                _LOG.warning("cannot copy the allocations: %s", error)
+                await asyncio.sleep(failing.next())
+                continue
+            failing.reset()
+            written = now
+            await store.changes.after(count, REST)
+
+    def _write(self, agent: str, copy: Copy) -> None:
+        write(str(self._directory / f"{agent}{SUFFIX}"), copy)
+        self._own.add(f"{agent}{SUFFIX}")
 
     def changed(self) -> Mapping[Allocation, Wanted]:
         """Return the grants in the copies that are new or have changed since the last call. May block.
@@ -81,12 +118,16 @@ class AllocationCopies:
             return {}
         copied: dict[Allocation, Wanted] = {}
         for name in names:
-            if name.endswith(SUFFIX) and name != self._own:
+            if name.endswith(SUFFIX) and name not in self._own:
                 file = file_identity(self._directory / name)
                 if file is not None and file != self._read.get(name):
                     self._read[name] = file
                     copied |= _allocations(self._directory / name)
         return copied
+
+
+def _file_of(resource: str) -> str:
+    return resource.replace("/", "_")
 
 
 def _allocations(path: Path) -> Mapping[Allocation, Wanted]:

@@ -6,7 +6,13 @@ stick no longer has, nor write one there that the container of another holder ca
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +20,7 @@ from tests.cluster import locks
 from tests.cluster.node import Pod
 from tests.cluster.test_hardware_real import Sticks, kill, sticks, swap
 from tests.cluster.test_hardware_shared_real import ID
-from tests.cluster.test_witnesses_real import Scene, resource, scene
+from tests.cluster.test_witnesses_real import Scene, claimer, resource, scene
 from tests.scenarios.sides import named
 
 __all__ = ["scene", "sticks"]
@@ -106,3 +112,109 @@ def test_the_stick_of_a_claim_swaps_its_number(scene: Scene, sticks: Sticks, oth
         kill(another, user)
     until_held(scene, {another: 1, user: 2}, 180)
     scene.after = 2
+
+
+def kill_sandbox(pod: Pod) -> None:
+    """Kill the first process of a pod's sandbox, and with it all containers."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (directory / "comm").read_text() == "pause\n" and pod.uid.replace("-", "_") in (
+                directory / "cgroup"
+            ).read_text().replace("-", "_"):
+                os.kill(int(directory.name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("what", ["agent", "kubelet", "sandbox"])
+def test_what_runs_a_claims_container_is_killed_while_sticks_swap(scene: Scene, sticks: Sticks, what: str) -> None:
+    """Agent, kubelet or the pods' sandboxes are killed again and again; each container has its own stick in the end."""
+    another, user = two(scene, sticks, "claim")
+    chance = random.Random(what)
+    swap(sticks)
+    kill(another, user)
+    for _ in range(5):
+        scene.observe(chance.choice([0.3, 1.0, 2.0, 3.0]))
+        if what == "agent":
+            scene.agents.kill()
+            scene.agents.start()
+        elif what == "kubelet":
+            scene.end_kubelet("sigkill")
+            scene.start_kubelet()
+        else:
+            kill_sandbox(user)
+            kill_sandbox(another)
+    until_held(scene, {another: 1, user: 2}, 240)
+    scene.after = 2
+
+
+def test_three_sticks_change_places(scene: Scene, sticks: Sticks) -> None:
+    """Each of three containers, two of claims and one with limits, gets the number that the next one had."""
+    for minor, serial in enumerate("ABC", 1):
+        sticks.plug(serial, minor)
+    shares = {"a": "all", "b": "all", "c": "none"}
+    scene.serve(*(resource(of, share, devices=[{"path": f"{ID}/{of.upper()}"}]) for of, share in shares.items()))
+    for of in "ab":
+        scene.agents.wait_offered(1, f"{of}.example.net")
+    scene.cluster.wait_allocatable(named("c"), 1)
+    pods = [scene.claimer("one", "a"), scene.claimer("two", "b"), scene.pod("three", "c")]
+    scene.running(*pods)
+    scene.before = 3
+    sticks.pull(*"ABC")
+    for minor, serial in enumerate("CAB", 1):
+        sticks.plug(serial, minor)
+    for pod in pods:
+        scene.observe(2)
+        kill(pod)
+    until_held(scene, dict(zip(pods, (2, 3, 1), strict=True)), 240)
+    scene.after = 3
+
+
+def with_init(name: str, letter: str) -> dict[str, Any]:
+    """Return a pod whose init container has the claim's device first."""
+    manifest = claimer(name, letter)
+    (main,) = manifest["spec"]["containers"]
+    manifest["spec"]["initContainers"] = [{**main, "name": "init", "command": ["/bin/true"]}]
+    return manifest
+
+
+def crashing(name: str, letter: str) -> dict[str, Any]:
+    """Return a pod whose container ends by itself after some seconds."""
+    manifest = claimer(name, letter)
+    command = manifest["spec"]["containers"][0]["command"]
+    command[2] = command[2].replace("while :; do sleep 2147483647 & wait $!; done", "sleep 4")
+    assert "sleep 4" in command[2]
+    return manifest
+
+
+@pytest.mark.parametrize("kind", [with_init, crashing], ids=["init", "crashing"])
+def test_sticks_swap_of_pods_with_other_containers(scene: Scene, sticks: Sticks, kind: Any) -> None:
+    """Of pods with init containers, and of containers that crash again and again, each has its own stick in the end."""
+    sticks.plug("A", 1)
+    sticks.plug("B", 2)
+    scene.serve(*(resource(of, "all", devices=[{"path": f"{ID}/{of.upper()}"}]) for of in "ab"))
+    for of in "ab":
+        scene.agents.wait_offered(1, f"{of}.example.net")
+    one, two = (scene.make(kind(name, of)) for name, of in (("one", "a"), ("two", "b")))
+    scene.running(one, two)
+    scene.before = 2
+    swap(sticks)
+    scene.observe(2)
+    if kind is with_init:
+        kill(one, two)
+    until_own(scene, {one: 2, two: 1})
+    scene.after = len(locks.holders())
+
+
+def until_own(scene: Scene, wanted: Mapping[Pod, int]) -> None:
+    """Wait until each pod has been seen with its number since now, and meanwhile with no number of another's."""
+    seen: set[str] = set()
+    begun = len(locks.notes())
+
+    def own() -> bool:
+        scene.check()
+        for note in locks.notes()[begun:]:
+            for pod, at in wanted.items():
+                if note.uid == pod.uid and note.key == key(at):
+                    seen.add(note.uid)
+        return seen == {pod.uid for pod in wanted}
+
+    scene.until("each pod has its own stick", own, 400)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import build, isolate, locks
-from tests.cluster.node import Pod
+from tests.cluster.node import Pod, remove_ledger
 from tests.cluster.test_existing_plugin_real import restart_container
 from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene, claimer, plain, reboot, resource, scene
 from tests.scenarios.sides import named
@@ -187,6 +187,43 @@ def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks
         scene.observe(5)
         pod.delete()
         scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
+        until_taken(scene)
+        scene.after = 1
+    finally:
+        plugin.kill()
+        plugin.wait()
+
+
+def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: Scene, sticks: Sticks) -> None:
+    """Another stick that gets the number, at which the container has restarted, goes to nobody before the pod ends."""
+    sticks.plug("A", 1)
+    agents = scene.serve(resource("a", "none", devices=[{"path": f"{locks.NODES}/by-id/*"}]))
+    agents.stop()
+    scene.cluster.wait_allocatable(named("a"), 0)
+    remove_ledger()
+    agents.resources[:] = [{"name": named("a"), "devices": [{"path": f"{locks.NODES}/by-id/*"}]}]
+    agents.write()
+    plugin = agents.start_plugin()
+    try:
+        scene.cluster.wait_allocatable(named("a"), 1)
+        pod = holder(scene, "limits", "holder")
+        scene.before = 1
+        sticks.pull("A")
+        key = sticks.plug("A", 2)
+        scene.observe(2)
+        restart_container(scene, pod)
+        assert scene.key(pod) == key
+        scene.observe(6)
+        plugin.kill()
+        plugin.wait(20)
+        sticks.pull("A")
+        assert sticks.plug("B", 2) == key
+        plugin = agents.start_plugin()
+        scene.waiting["wants"] = plain("wants", "a")
+        scene.make(scene.waiting["wants"])
+        scene.observe(20)
+        assert {one.uid for one in locks.holders()} == {pod.uid}
+        pod.delete()
         until_taken(scene)
         scene.after = 1
     finally:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import Identity, boot_id, identified
+from deviceplugin.kubelet.holders import grant_of
+from deviceplugin.looks import Looks
 from deviceplugin.register import copies
 from deviceplugin.register.copies import AllocationCopies, Copy
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import Allocation, AllocationRecord, Amount
+from deviceplugin.register.records import Allocation, AllocationRecord, Amount, Change, Decision
+from deviceplugin.register.store import MemoryStore
 from tests.identities import seen_as
 
 R = "example.com/fpga"
@@ -57,3 +61,43 @@ def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pyt
     assert found.changed() == {}
     assert caplog.text.count("cannot be read") == 1
     assert AllocationCopies(tmp_path / "none").changed() == {}
+
+
+async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_have(tmp_path: Path) -> None:
+    """One file for each resource whose holders can open other nodes by now; the next agent reads it, this one not."""
+    store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path)
+    keeping = asyncio.create_task(found.keep(store, looks))
+
+    async def record(identity: Identity) -> None:
+        one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=identity)
+        await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+
+    async def read() -> Identity | None:
+        await asyncio.sleep(0.01)
+        grant = AllocationCopies(tmp_path).changed().get(Allocation("u1", "main", R, "d0"))
+        return grant.identity if grant is not None else None
+
+    granted = identified(frozenset({"char:240:1", "hardware:usb:A#"}), boot_id())
+    await record(granted)
+    moved = granted.reaching(identified(frozenset({"char:240:2"}), boot_id()))
+    async with asyncio.timeout(10):
+        assert await read() is None
+        await record(moved)
+        while await read() != moved:
+            assert not keeping.done()
+        await record(granted)
+        while await read() != granted:
+            assert not keeping.done()
+    assert found.changed() == {}
+    keeping.cancel()
+
+
+def test_a_holder_can_open_what_a_copy_says_besides_its_answer() -> None:
+    """A copy of another boot says nothing of this one."""
+    granted = identified(frozenset({"char:240:1"}), "1")
+    answer = Wanted((R, "d0"), granted, Amount("1"))
+    copied = answer._replace(identity=granted.reaching(identified(frozenset({"char:240:2"}), "1")))
+    assert grant_of(answer, copied) == copied
+    assert grant_of(answer, None) == grant_of(None, answer) == answer
+    assert grant_of(None, None) is None
+    assert grant_of(answer, copied._replace(identity=identified(frozenset({"char:240:2"}), "2"))) == answer
