@@ -136,7 +136,6 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "drivers": drivers,
         "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
-        "not_bridge": None if bridge else True,
         "asks_agents": how.metrics_port and bridge,
         "kueue": how.kueue and _kueue(how, served),
         "nvidia": nvidia,

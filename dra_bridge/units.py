@@ -93,7 +93,8 @@ def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) ->
     """
     written = [how.device_plugin_directory]
     if bridge:
-        written += [f"{root}/plugins/dra-bridge", f"{root}/plugins_registry", how.cdi_directory]
+        written += [f"{root}/plugins/dra-bridge", f"{root}/plugins_registry"]
+    written.append(how.cdi_directory)
     if needed(config).plugins:
         written.append(ADOPTED)
     made: dict[str, list[str]] = {"StateDirectory": [], "RuntimeDirectory": [], "ReadWritePaths": []}

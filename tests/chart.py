@@ -53,7 +53,6 @@ OPTIONAL = {
     "escalation": "unprivileged",
     "extended_resource_name": "extended_resource_name",
     "image_pull_secrets": "image_pull_secrets",
-    "not_bridge": "not_bridge",
     "pod_annotations": "pod_annotations",
     "port_capabilities": "port_capabilities",
     "privileged": "privileged",

@@ -56,7 +56,7 @@ def test_what_the_agent_writes_to() -> None:
     assert "ReadWritePaths" not in both
     alone = unit(LIMITS, "deviceplugin.service")
     assert alone["StateDirectory"] == "kubelet/device-plugins"
-    assert "RuntimeDirectory" not in alone
+    assert alone["RuntimeDirectory"] == "cdi"
     elsewhere = unit(kubelet_root="/data/kubelet", cdi_directory="/etc/cdi")
     assert elsewhere["ReadWritePaths"] == "/data/kubelet/plugins/dra-bridge /data/kubelet/plugins_registry /etc/cdi"
     assert "--kubelet-root=/data/kubelet" in elsewhere["ExecStart"]
