@@ -45,7 +45,7 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
         from deviceplugin.config import foreign
 
         if foreign.has_settings(node, file):
-            how = "`deviceplugin import` makes a config file of them"
+            how = f"`deviceplugin import {'-' if file.startswith('<') else file}` makes a config file of them"
             raise document.file_error(file, f"has the settings of another device plugin; {how}", 1)
         document.check_kind(node, file)
     config = reader.read(node, _type_info(), "$")

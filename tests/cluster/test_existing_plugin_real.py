@@ -172,6 +172,30 @@ def test_another_plugin_had_other_ids(scene: Scene) -> None:
     scene.check()
 
 
+def test_another_plugin_had_other_ids_and_gave_no_nodes(scene: Scene) -> None:
+    """Under other ids, no device of the resource is given while a pod of the former plugin may have any of them.
+
+    So it is for what was given by variables, mounts or directories, which name no device node.
+    """
+    cluster = scene.cluster
+    scene.nodes("a", 3)
+    vendor = Vendor(scene, "a", "variables", prefix="gadget-")
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 3)
+    held = scene.pod("before", "a")
+    scene.running(held)
+    scene.before = len(locks.holders())
+    vendor.stop()
+    scene.serve(resource("a", "none"))
+    cluster.wait_allocatable(named("a"), 0)
+    scene.wait(plain("wants-plain", "a"))
+    scene.observe(5)
+    scene.waiting.pop("wants-plain")
+    held.delete()
+    cluster.wait_allocatable(named("a"), 3)
+    scene.running(cluster.pod("wants-plain"))
+
+
 # --- away from this project -------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,20 @@ def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
     assert fake_node.edits_of(by_limits).nodes == (DeviceNode("/dev/null", "/dev/null"),)
 
 
+@pytest.mark.parametrize("share", ["none", "all"])
+def test_a_missing_device_node_is_named_on_both_sides(fake_node: FakeNode, bridged: Bridged, share: str) -> None:
+    """A pod whose device node is missing does not start, by limits and by a claim, and its container says which."""
+
+    class Missing(Fpga):
+        async def watch(self) -> AsyncIterator[Sequence[Device]]:
+            yield [Device("fpga0", nodes=["/dev/not-there"])]
+
+    bridged(Missing(), share=share)
+    pod = fake_node.start_pod("p", {R: 1}) if share == "none" else fake_node.start_pod("p", template={D: 1})
+    said = "device node /dev/not-there: No such file or directory"
+    fake_node.wait_until(lambda: said in pod.container().message)
+
+
 def test_claims_get_nothing_unless_a_share_says_so(fake_node: FakeNode, bridged: Bridged) -> None:
     """The share is that of `dra_bridge.run`: none, so that a test tells what an agent without one does."""
     bridged(Fpga())
