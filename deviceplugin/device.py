@@ -307,7 +307,7 @@ NO_EDITS: Final = ContainerEdits()
 class Device:
     """One device of a node, whether pods get it by limits or by claims.
 
-    id: the device's name on this node, 1 to 63 characters. The id must be the same after a restart, because the
+    id: the device's name on this node, of 1 to 63 characters. The id must be the same after a restart, because the
     kubelet's checkpoint contains the id. numa: the NUMA node or nodes to which the device is close; None, or -1 as in
     the file `numa_node` of sysfs, if unknown. nodes: the device nodes. edits: further edits of a container with the
     device. attributes: attributes by which claims select devices; names without a domain belong to the driver's domain.

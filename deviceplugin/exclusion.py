@@ -37,7 +37,7 @@ class Hardware:
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return the hardware of a device. tokens: the device's identity. scope: see `Hardware`."""
+    """Return the hardware of a device. tokens: the device's identity. scope: the scope of its counter sets."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {

@@ -73,7 +73,7 @@ _LOOKS: Final = 20
 class Gather(NamedTuple):
     """Which hints are delayed, so that several changes give one hint. seconds: the delay.
 
-    prompt: endings of paths whose hints are not delayed.
+    prompt: the endings of paths for which hints come without delay.
     """
 
     seconds: float

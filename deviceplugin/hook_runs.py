@@ -158,7 +158,7 @@ class HookRuns:
     async def _wait(
         self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[HookRun], patience: float | None = None
     ) -> bool:
-        """Wait for those of the runs that work on these devices. Return whether there was such a run."""
+        """Wait for the ends of all hook runs that work on these devices. Return whether there was such a run."""
         wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 

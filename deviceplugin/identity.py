@@ -84,7 +84,7 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """Return the tokens of a device's own existing nodes, each with one path of the node."""
+    """Return a token for each existing device node that belongs to the device alone, with one path of the node."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):

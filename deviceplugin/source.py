@@ -166,8 +166,8 @@ class DeviceSource:
         `deviceplugin.metrics.load` lists the common quantities (`utilization_ratio`, `memory_used_bytes`). Each other
         quantity becomes a metric of its own: use base units, and the suffix `_total` for a quantity that only grows.
         Leave out a quantity that a device cannot report, or return None, never 0: `{"fpga0": {"utilization_ratio": 0.5,
-        "power_watts": None}}`. After an error or a timeout the metrics are missing. A late call must end before the
-        next call is made.
+        "power_watts": None}}`. If the call fails or takes too long, the metrics are missing. A late call must end
+        before the next call is made.
         """
         raise NotImplementedError
 

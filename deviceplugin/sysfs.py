@@ -43,7 +43,7 @@ def numa_node(directory: str) -> int | None:
 def numa_node_above(directory: str, within: str) -> int | None:
     """Return the NUMA node of a directory, or of its nearest ancestor that states one.
 
-    within: a text; only directories whose paths contain it are read.
+    within: a text; ancestors whose paths do not contain this text are not read.
     """
     while within in directory:
         if (node := numa_node(directory)) is not None:

@@ -281,7 +281,7 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 def _integers(values: list[float], bits: int) -> list[int]:
     """Return the values, multiplied by a common factor, as integers of at most `bits` bits.
 
-    Such integers stay unchanged.
+    Values that are such integers already stay unchanged.
     """
     if set(map(type, values)) != {int}:
         values = [_finite(value) for value in values]
@@ -543,7 +543,7 @@ def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: f
 
 
 def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
-    """Return the set after all swaps that raise its value, or lower the ids without changing the value."""
+    """Swap chosen devices while a swap raises the set's value, or gives lower ids at the same value. Return the set."""
     gains = _gains(pairs, nodes, chosen)
     swapped = True
     while swapped and time.perf_counter() < stop:

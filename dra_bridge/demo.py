@@ -1,8 +1,8 @@
 """`dra-bridge demo`: simulates a node that switches to DRA, first without the bridge, then with the bridge.
 
 The kubelet, the scheduler and the API server are fakes from `testing`; the plugin, the driver and the bridge are real.
-The first part fails if the switch without the bridge does not give a device to two holders. The second part fails if a
-device has two holders with the bridge.
+The first part shows the danger, and fails unless a device gets two holders. The second part fails if a device gets two
+holders in spite of the bridge.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Scene:
         return view
 
     def moved(self) -> bool:
-        """Return whether as many devices are on the DRA side as the requested share requires."""
+        """Return whether the number of devices on the DRA side is the number that the requested share requires."""
         return fleet.finished(self.view())
 
     def counts(self) -> dict[str, int]:

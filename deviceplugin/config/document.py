@@ -74,12 +74,12 @@ class ConfigError(ValueError):
 
 
 def file_error(file: str, message: str, line: int = 0) -> ConfigError:
-    """Return an error about a whole file. line: the line to show; 0 for the file as a whole."""
+    """Return an error about a file as a whole. line: the line that the message names; 0 for no line."""
     return ConfigError(file, [Problem(line, "$", message)])
 
 
 class Problems:
-    """Collects the problems of one file. lines: for each value that was read (by its path), its line."""
+    """Collects the problems of one config file. lines: the line of each value that was read, by the value's path."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -138,7 +138,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         node: yaml.Node | None = yaml.compose(text, Loader=Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        # The attribute is an int or a text, depending on whether libyaml is used.
+        # `error.character` is an int or a text, depending on whether libyaml is used.
         code = error.character if isinstance(error.character, int) else ord(error.character)
         raise file_error(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
     except yaml.MarkedYAMLError as error:
@@ -161,7 +161,8 @@ def compose_all(text: str) -> list[yaml.Node]:
 def plain(root: yaml.Node, file: str = "<text>") -> Any:
     """Return a node's value: text, int, bool, None, list or dict with text as keys. Other scalars are text.
 
-    A collection with several aliases is one object. Raises ConfigError if merge keys add too many keys.
+    If several aliases name one list or mapping, they all become the same Python object. Raises ConfigError if merge
+    keys add too many keys.
     """
     made: dict[int, Any] = {}
     added = 0

@@ -21,7 +21,7 @@ from deviceplugin.config.types import KINDS, Config, DeviceEntry
 def load(path: str | Path, lock: Lock = OPEN) -> Config:
     """Read and parse a config file.
 
-    Raises ConfigError if the file cannot be read, cannot be served, or names something that `lock` forbids.
+    Raises ConfigError if the file cannot be read, is not valid, or names a command or path that `lock` forbids.
     """
     file = str(path)
     try:
@@ -37,7 +37,7 @@ def load(path: str | Path, lock: Lock = OPEN) -> Config:
 def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Config:
     """Parse the text of a config file. file: the file's name in errors.
 
-    Raises ConfigError if the config cannot be served, or names something that `lock` forbids.
+    Raises ConfigError if the config is not valid, or names a command or path that `lock` forbids.
     """
     reader = Reader(file, lock)
     node = document.compose(text, file)
@@ -204,7 +204,7 @@ class Reader:
     def _place_of(self, key: str, value: yaml.Node, given: Collection[str]) -> str:
         """Return advice on where a misplaced key of the present mapping belongs; "" if no mapping has such a key.
 
-        given: the keys of the present mapping.
+        given: the keys that the mapping with the misplaced key has.
         """
         if key in _FOREIGN:
             return "it is a key of another device plugin, whose settings `deviceplugin import` converts"

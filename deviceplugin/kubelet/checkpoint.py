@@ -162,9 +162,9 @@ def granted(
 ) -> Wanted:
     """Return a device's identity and amount from the AllocateResponse in the checkpoint. May block on device nodes.
 
-    Without an annotation of this boot, the identity consists of all device nodes in the response: of all devices of the
-    container, and control nodes. Without any annotation, the amount is not known. numbers: returns the device numbers
-    of those paths that are device nodes.
+    If the response has no annotation of this boot, the identity consists of all device nodes in the response: the nodes
+    of all devices of the container, and control nodes. Without any annotation, the amount is not known. numbers:
+    returns the device numbers of those paths that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))

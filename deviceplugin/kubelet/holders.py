@@ -256,12 +256,13 @@ def kubelet_snapshot(
     """Return the part of a scan's result that is about one resource, as input of the register.
 
     sequence: the register's sequence before the scan. device_of: returns the device of an id that the kubelet knows.
-    granted: returns the grant in the AllocateResponse. title: returns a pod's name by its UID, for messages.
+    granted: returns what the AllocateResponse in the checkpoint gave. title: returns a pod's name by its UID, for
+    messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # Messages name the most certain holder. For a holder in the checkpoint, no reason is given.
+        # Messages name the most certain holder. If the checkpoint names this holder, they need not give a reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

@@ -99,10 +99,11 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers that are not `served` now, from the agent's claim files and the kubelet's claim state.
+    """The claims of drivers that no agent serves now, from the agent's claim files and the kubelet's claim state.
 
     A claim with such a file holds the file's devices while the claim state names the claim, while the claim state
-    cannot be read, or while processes of the claim's pods may run. boot: the id of the node's boot. fresh: see `FRESH`.
+    cannot be read, or while processes of the claim's pods may run. boot: the id of the node's boot. fresh: `FRESH`, or
+    another value in tests.
     """
 
     kubelet_root: Path
@@ -143,7 +144,7 @@ class OrphanedClaims:
     def lost(self) -> str:
         """Return why a claim that an agent of this project prepared may hold any device; "" if there is no such claim.
 
-        The claim state names such a claim, its file is lost or damaged, and its driver is not served.
+        Such a claim is in the claim state, its file is lost or damaged, and no agent serves its driver.
         """
         return self._current().lost
 

@@ -248,7 +248,7 @@ class SocketServer:
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
-        """Return the name of a served socket that no Register has named yet. Start a server if there is no such socket.
+        """Return the name of a served socket that no Register has named yet. Starts a server if no socket is such.
 
         Raises RegistrationError.
         """
@@ -299,7 +299,7 @@ class SocketServer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A registration that the kubelet accepted at `at` (monotonic seconds). streams: number of streams begun before."""
+    """A registration that the kubelet accepted at `at` (monotonic seconds). streams: number of earlier streams."""
 
     kubelet: FileIdentity | None
     at: float

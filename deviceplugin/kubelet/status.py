@@ -106,7 +106,7 @@ def unready(status: AgentStatus) -> Iterable[str]:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # The vendor's plugin can register only with a running agent.
+            continue  # This must not delay readiness, because a vendor's plugin can register only while the agent runs.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"

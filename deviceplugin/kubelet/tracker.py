@@ -401,7 +401,7 @@ class HolderTracker:
         """Return the ids that several pods certainly hold at once (kubernetes#137534), with the pods' names."""
         pods: dict[tuple[str, str], dict[str, None]] = {}
         for allocation, holding in self.snapshot.held.items():
-            if holding.certain and allocation.container:  # Without a container, the pod is only a possible holder.
+            if holding.certain and allocation.container:  # If no container is known, the pod is only a possible holder.
                 pods.setdefault((allocation.resource, allocation.device_id), {})[self.title(allocation.pod_uid)] = None
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 

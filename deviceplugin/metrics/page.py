@@ -23,8 +23,8 @@ from deviceplugin.register.records import State
 
 CALM: Final = 4  # The urgency of a device that needs no attention.
 SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
-# Maximum number of healthy, free devices of one resource in the visible table. Further devices are in a second, folded
-# table.
+# Maximum number of healthy, free devices of one resource in the visible table. The page shows further devices in a
+# second, folded table.
 SHOWN_CALM: Final = 8
 SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. Further holders are folded.
 

@@ -111,7 +111,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class UnlistedDevice:
-    """A device that its source does not list now, and that has a holder or is not offered to pods by limits."""
+    """A device that its source does not list now, but that has a holder, or is not on the side of pods' `limits`."""
 
     id: str
     location: DeviceLocation

@@ -127,7 +127,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lock_of(options: argparse.Namespace) -> Lock:
-    """Return the lock (the commands and paths that the config file may name) from options of `add_config_options`."""
+    """Return the lock (which commands and paths the config file may name) that options of `add_config_options` give."""
     from deviceplugin.config import Lock
 
     return Lock.resolved(options.allow_commands, options.allow_host_path, options.adopt is not None)

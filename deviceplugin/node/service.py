@@ -43,9 +43,9 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """The objects that all services of a node share.
 
-    plugins: the device plugin directory. claim_side: serves claims in this process. scan_wanted: an event that is set
-    to request a scan soon. cdi_directory: the directory of CDI specs, in which the agent's own files are in a
-    subdirectory.
+    plugins: the device plugin directory. claim_side: the part of this process that gives devices to claims.
+    scan_wanted: an event that is set to request a scan soon. cdi_directory: the directory of CDI specs, in which the
+    agent's own files are in a subdirectory.
     """
 
     plugins: PluginDirectory
@@ -115,7 +115,10 @@ class Service(EndpointHost):
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     def contested(self, reason: str) -> None:
-        """Handle that another plugin has registered the resource. reason: the evidence."""
+        """Tell the other parts of the agent that another plugin has registered the resource with the kubelet.
+
+        reason: the evidence.
+        """
         self._context.scan_wanted.set()
         self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
@@ -131,7 +134,7 @@ class Service(EndpointHost):
         by_limits = device_metadata.by_limits
         return await self.inventory.looks.at("metadata", by_limits, *where, pool, names, brief=True)
 
-    # Methods that the source's follower calls (ListReceiver).
+    # The following methods are called by the object that follows the source's device lists (see ListReceiver).
 
     def take_source(self, source: DeviceSource) -> None:
         """Use the hooks and settings of another source."""
@@ -364,7 +367,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Serve the child sources that this source yields, instead of the child sources of the replaced source."""
+        """Begin to serve the child sources that this source yields, and stop those of the source that it replaces."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()

@@ -1,10 +1,10 @@
 """The copy that an agent with a ledger writes of its allocations: `<agent>.allocations` in `cdi.own_directory`.
 
-If the ledger file and the kubelet's checkpoint are lost, only the copy names the pods of the plugin side. The
-checkpoint also drops a pod that was deleted by force, although its processes may hang. So the other agents of the node
-read the copy: agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps
-its copy up to date, and the copy of an ended agent stays. On most nodes the directory is in memory until the next boot;
-a copy of another boot is ignored.
+If the ledger file and the kubelet's checkpoint are lost, only the copy names the pods that have devices of the device
+plugin. The checkpoint also drops a pod that was deleted by force, although its processes may hang. So the other agents
+of the node read the copy: agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running
+agent keeps its copy up to date, and the copy of an ended agent stays. On most nodes the directory is in memory until
+the next boot; a copy of another boot is ignored.
 """
 
 from __future__ import annotations

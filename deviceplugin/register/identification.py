@@ -125,7 +125,7 @@ def _other_nodes(
 class Renewed(NamedTuple):
     """The result of `renew`. claim: the claim's new record; None if nothing changed.
 
-    refused: the reason by refused request.
+    refused: for each request that cannot be renewed, the reason.
     """
 
     claim: Claim | None

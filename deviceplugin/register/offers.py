@@ -31,7 +31,7 @@ _SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claim
 
 
 class ListedResource(NamedTuple):
-    """A resource of this process at one moment. driver: its DRA driver, or "".
+    """A resource of this process, and its device list at one moment. driver: its DRA driver, or "".
 
     ids: returns a device's ids at the kubelet.
     """
@@ -164,7 +164,7 @@ def _is_only_possible(use: Use, *, held: bool) -> bool:
 
 
 def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
-    """Return why a device is not offered because a device of the same hardware is on the other side, else "".
+    """Return why a device is not offered if a device of the same hardware is on the other side (pods, claims), else "".
 
     Neither of the two devices is offered.
     """

@@ -97,7 +97,10 @@ class RegisterHost:
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return the uses by other drivers and plugins, read from their files. The same object until a use changes."""
+        """Return the uses by other drivers and plugins, read from their files.
+
+        Returns the same object until a use changes.
+        """
         return ()
 
     async def reread(self) -> None:
@@ -124,7 +127,7 @@ def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
 
 
 class ListedHardware:
-    """The tokens of all devices of this process's sources. served: the present resources by name."""
+    """The identity tokens of all devices that this process's sources list. served: this process's resources by name."""
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
@@ -294,7 +297,7 @@ class Register:
     # Offers.
 
     def side(self, key: DeviceKey) -> SideName:
-        """Return the side of a device."""
+        """Return whether a device is for pods' `limits` (plugin), for claims (dra), or for neither (none)."""
         return self.snapshot.state(*key).side
 
     def offers(self, resource: str, device: str) -> bool:

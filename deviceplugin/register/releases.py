@@ -80,7 +80,7 @@ class ReleaseHost(Protocol):
         """Return whether a device has no holder. units: the keys of holders that do not count."""
 
     def notify(self) -> None:
-        """Handle that other devices now wait for `released`, or may be granted again."""
+        """Announce that other devices wait for `released` now, so that the devices to offer may have changed."""
 
 
 class Releases:

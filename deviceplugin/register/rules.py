@@ -206,7 +206,7 @@ class Refused:
         """The refusal as a message with the device, its side, the time of its last move, and the holder."""
         record = self.record
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
-        if record.since:  # 0 means that the device has always had this state.
+        if record.since:  # It is 0 if the device has always had this state.
             text += f" since {_utc(record.since)}"
         if self.record.driver:
             text += f" (driver {self.record.driver})"

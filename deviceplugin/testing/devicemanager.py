@@ -159,7 +159,7 @@ class PluginEndpoint:
         return set(response.container_responses[0].deviceIDs) if response.container_responses else set()
 
     def pre_start(self, ids: Sequence[str]) -> None:
-        """Send PreStartContainer for these devices."""
+        """Call the plugin's PreStartContainer for these devices."""
         self._send("PreStartContainer", pb.PreStartContainerRequest(devices_ids=ids), PRE_START_TIMEOUT)
 
     def _send(self, method: Method, request: object, timeout: float | None = None) -> Any:
@@ -275,7 +275,7 @@ class DeviceManager:
         with contextlib.suppress(OSError):  # The kubelet only logs this error.
             self.write_checkpoint()
 
-    # State that tests can read.
+    # The following methods return state that tests can read.
 
     def capacity(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the numbers of all and of healthy devices by resource. Forget resources whose grace period is over."""

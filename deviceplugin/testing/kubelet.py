@@ -147,8 +147,8 @@ class FakeKubelet(NodeState):
     def restart(self, *, wipe: bool = True, downtime: float = 0.0) -> None:
         """Stop the kubelet and start it again.
 
-        wipe: whether to delete every socket in the device plugin directory, as a kubelet does at its start. Otherwise
-        only kubelet.sock is replaced.
+        wipe: whether to delete every socket in the device plugin directory, as a kubelet does at its start. If false,
+        the other sockets stay, and only kubelet.sock is replaced.
         """
         self.stop()
         if downtime:

@@ -337,8 +337,9 @@ class Run:
     def _keep(self, pod: FakePod) -> None:
         """Start the containers of a pod, and start ended containers again, until the pod has ended.
 
-        The order is that of kubelet 1.36.3. SyncPod: cgroup, directory, claims, sandbox, containers.
-        SyncTerminatingPod: containers, claims. SyncTerminatedPod: cgroup.
+        The order is that of kubelet 1.36.3. SyncPod creates the cgroup and the directory, prepares claims, and starts
+        sandbox and containers. SyncTerminatingPod stops the containers, and unprepares claims. SyncTerminatedPod
+        removes the cgroup.
         """
         while True:
             with self.changed:
@@ -498,7 +499,7 @@ class _Client:
                     )
 
     def cancel(self) -> None:
-        """End the stream from the kubelet's side."""
+        """End the stream, as the kubelet does; the plugin's connection stays open."""
         if self._stream is not None:
             self._stream.cancel()
 

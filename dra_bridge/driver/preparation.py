@@ -90,7 +90,7 @@ class _Work:
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: runs the work that must not be cancelled. deadline: see `Driver`.
+    tasks: runs the work that must not be cancelled. deadline: seconds for one claim.
     """
 
     def __init__(

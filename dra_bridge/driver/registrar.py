@@ -202,8 +202,8 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 class _RegistrationService(RegistrationServicer):
     """The gRPC service at the registration socket, which the kubelet calls.
 
-    info: the response to GetInfo. answered: called with the kubelet's result: whether the driver is registered, and the
-    error if not.
+    info: the response to GetInfo. answered: called with the kubelet's result: True if the driver is registered, or
+    False and the error.
     """
 
     info: pb.PluginInfo

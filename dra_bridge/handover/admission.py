@@ -62,7 +62,7 @@ def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
 
 
 def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
-    """Return the resources of which a pod has a device by its `limits` through DRA."""
+    """Return the resources with a device that a pod has got for its `limits` through DRA."""
     served: set[str] = set()
     for claim in now.claims.values():
         for device in claim.devices:
@@ -116,9 +116,9 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
     """Return the pods that have devices of a resource by their `limits`, with an assumed time of creation.
 
-    The assumed time is when the pod got its devices; for a claim, `AGE` seconds earlier. A pod that has waited longer
-    for its claim is older than assumed. A pod with devices of the device plugin has its UID as title, "" if the UID is
-    not known yet.
+    The assumed time is when the pod got its devices; for a claim, `AGE` seconds earlier. If a pod has waited longer
+    than `AGE` for its claim, it is older than assumed. A pod with devices of the device plugin has its UID as title, ""
+    if the UID is not known yet.
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}

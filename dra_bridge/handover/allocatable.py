@@ -88,7 +88,7 @@ class AllocatableStatus:
         self._lowering: dict[str, asyncio.Task[None]] = {}
 
     def observe(self, numbers: Mapping[str, int]) -> None:
-        """Record the numbers in the Node's `status.allocatable`, by resource."""
+        """Store the present numbers in the Node's `status.allocatable`, by resource, and when each of them changed."""
         now = time.monotonic()
         self._since = {
             name: self._since[name] if self._numbers.get(name) == number else now for name, number in numbers.items()

@@ -46,7 +46,7 @@ ends for lack of data, and lists its objects again, about every 4 minutes.
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All objects of a list at one moment. resource_version: the list's position for a watch.
+    """All objects of a list at one moment. resource_version: the version at which a watch of later changes begins.
 
     `Cluster.follow` yields such a list first, and again after each end of the watch that the client did not request.
     """
@@ -256,7 +256,7 @@ class Cluster:
         return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
 
     async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
-        """Replace the object of this name. Raises ConflictError if its `metadata.resourceVersion` has changed."""
+        """Replace the object of this name. Raises ConflictError if the server has another version of the object."""
         return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body)
 
     async def patch(

@@ -60,7 +60,7 @@ class Page(NamedTuple, Generic[T_co]):
 
 
 def next_limit(limit: int, count: int, size: int) -> int:
-    """Return how many objects the request for the next page should ask for. limit: the number for the last page.
+    """Return how many objects the next page of a list should have at most. limit: this maximum for the last page.
 
     count, size: number of objects and bytes of the last page.
     """

@@ -26,8 +26,9 @@ class AsyncLedger:
     """The ledger for one event loop, with a thread for its file.
 
     The changes of an operation that needs no sync are written in the event loop itself: the call is short, because the
-    kernel keeps the write in memory. Measured with four pods at once on two busy cores: the return from a thread took
-    longer than the rest of an Unprepare. Operations that arrive during a commit are committed together afterwards.
+    kernel keeps the write in memory. In a measurement with four pods at once on two busy cores, the return from a
+    thread took longer than the rest of an Unprepare. Operations that arrive during a commit are committed together
+    afterwards.
 
     If the file system hangs, waiting operations fail after `DEADLINE` seconds, and new operations fail at once until
     the file system answers again. The operation that the thread was executing may still be recorded; the record of such

@@ -156,7 +156,10 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _opened(self) -> bool:
-        """Open the ledger file and begin to serve. Return False if the agent is stopped before it serves."""
+        """Open the ledger file, and begin to serve claims.
+
+        Return False if the agent is stopped before it serves claims.
+        """
         stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
         try:
             await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +172,7 @@ class Bridge(ClaimSide):
         return not opening.cancelled()
 
     async def _open_all(self) -> None:
-        """Open the ledger file, and begin to serve. Raises AgentError if the ledger cannot be opened."""
+        """Open the ledger file, and begin to serve claims. Raises AgentError if the file cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
         await self._adopt_claims()
         self.agent.keep_from_pods()

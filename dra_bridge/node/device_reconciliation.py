@@ -206,8 +206,7 @@ class DeviceReconciler:
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
         """Reconcile the devices of a resource until all are reconciled.
 
-        After the agent's start, this is necessary for all devices, because the ledger file may have lost its last
-        records.
+        After the agent's start, all devices must be reconciled, because the ledger file may have lost its last records.
         """
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:

@@ -79,7 +79,7 @@ class NodeWatch:
         return self._known.is_set() and not self._initialized.is_set()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may begin on the DRA side; False while Karpenter has not initialized its node.
+        """Return whether new devices may be given to DRA at once; False while Karpenter has not initialized its node.
 
         The method waits at most `NODE_READ` seconds for the Node to be read.
         """

@@ -68,7 +68,7 @@ class ResourceUse:
     by_dra: int
     waiting: int
     unchanged: bool
-    """Whether DRA can serve unchanged pods on all nodes of the resource."""
+    """Whether pods that keep their `limits` can get their devices through DRA on all nodes of the resource."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -552,8 +552,8 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
     """Return the merge patch by which a rollout begins with a node: it sets the share and records the former share.
 
     None if the rollout has already begun with the node, or if the node belongs to another owner by now. node: the
-    present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. The share recorded by the
-    first rollout stays until an undo restores it.
+    present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. The former share that the
+    first rollout has recorded stays in the annotation until an undo restores it.
     """
     annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)

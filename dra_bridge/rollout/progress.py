@@ -25,8 +25,8 @@ MAX_BYTES: Final = 192 * 1024
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One device in a report. since: when it got this state (Unix seconds). waits: the event for which its move waits.
 
-    holder: a pod or claim. gone: whether the source does not list the device any more, so that it does not count for
-    the share.
+    holder: a pod or claim. gone: whether the source does not list the device any more; such a device does not count
+    when the number of DRA devices is compared with the share.
     """
 
     state: State

@@ -88,7 +88,8 @@ async def read_nodes(
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. with_claims: whether
     to read the devices' current holders from claims. listed: a function that is called with the progress before the
-    claims are read. Raises RolloutError if the driver or a node does not exist, ClusterError.
+    claims are read. Raises RolloutError if the driver or a node does not exist, and ClusterError if the API server
+    cannot be read.
     """
     (of_nodes, of_slices) = ([f"{key}={name}" for name in dict.fromkeys(names)] or [""] for key in _SELECTED)
     (leases, _), nodes, slices = await asyncio.gather(

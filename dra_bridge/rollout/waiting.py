@@ -24,7 +24,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The free devices of one resource on one node.
+    """The numbers of one resource's free devices and DRA devices on one node.
 
     free: the free amount of the extended resource, as the scheduler counts it. per_device: the amount for which each
     device counts. dra: number of devices on the DRA side. idle: number of devices on the DRA side that have no holder.

@@ -19,7 +19,7 @@ from dra_bridge.rollout.fleet import NodeView
 from dra_bridge.rollout.reporter import Reporter
 
 EXPLAIN: Final = 5.0
-"""Seconds without a change of any node after which the obstacles of waiting nodes are printed."""
+"""If no node has changed for this number of seconds, the obstacles of waiting nodes are printed."""
 
 
 class _WatchOf(NamedTuple):
@@ -39,7 +39,7 @@ def _leave_out(kind: kube.Kind, body: Object) -> None:
 
 
 class WatchedFleet:
-    """Nodes, Leases and a driver's ResourceSlices, kept up to date by watches.
+    """Nodes, agents' Leases and a driver's ResourceSlices, which watches keep up to date.
 
     namespaces: of the agents' Leases. selector: a label selector for nodes. names: node names; empty for all nodes.
     """
@@ -102,9 +102,10 @@ class WatchedFleet:
                 self.changed.set()
 
     def node(self, name: str) -> Object:
-        """Return a Node in its last known state. The API server refuses patches of a Node that has changed since.
+        """Return a Node in its last known state.
 
-        Raises NotFoundError if the Node was deleted.
+        If the Node has changed since then, the API server refuses a patch of this state. Raises NotFoundError if the
+        Node was deleted.
         """
         if (node := self._objects[self._nodes].get(name)) is None:
             raise kube.NotFoundError(f"node {name} is gone")
@@ -124,7 +125,7 @@ class WatchedFleet:
             self._objects[what][name] = body
 
     def views(self) -> list[NodeView]:
-        """Return the present progress of the nodes. Only the views of changed objects are made again."""
+        """Return the present progress of the nodes. Only the views of nodes with changed objects are made again."""
         leases = [lease for what in self._leases for lease in self._objects[what].values()]
         slices = self._objects[self._slices].values()
         nodes = self._objects[self._nodes]

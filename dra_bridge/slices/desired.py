@@ -56,7 +56,7 @@ class Offer:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices of the resource, also unhealthy devices and devices that claims cannot get.
+        """All devices of the resource, including unhealthy devices and devices that are not offered to claims.
 
         The devices in `order` come first, then the others in natural order (gpu2 before gpu10).
         """

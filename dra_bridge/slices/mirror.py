@@ -70,7 +70,7 @@ class Mirror:
         return self._withdrawn.get(device, self._floor)
 
     def offering(self, device: str) -> str:
-        """Return the name of a slice that offers a device in the pool, in any generation; "" if there is none."""
+        """Return the name of a slice, of any generation, that offers a device in the pool; "" if there is none."""
         return next((name for name, body in self.bodies.items() if device in offered_in(body, self.node)), "")
 
     def relist(self, scope: SliceScope, *, new_watch: bool = False) -> None:

@@ -28,7 +28,7 @@ def in_version(body: Object, version: str) -> Object:
 
 
 def neutral(body: Object) -> Object:
-    """Convert a slice of any version to resource.k8s.io/v1. This package handles slices only in this form."""
+    """Convert a ResourceSlice of any API version to resource.k8s.io/v1, the only version that this package handles."""
     spec = body.get("spec") or {}
     devices = spec.get("devices") or []
     if any("basic" in device for device in devices):

@@ -317,7 +317,7 @@ class FakeDraKubelet:
         """Unprepare a pod's claims, except claims that another pod uses.
 
         Raises:
-            PodError: a driver failed; the kubelet would try again.
+            PodError: a driver's Unprepare failed. A real kubelet would try again; this method does not.
         """
         self._unprepare(pod.uid, pod.namespace, pod.claims)
 

@@ -108,7 +108,8 @@ def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, s
             continue
         names = [device["name"] for body in current for device in body["spec"].get("devices") or ()]
         if len(set(names)) < len(names):
-            continue  # "duplicate device name": buildPool, pools_stable.go of k8s.io/dynamic-resource-allocation 0.36
+            # The real scheduler reports "duplicate device name" (dynamic-resource-allocation 0.36, pools_stable.go).
+            continue
         for body in sorted(current, key=lambda body: str(body["metadata"]["name"])):
             devices += [(driver, pool, device) for device in body["spec"].get("devices") or ()]
     return devices
