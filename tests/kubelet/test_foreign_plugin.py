@@ -299,6 +299,22 @@ def test_a_plugin_that_comes_and_goes_costs_no_pod(
     assert said == ["WARNING" if sure else "INFO"]
 
 
+def test_a_directory_of_another_plugin_names_no_device(kubelet: FakeKubelet) -> None:
+    """A pod that got a directory from a former plugin may have any device: none is given until it ends."""
+    with another_plugin(kubelet, "theirs-0", "theirs-1") as plugin:
+        spec = pb.DeviceSpec(container_path="/dev/snd", host_path="/dev", permissions="rw")
+        answer = pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse(devices=[spec])])
+        plugin.response = lambda ids: answer
+        kubelet.wait_allocatable(R, 2)
+        pod = kubelet.start_pod("before", {R: 1})
+        kubelet.wait_until(lambda: bool(plugin.allocations))
+    with serve(SimulatedSource(2, resource=R), kubelet, period=0.1):
+        kubelet.wait_until(lambda: [one.health for one in kubelet.devices(R).values()] == ["Unhealthy"] * 2)
+        assert kubelet.allocatable(R) == 0
+        pod.delete()
+        kubelet.wait_allocatable(R, 2)
+
+
 def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet) -> None:
     """Two that register against each other do not keep the kubelet busy (kubernetes#124716)."""
     with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
