@@ -106,10 +106,13 @@ def _uses(uses: Sequence[ResourceUse], width: int | None) -> list[str]:
         return ["no node has an extended resource, and no pod asks for one"]
     if fits(whole := aligned(_rows(uses)), width):
         return whole
-    short = (*_WIDE[2:7], "LIMITS", "DRA", "WAIT", "UNCHANGED")
-    head, *rest = aligned([(f"  {cells[0]}", *cells[1:]) for cells in (short, *(row[2:] for row in _rows(uses)[1:]))])
-    names = (line.text for use in uses for line in wrapped([f"{use.resource}  {use.driver or '-'}"], width))
-    return [head, *(text for pair in zip(names, rest, strict=True) for text in pair)]
+    short = (*_WIDE[2:6], "LIMITS", "DRA", "WAIT", "UNCHANGED", "PODS")
+    cells = [(*row[2:6], *row[7:], row[6]) for row in _rows(uses)[1:]]
+    head, *rest = aligned([(f"  {first}", *more) for first, *more in (short, *cells)])
+    lines = [head]
+    for use, text in zip(uses, rest, strict=True):
+        lines += [line.text for line in wrapped([f"{use.resource}  {use.driver or '-'}", text], width)]
+    return lines
 
 
 def _drain(plan: MigrationPlan) -> list[str]:

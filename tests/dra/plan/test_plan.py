@@ -265,7 +265,7 @@ def test_the_table_fits_a_terminal(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     assert f"{BOARD}  -" in lines
-    assert any(line.split() == ["1", "4", "4", "0", "1x1", "0", "0", "1", "yes"] for line in lines)
+    assert any(line.split() == ["1", "4", "4", "0", "0", "0", "1", "yes", "1x1"] for line in lines)
 
 
 def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
