@@ -289,7 +289,7 @@ def _find(directory: str) -> _Found:
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of watchdog. Its error after the stop of an emitter is left out."""
+    """Return whether to log a record of watchdog: not its error for an emitter that is stopped already."""
     return "called when the thread is inactive" not in record.getMessage()
 
 

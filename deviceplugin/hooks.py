@@ -70,12 +70,12 @@ async def call(
 async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float, left: Left = _nobody) -> Any:
     """Call a plain or coroutine function with `args` and return its result.
 
-    what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned.
-    left: called when the call is abandoned, after its timeout or because the caller is cancelled; its argument is a
-    future that is done when the hook has ended.
+    what: the hook's name for messages, such as "reset of example.com/fpga". timeout: seconds after which the call is
+    abandoned. left: called when the call is abandoned, after its timeout or because the caller is cancelled; its
+    argument is a future that is done when the hook has ended.
 
-    Raises HookTimeoutError if the hook did not end in time, or too many earlier calls still hang. Raises HookError if
-    the hook raised an exception, or returned an awaitable instead of awaiting it.
+    Raises HookTimeoutError if the hook did not end in time, or if too many earlier calls of hooks still hang. Raises
+    HookError if the hook raised an exception, or returned an awaitable instead of awaiting it.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout

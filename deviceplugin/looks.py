@@ -35,7 +35,7 @@ SLOW: Final = 10.0
 """Seconds for which the event loop does not block for looks of a pool after a look of this pool took longer than
 PROMPT."""
 IDLE: Final = 30.0
-"""Seconds after which a thread of a pool ends if no look needs it."""
+"""Seconds without a look after which a thread of a pool ends."""
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
@@ -94,7 +94,10 @@ class Look(Generic[_T]):
 
     @property
     def result(self) -> _T:
-        """The result of the function; raises the function's exception, once. Read it only after the look's end."""
+        """The result of the function; raises the function's exception, once.
+
+        Read this property only after the look has ended.
+        """
         error, self._error = self._error, None
         try:
             if error is not None:

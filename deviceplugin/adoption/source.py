@@ -262,7 +262,7 @@ class AdoptedEndpoint(Endpoint):
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
         """Record the grant, then call the plugin's Allocate.
 
-        If this fails, the grant ends like a grant to a rejected pod. The ids are checked against the plugin's list,
+        If the call fails, the grant ends like that of a rejected pod. The ids are checked against the plugin's list,
         because some plugins accept unknown ids.
         """
         plugin = self._plugin()

@@ -153,7 +153,10 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
 
 
 def compose_all(text: str) -> list[yaml.Node]:
-    """Return the root nodes of a text's documents. Raises yaml.YAMLError, and ConfigError beyond the limits."""
+    """Return the root nodes of a text's documents.
+
+    Raises yaml.YAMLError, and ConfigError if the text exceeds the limits.
+    """
     _bound(text, "<text>")
     return [node for node in yaml.compose_all(text, Loader=Loader) if node is not None]
 

@@ -115,7 +115,7 @@ class PodReader:
             self.shown = replace(self.shown, places={**places, **self.shown.places})
 
     def hide(self, look: PodProcesses, uids: Collection[str]) -> PodProcesses:
-        """Record that these pods run although the visible cgroups do not contain them; return `look` with that fact."""
+        """Record that these pods run although no visible cgroup contains them. Return `look` with this change."""
         with self._looking:
             self.shown = self.shown.hide(uids)
             return replace(look, shown=look.shown.hide(uids))

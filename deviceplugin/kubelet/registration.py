@@ -146,7 +146,7 @@ class InstanceLock:
             return False
         except OSError as error:
             raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
-        with contextlib.suppress(OSError):  # The text is only for messages. The lock works without it.
+        with contextlib.suppress(OSError):  # The lock works without this text, which is for messages.
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True

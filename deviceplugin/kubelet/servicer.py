@@ -205,8 +205,7 @@ class Endpoint(DevicePluginServicer):
     async def calls_ended(self, timeout: float) -> bool:
         """Wait until no kubelet call about a pod is running; return whether all calls ended within `timeout` seconds.
 
-        When a ListAndWatch stream ends, the kubelet closes the connection of these calls (kubelet 1.36.3,
-        devicemanager).
+        When a ListAndWatch stream ends, the kubelet also closes the connection on which it makes these calls (1.36.3).
         """
         return await in_time(self._calls.wait(), timeout)
 

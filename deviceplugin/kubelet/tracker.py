@@ -47,7 +47,7 @@ _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 CLOCK_STEP: Final = 1.0
 """Seconds by which a log directory that is made after a grant may seem older than the grant, if the clock was set."""
 ADMISSION: Final = 0.5
-"""Seconds after a grant in which an Allocate for the same pod's next container may request the same id.
+"""For this number of seconds after a grant of an id, an Allocate for the pod's next container may request the id again.
 
 The kubelet calls Allocate for one container of a pod after another, and between two calls only writes its checkpoint
 (kubelet 1.36, devicemanager/manager.go: Allocate).

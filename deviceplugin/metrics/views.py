@@ -68,7 +68,7 @@ class ObservedAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolder:
-    """A container that holds a device, a pod that holds it by a claim, or a claim alone. Unknown fields are ""."""
+    """The holder of a device: a container, a pod with a claim, or a claim whose pod is unknown. Unknown fields: ""."""
 
     side: str
     namespace: str

@@ -229,8 +229,8 @@ async def _serve(
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
-        # This signal handler runs even while a coroutine blocks the loop. In that case SIGALRM, or a second signal,
-        # ends the process.
+        # This signal handler runs even while a coroutine blocks the loop. Then SIGALRM, or a second signal, ends the
+        # process, because the loop cannot call `stop`.
         signal.alarm(ENDING)
         signal.signal(number, signal.SIG_DFL)
         loop.call_soon_threadsafe(stop, signal.Signals(number).name)

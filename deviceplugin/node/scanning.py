@@ -43,8 +43,8 @@ class HolderScanner:
     """Scans for holders of devices: periodically while there may be holders, and soon after each grant.
 
     wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan even
-    if no device has a holder or a waiting claim. claims: claims of drivers outside this process; evidence that is
-    missing about these claims is counted like evidence that is missing about pods.
+    if no device has a holder or a waiting claim. claims: the claims of drivers outside this process; missing evidence
+    about them is counted as well.
     """
 
     services: Mapping[str, Service]

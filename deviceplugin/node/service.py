@@ -59,7 +59,7 @@ class ServiceContext:
 
 
 class Service(EndpointHost):
-    """Serves one resource: reads the source's lists, registers with the kubelet, calls `released` for free devices."""
+    """Serves one resource: reads the source's device lists, registers with the kubelet, calls the hook `released`."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source

@@ -29,11 +29,10 @@ from deviceplugin.register.records import (
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
     """Record, for each holder's record without an identity of this boot, the present identity of its device.
 
-    An identity that was taken from all nodes of an AllocateResponse is replaced as well, if one of these nodes is the
-    device's. The nodes to which the device's paths lead now count as nodes that the holder can open: the
-    AllocateResponse names paths, and the runtime resolves the paths at each start of the container. The containers of a
-    prepared claim can open the nodes in the claim's CDI file: `renew` records further nodes before they are written
-    into the file.
+    An identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of the
+    device. The nodes to which the device's paths lead now count as nodes that the holder can open: the AllocateResponse
+    names paths, and the runtime resolves the paths at each start of the container. The containers of a prepared claim
+    can open the nodes in the claim's CDI file: `renew` records further nodes before they are written into the file.
     """
 
     def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:

@@ -46,9 +46,9 @@ class ListedResource(NamedTuple):
 class OfferQuestion:
     """The input for deciding which devices a side may offer.
 
-    state: the register's records. view: see `View`. hardware: the tokens of all devices that sources list. resources:
-    the resources of this process, by name. wanted: returns the identity and amount that a holder would get by one id of
-    a device.
+    state: the register's records. view: the other facts about holders. hardware: the tokens of all devices that sources
+    list. resources: the resources of this process, by name. wanted: returns the identity and amount that a holder would
+    get by one id of a device.
     """
 
     state: RegisterSnapshot

@@ -467,7 +467,7 @@ class Register:
             if (tokens or listed) and not identity.agree(tokens, listed):
                 other.append(name)
             elif not tokens <= listed and identity.is_port(tokens):
-                changed = True  # Another holder may have the hardware that is now in this USB port.
+                changed = True  # Other hardware is in this USB port now, and may have a holder.
         if (other or changed) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
             await identity.publish(inventory, there, snapshot.replicas)

@@ -395,7 +395,9 @@ class DeviceManager:
                     reusable[resource] = reusable.get(resource, set()) - allocation.ids
 
     def run_options(self, pod: PodSpec, container: ContainerSpec) -> ContainerOptions:
-        """Call PreStartContainer, and Allocate if it was never called; return the container's options for its start.
+        """Return the options with which a container starts.
+
+        Calls PreStartContainer, and Allocate if it was never called.
 
         Raises:
             PluginCallError, AdmissionError: the container cannot start now; the kubelet tries again.

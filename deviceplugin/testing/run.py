@@ -452,7 +452,7 @@ class _Client:
                     pb.Empty(), timeout=context.time_remaining(), wait_for_ready=True
                 )
                 call.add_done_callback(lambda _: woken.set())
-                if not context.add_callback(woken.set):  # The plugin has already ended its Register call.
+                if not context.add_callback(woken.set):  # The plugin's Register call has already ended.
                     woken.set()
                 if not woken.wait(self._run.kubelet.dial_timeout) and _accepts(self.path):
                     woken.wait()

@@ -90,7 +90,7 @@ class RemarkKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One remark. line: from 1. subject: the object, and the container if the remark concerns only that container."""
+    """One remark. line: the line's number, from 1. subject: the object, and the container if only one is concerned."""
 
     kind: RemarkKind
     file: str

@@ -121,7 +121,7 @@ class ClaimFiles:
         if self.looks.hanging:
             raise cdi.CdiError(self.looks.hanging)
         look = self.looks.begin("claim file", function, *arguments)
-        # This is the usual case, in which a task would take longer than the file access.
+        # Usually the access has ended by now, and needs no task.
         if self.looks.ended_at_once(look):
             return look.result
         if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):

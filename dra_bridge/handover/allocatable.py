@@ -57,9 +57,9 @@ class StatusWriter(Protocol):
 class AllocatableStatus:
     """Reads (from a watch) and writes the numbers in this Node's `status.allocatable`.
 
-    Before devices leave the device plugin, the agent writes once, and up to five times if the kubelet writes its own
-    number meanwhile. While devices return, the agent writes at most once in 0.5 s at first, and later at most once in
-    10 s.
+    Before devices leave the device plugin, the agent writes a lower number once; if the kubelet then writes its own
+    number, the agent repeats this up to five times in all. While devices return, the agent writes at most once in 0.5 s
+    at first, and later at most once in 10 s.
     """
 
     def __init__(

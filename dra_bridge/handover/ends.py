@@ -109,8 +109,8 @@ class MovesToPlugin:
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
     limited: bool = False
     _limits: _ClaimQuery | None = None
-    """The query for the claims that give pods devices for `limits`; None while the ledger file alone decides about
-    `limited`."""
+    """The next read of the claims that give pods devices for `limits`; None while `limited` depends on the ledger file
+    alone."""
 
     async def commit(
         self, waiting: dict[str, MoveWait], forced: Callable[[], bool], kept: Callable[[], Collection[str]]

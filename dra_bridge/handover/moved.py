@@ -43,7 +43,7 @@ class MoveEvidence(Protocol):
         """Return a pod's name, for messages."""
 
     async def allocated(self) -> Allocated:
-        """List all claims in one consistent list, which begins after this call."""
+        """Return all claims as they were at one moment after this call."""
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim (namespace/name); return whether its allocation has this device of this node.

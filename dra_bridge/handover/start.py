@@ -116,8 +116,8 @@ class MoveStarter:
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
                 # No device returns to the device plugin before all pods with devices by limits through DRA have ended.
-                # While no slice offers a device, no such pod can start. Afterwards, the moves of devices that the share
-                # assigns to DRA are reversed.
+                # No new pod can get a device through DRA while no slice offers one. Then the moves of devices that the
+                # share assigns to DRA are reversed.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):

@@ -108,7 +108,7 @@ class UnavailableError(ApiError):
 class UnreadableError(UnavailableError):
     """Raised when the API server's response is too large or cannot be decoded.
 
-    The server still counts as reachable. As without a response, it is unknown whether the server executed a write.
+    The server still counts as reachable. If the request was a write, it is unknown whether the server executed it.
     """
 
 

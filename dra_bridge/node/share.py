@@ -29,7 +29,10 @@ NO_DEVICES: Final = Share(0)
 
 @dataclass(frozen=True, slots=True)
 class HandoverPolicy:
-    """The settings for DRA in a resource's config. unhealthy: the effect of the taint on unhealthy devices."""
+    """The settings for DRA in a resource's config.
+
+    unhealthy: the effect of the taint that unhealthy devices get in slices.
+    """
 
     share: Share = NO_DEVICES
     drain: Drain = "cordon"

@@ -195,8 +195,8 @@ class SliceFeed:
         # admission policies recognise a slice of this agent, and permit a former driver to delete the slice.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
-        # nodes of its group have a pool. So an empty pool is published only if a rollout requests it, because a rollout
-        # requests it for all its nodes; and while Karpenter initializes the node. For a node that it created for
+        # nodes of its group have a pool. So an empty pool is published only in two cases: if a rollout requests it,
+        # which it does for all its nodes, or while Karpenter initializes the node. For a node that it created for
         # claims, Karpenter waits for a complete pool of their driver (1.14, nodeclaim/lifecycle/initialization.go), and
         # the devices move only after that.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})

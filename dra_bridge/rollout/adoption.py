@@ -125,7 +125,7 @@ def _option(words: Sequence[str], name: str) -> str:
 def managers(daemon_set: Object) -> list[str]:
     """Return, for each tool that would revert a change of a DaemonSet, a sentence with what to do instead.
 
-    The DaemonSet's owners, labels and annotations name the tools.
+    The tools are known from the DaemonSet's owners, labels and annotations.
     """
     metadata = daemon_set["metadata"]
     sentences = []

@@ -97,7 +97,7 @@ class MarkedNode:
 
 @dataclass(frozen=True, slots=True)
 class MarkStep:
-    """The next writes of marks. All fields are names of nodes.
+    """The marks and requests that are to be written next. All fields are names of nodes.
 
     mark: nodes to mark. publish: marked nodes on which to request a pool next. withdraw: nodes on which to remove the
     request for a pool. release: nodes on which to remove the mark. kept: all nodes that stay marked. unpublished: nodes

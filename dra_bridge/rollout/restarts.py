@@ -24,8 +24,8 @@ def ended_by_restart(
 ) -> list[str]:
     """Return a sentence for each resource of a node whose kubelet's restart would end pods.
 
-    pods: for each node with such a resource (`mixed`), all its pods. said: the agents' own sentences; pods in these
-    sentences are not named again.
+    pods: for each node with such a resource (`mixed`), all its pods. said: sentences that the agents have written; the
+    function does not repeat the pods that they name.
     """
     sentences = []
     for view in views:

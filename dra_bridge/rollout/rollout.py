@@ -34,7 +34,8 @@ POLL: Final = 2.0
 PAUSE: Final = 10.0
 """The pause after such lists, as a multiple of the time that the lists took."""
 TOGETHER: Final = 50
-"""Maximum number of nodes that begin after one list of their pods. A pod that fails later counts as a new failure."""
+"""Maximum number of nodes that begin after one list of their pods. Pods that fail after this list count as new
+failures."""
 AFTER: Final = 60.0
 """Seconds for which the rollout still checks a node's pods for failures after the node's moves have ended."""
 AFTER_OUTAGE: Final = 60.0

@@ -27,8 +27,7 @@ MAX_DEVICES: Final = 64
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 NAMES: Final = 8
-"""Number of candidate names of each slice. If a slice of another program has a candidate, the next candidate is
-used."""
+"""Number of candidate names of each slice. If another program's slice has the first name, the next one is used."""
 
 Feature = Literal["taints", "sharing", "counters", "lists"]
 """An optional feature of the API server. A server without the feature drops the feature's fields and returns no error.

@@ -72,9 +72,10 @@ class RateLimit:
 class PublishedDriver:
     """The publisher's state of one driver.
 
-    left_out: what the slices lack, and why. failing: the failure that has kept slices from being written since they
-    last were the wanted slices. failures: number of failed tries by HTTP status, 0 for tries without a response. seen:
-    the mirror's slices, for other threads. compared: the input and the result of the last comparison.
+    left_out: the devices and fields that the slices lack, with reasons. failing: the failure that has kept slices from
+    being written since they last were the wanted slices. failures: number of failed tries by HTTP status, 0 for tries
+    without a response. seen: the mirror's slices, for other threads. compared: the input and the result of the last
+    comparison.
     """
 
     pool: Pool

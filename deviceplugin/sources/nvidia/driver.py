@@ -23,7 +23,8 @@ _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 60.0
 """Maximum seconds of a scan of all GPUs: the first scan may have to wake eight sleeping GPUs."""
 EVENT_WAIT: Final = 1.0
-"""Maximum seconds of one wait for the driver's events: another call has to wait until the thread is free again."""
+"""Maximum seconds of one wait for the driver's events, because other calls in the same thread must wait until it
+ends."""
 CALL_GRACE: Final = 10.0
 GAP: Final = 0.5
 """Minimum seconds between two scans, however many file events or driver's events request a scan."""
