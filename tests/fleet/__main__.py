@@ -295,7 +295,7 @@ def growth(options: argparse.Namespace) -> list[Limit]:
     return found
 
 
-def page_of_commands(count: int, found: Sequence[Command]) -> str:
+def page_of_commands(count: int, found: Sequence[Command], scan: tuple[int, float, int]) -> str:
     """Return the section about commands."""
     head = ("command", "s to its first line", "its CPU until then", "s", "MB", "lines", "requests", "of them")
     rows = [
@@ -308,6 +308,8 @@ def page_of_commands(count: int, found: Sequence[Command]) -> str:
             f"run yet, and no agents. `status` is the fastest of {commands.TRIES} runs. The machine did other work: "
             f"{page.cell(os.getloadavg()[1])} programs waited for its two cores.\n",
             page.table(head, rows),
+            f"A list of the driver's slices has {scan[0]:,} bytes and takes {page.cell(scan[1])} s in {scan[2]} "
+            "requests.\n",
             page.of_limits(limits_of_commands(count, found)),
         )
     )
@@ -326,9 +328,9 @@ def limits_of_commands(count: int, found: Sequence[Command]) -> list[Limit]:
 def of_commands(options: argparse.Namespace) -> list[Limit]:
     """Measure `status` and `rollout` with many nodes."""
     with control_plane() as plane:
-        found = commands.measure(plane, options.nodes)
+        found, scan = commands.measure(plane, options.nodes)
         left = commands.unrestored(plane)
-    page.write({"commands": page_of_commands(options.nodes, found)})
+    page.write({"commands": page_of_commands(options.nodes, found, scan)})
     return [*limits_of_commands(options.nodes, found), Limit("annotations that an undone rollout leaves", len(left), 0)]
 
 

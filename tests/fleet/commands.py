@@ -21,7 +21,7 @@ from dra_bridge.rollout import progress
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from tests.cluster.api import ApiError
 from tests.fleet.audit import of_user
-from tests.fleet.parts import Counts, each, show
+from tests.fleet.parts import Counts, by_driver, each, show
 from tests.fleet.plane import DEVICES, DRIVER, NAMESPACE, RESOURCE, ControlPlane, Usage, names_of
 
 OPERATOR: Final = "default:operator"
@@ -235,8 +235,8 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
     )
 
 
-def measure(plane: ControlPlane, count: int) -> list[Command]:
-    """Run both commands with so many nodes."""
+def measure(plane: ControlPlane, count: int) -> tuple[list[Command], tuple[int, float, int]]:
+    """Run both commands with so many nodes; return their figures, and those of a list of all slices (`by_driver`)."""
     names = names_of(count)
     reports = Reports(plane, names)
     began = time.monotonic()
@@ -248,10 +248,12 @@ def measure(plane: ControlPlane, count: int) -> list[Command]:
     found = [min(tried, key=lambda one: one.first)]
     show(found[-1])
     with reports.kept():
-        for arguments in (("--share", "all"), ("--undo",)):
-            found.append(run(plane, kubeconfig, "rollout", *many, *arguments))
-            show(found[-1])
-    return found
+        found.append(run(plane, kubeconfig, "rollout", *many, "--share", "all"))
+        show(found[-1])
+        scan = by_driver(plane)
+        found.append(run(plane, kubeconfig, "rollout", *many, "--undo"))
+        show(found[-1])
+    return found, scan
 
 
 def unrestored(plane: ControlPlane) -> list[str]:

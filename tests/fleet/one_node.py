@@ -98,7 +98,7 @@ def measure(count: int) -> OneNode:
         path, file = node.root / "config.yaml", written(node.root / "kubeconfig", server.url, {"token": "t"})
         resource = {"name": RESOURCE, "driver": DRIVER, "devices": [{"simulated": {"count": DEVICES}}]}
         path.write_text(json.dumps({"resources": [{**resource, "dra": {"share": "50%"}}]}))
-        options = ("--config", str(path), *ANY_CONFIG, "--kubelet-root", str(node.root), "--log-level", "error")
+        options = ("--config", str(path), *ANY_CONFIG, "--log-level", "error", *node.arguments)
         more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
         with process("-m", "dra_bridge", "run", *options, *more) as agent:
 

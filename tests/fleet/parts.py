@@ -256,20 +256,6 @@ class Measured:
             found[what] = len(body)
         return found
 
-    def by_driver(self) -> tuple[int, float, int]:
-        """List the driver's slices as `rollout` and `status` do: return bytes, seconds and requests."""
-        size, requests, more, took = 0, 0, "", 0.0
-        path = "/apis/resource.k8s.io/v1/resourceslices"
-        while True:
-            query = {"fieldSelector": f"spec.driver={DRIVER}", "limit": "500", **({"continue": more} if more else {})}
-            began = time.monotonic()
-            code, body = self.plane.api.raw("GET", f"{path}?{urllib.parse.urlencode(query)}")
-            took += time.monotonic() - began
-            assert code == 200, body
-            size, requests, more = size + len(body), requests + 1, json.loads(body)["metadata"].get("continue", "")
-            if not more:
-                return size, took, requests
-
     def restart(self, downtime: float, seconds: float) -> Restart:
         """Restart the API server; return what the agents do until all are in step, or for so many seconds."""
         self.quiet()
@@ -315,6 +301,21 @@ def wait_for(what: Callable[[], object], timeout: float, text: str) -> None:
         time.sleep(2.0)
 
 
+def by_driver(plane: ControlPlane) -> tuple[int, float, int]:
+    """List the driver's slices as `rollout` and `status` do: return bytes, seconds and requests."""
+    size, requests, more, took = 0, 0, "", 0.0
+    path = "/apis/resource.k8s.io/v1/resourceslices"
+    while True:
+        query = {"fieldSelector": f"spec.driver={DRIVER}", "limit": "500", **({"continue": more} if more else {})}
+        began = time.monotonic()
+        code, body = plane.api.raw("GET", f"{path}?{urllib.parse.urlencode(query)}")
+        took += time.monotonic() - began
+        assert code == 200, body
+        size, requests, more = size + len(body), requests + 1, json.loads(body)["metadata"].get("continue", "")
+        if not more:
+            return size, took, requests
+
+
 def growth(measured: Measured, sizes: Sequence[int], seconds: float) -> list[Size]:
     """Measure rest, moves and claims at each size."""
     found = []
@@ -326,7 +327,7 @@ def growth(measured: Measured, sizes: Sequence[int], seconds: float) -> list[Siz
         claimed = measured.claims(new[:40])
         rest = measured.rest(seconds)
         listed = sum(measured.lists_of(new[0]).values())
-        found.append(Size(size, rest, started, moved, claimed, listed, measured.by_driver()))
+        found.append(Size(size, rest, started, moved, claimed, listed, by_driver(measured.plane)))
         show(found[-1])
     return found
 
