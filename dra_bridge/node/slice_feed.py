@@ -25,6 +25,8 @@ HOLDERS: Final = 10.0
 """Minimum seconds between two reports if only the holders of devices have changed."""
 RETRY: Final = 5.0
 """Seconds until the next try after the slices could not be computed."""
+NAMES: Final = 2.0
+"""Maximum seconds that the decision on names waits for the watch of slices, before it lists the slices itself."""
 DEBOUNCE: Final = 0.02
 """Seconds from a change to new slices. Changes within this time are combined."""
 
@@ -46,7 +48,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         pool = context.node.name
         selector = f"spec.nodeName={pool},spec.driver={context.name}"
         async with asyncio.timeout(5.0):
-            slices = context.node.publisher.listed(context.name)
+            slices = await context.node.publisher.listed(context.name, NAMES)
             if slices is None:
                 slices = (await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)).items
             leases = await context.node.lease.read()

@@ -98,7 +98,7 @@ class Publisher:
             driver = self._drivers[pool.driver] = PublishedDriver(
                 pool, self._rate_limit(), Mirror(pool.driver, self._node)
             )
-            if (listed := self.listed(pool.driver)) is not None:
+            if (listed := self._watched(pool.driver)) is not None:
                 driver.mirror.relist(SliceScope.NODE)
                 for body in listed:
                     self._keep(body)
@@ -111,8 +111,14 @@ class Publisher:
         driver.wake.set()
         return driver.state.wanted
 
-    def listed(self, driver: str) -> list[Object] | None:
-        """Return the slices of a driver that name the node, by the watch; None while the watch is not alive."""
+    async def listed(self, driver: str, seconds: float) -> list[Object] | None:
+        """Return a driver's slices that name the node, by the watch; None if it is not alive within so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._listed.wait()
+        return self._watched(driver)
+
+    def _watched(self, driver: str) -> list[Object] | None:
         if not self._listed.is_set() or self.watch.lapse(time.monotonic()) is not None:
             return None
         return [body for body in self._of_node.values() if body["spec"]["driver"] == driver]

@@ -342,7 +342,7 @@ class Outside:
         mine = self.slices.get(driver, Slices())
         return PoolState(mine.ticket, mine.accepted)
 
-    def listed(self, driver: str) -> None:
+    async def listed(self, driver: str, seconds: float) -> None:
         """Have no watch: the agent lists the slices."""
 
     def withdrawn(self, driver: str, device: str) -> float | None:
