@@ -114,7 +114,7 @@ class HardwareIndex:
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
     def aliases(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices that are the same hardware."""
+        """Return the other devices (listed under other ids or resources) that are the same hardware."""
         return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
 
     def peers(self, key: DeviceKey) -> frozenset[DeviceKey]:

@@ -34,7 +34,7 @@ Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
-"""Matches an identity that `token` has made, which is read again at each check. Any other identity is stated by the
+"""Matches an identity that `token` has made, and that each check reads again. Any other identity is a text from the
 source."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
 """Matches a token from `_hardware`: the name of a USB device or PCI function, and the part for which a node stands."""
@@ -195,7 +195,7 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens can be of the same hardware. An empty set can be of any hardware."""
+    """Return whether two sets of tokens can be of the same hardware. An empty set can belong to any hardware."""
     return not (tokens and other) or agree(tokens, other)
 
 

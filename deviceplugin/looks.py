@@ -183,7 +183,10 @@ class Looks:
         return False
 
     def within(self, seconds: float, kind: str, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function, from a thread that may block for `seconds`; return its result. Raises LookTimeoutError."""
+        """Call a function, and block until it returns, for at most `seconds`. Return its result.
+
+        Raises LookTimeoutError.
+        """
         if self._outstanding >= self._most:
             raise LookTimeoutError(f"{self.subject}: {self._outstanding} earlier looks have not ended")
         look = self.begin(kind, function, *arguments)

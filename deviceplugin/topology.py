@@ -388,7 +388,7 @@ class _Sets:
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
         """Sort sets of equal rank: by the total that they leave, the highest first, then by ids, the smallest first."""
-        # If each device is a class of its own, a higher number of a set means smaller ids.
+        # If each device is a class of its own, the set with the higher number has the smaller ids.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 

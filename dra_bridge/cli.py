@@ -407,7 +407,7 @@ def _follow(
     interrupted: str,
     stopped: str = "",
 ) -> bool:
-    """Run requests to the API server and show their progress. Return whether all is done.
+    """Run `work` with a client of the API server, and show its progress. Return whether the work is done.
 
     interrupted: the text to print at Ctrl-C. stopped: the text to print before the reason if the work has stopped.
     """

@@ -46,8 +46,8 @@ DIAL: Final = 10.0
 PRE_START: Final = 30.0
 """Maximum seconds of PreStartContainer, as in the kubelet."""
 TURN: Final = 20.0
-"""Maximum seconds for which a hanging call to one plugin delays calls to other plugins; less than a claim waits for its
-response."""
+"""Maximum seconds for which a hanging call to one plugin delays calls to other plugins. This is less than the time for
+which a claim waits for a response."""
 KEPT: Final = 45.0
 """Seconds for which a plugin's unused response for a claim is kept for the next Prepare: as long as the kubelet waits
 for a call."""

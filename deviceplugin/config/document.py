@@ -39,9 +39,9 @@ MAX_PROBLEMS: Final = 100
 
 
 class Problem(NamedTuple):
-    """One problem of a file. line: from 1; 0 for the file as a whole. path: the path of the key.
+    """One problem of a file. line: the line's number, from 1; 0 for the file as a whole. path: the path of the key.
 
-    message: with the correction.
+    message: a text that says what is wrong and how to correct it.
     """
 
     line: int
@@ -53,7 +53,7 @@ class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
     file: the file's name as the caller gave it. problems: all problems, at least one, sorted by line. line, path,
-    message: of the first problem.
+    message: those fields of the first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:

@@ -243,7 +243,7 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
     if not entries:
         note("it has no devices")
         return
-    if all({"usb": one} in entries for one in CORAL):  # Each of these ids is in a group of its own.
+    if all({"usb": one} in entries for one in CORAL):  # The imported config has one group for each of these ids.
         entries = [entry for entry in entries if entry.get("usb") not in CORAL] + [{"usb": list(CORAL)}]
     resource: dict[str, Any] = {"name": name, "devices": entries}
     if len(permissions) > 1:

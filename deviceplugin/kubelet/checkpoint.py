@@ -236,7 +236,7 @@ class DeviceLists(Protocol):
 class KnownCheckpoint(NamedTuple):
     """What the agent keeps in memory from the checkpoints that it has read.
 
-    last: the newest of these checkpoints. grants: by allocation, the identity and amount of its device, with the
+    last: the newest of these checkpoints. grants: for each allocation, the identity and amount of its device, with the
     AllocateResponse that contains both. missing_nodes: allocations of an earlier boot whose device nodes were all
     missing; each reading checks these nodes again.
     """

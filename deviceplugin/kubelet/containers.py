@@ -128,9 +128,9 @@ def restarted(
     links: Iterable[LogLink],
     running: Iterable[ContainerCgroup],
 ) -> bool:
-    """Return whether no container of a pod runs any more that the kubelet had begun to start at an earlier time.
+    """Return whether all of a pod's containers that the kubelet began to start before a given time have ended.
 
-    before: how often the kubelet had begun to start each container at that time. begun, links, running: the present
+    before: how often the kubelet had begun to start each container before that time. begun, links, running: the present
     starts, log links and cgroups of the pod's containers.
 
     The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it

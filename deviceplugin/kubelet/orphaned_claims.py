@@ -211,7 +211,7 @@ class OrphanedClaims:
             self._files = error
 
     def _counted(self, claims: Sequence[PreparedClaim], served: Collection[str]) -> list[ClaimFile]:
-        """Return the claim files whose devices may still be held. claims: of unserved drivers, in the claim state."""
+        """Return the claim files whose devices may still be held. claims: unserved drivers' claims (claim state)."""
         files = () if isinstance(self._files, OSError) else self._files
         current = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in claims for driver in claim.devices}

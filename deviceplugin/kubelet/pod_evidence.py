@@ -25,11 +25,11 @@ places."""
 class PodsShown:
     """What cgroups and pod directories have shown about this kubelet's pods until now.
 
-    places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays HIDDEN, because
-    a cgroup that the kubelet creates later for the pod does not contain its processes. trusted: the directories of
-    cgroups in which pods of this kubelet have run. roots: the parent directories of this kubelet's pod directories.
-    cgroups: whether the cgroups that are visible now would contain a pod that was never seen. directories: whether the
-    visible pod directories are those of this kubelet.
+    places: for each pod's UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays
+    HIDDEN, because a cgroup that the kubelet creates later for the pod does not contain its processes. trusted: the
+    directories of cgroups in which pods of this kubelet have run. roots: the parent directories of this kubelet's pod
+    directories. cgroups: whether the cgroups that are visible now would contain a pod that was never seen. directories:
+    whether the visible pod directories are those of this kubelet.
     """
 
     places: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -48,7 +48,7 @@ class VendorConnection:
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """The present state of one resource. holders: by kubelet device id.
+    """The present state of one resource. holders: the holders of each kubelet device id.
 
     withheld: the devices that are not offered, by id. held_twice: devices whose holders, under all ids, together have
     more than the whole device. elsewhere: for each held id whose device is not listed any more, the present (resource,
@@ -80,7 +80,7 @@ class AgentStatus:
     former_config: whether the file was invalid at the agent's start, so that an earlier version is in use.
     kubelet_answers: whether the kubelet answered the last PodResources call; None if there is no socket.
     kubelet_silent: since when the kubelet has answered no such call (Unix seconds). blind: which pods of the node are
-    not visible, and the options to set. unknown: by source of evidence, how often the source left holders unknown.
+    not visible, and the options to set. unknown: for each source of evidence, how often it left holders unknown.
     unwatched: for each cause, directories without file events. cgroup_root: the directory of the node's cgroups.
     """
 

@@ -45,7 +45,7 @@ BACKLOG: Final = 1024  # Number of connections that the kernel keeps until the s
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: by name, in which upper and lower case are equal."""
+    """A client's request. headers: the headers by name; upper and lower case are equal in names."""
 
     path: str
     query: str

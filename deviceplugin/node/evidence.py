@@ -22,7 +22,7 @@ class DriverEvidence:
     """The devices of one DRA driver whose recorded holders this process has compared with evidence since its start.
 
     The ledger (the file of records) may have lost its last changes, so no other device is offered or granted.
-    reconciled: these devices. reasons: by resource and device, why the comparison was not possible.
+    reconciled: these devices. reasons: for each resource and device that was not compared, why not.
     """
 
     reconciled: set[DeviceKey] = field(default_factory=set)

@@ -339,7 +339,7 @@ class Supervisor:
         await cancel_all((*self._child_tasks.values(), *self._tasks.values()))
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve these sources, and end the services of other resources; see `Agent.reconfigure`."""
+        """Serve these sources, and end the services of resources that are neither here nor in `unchanged`."""
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
         # An endpoint either calls a source's hooks or forwards calls, so a change between the two needs a new endpoint.

@@ -105,8 +105,9 @@ def grant(
     """Grant all requested devices to a container, or none.
 
     The result is None if the devices are granted, else the refusal. Devices on the DRA side, and devices of other
-    holders, are refused. wanted: by kubelet device id (of a replica, or of the device itself). An id that was granted
-    before can be granted again, because the kubelet does not report when it takes a device back.
+    holders, are refused. wanted: what the container wants, by kubelet device id (the id of a replica, or of the device
+    itself). An id that was granted before can be granted again, because the kubelet does not report when it takes a
+    device back.
     """
     new: list[Use] = []
     for device_id, requested in wanted.items():
@@ -253,8 +254,8 @@ def prepare(
     """Grant a claim its devices until the claim is unprepared.
 
     Returns the existing record of an already prepared claim. Devices with administrative access are not held, and may
-    be on any side. claim: with its result, so that a repeated Prepare gets the same response after a restart of the
-    agent. move_idle, along: see `reserve`.
+    be on any side. claim: the claim's record with its result, so that a repeated Prepare gets the same response after a
+    restart of the agent. move_idle, along: see `reserve`.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and recorded.result is not None:
@@ -451,7 +452,7 @@ def reconcile_evidence(
     device with a record stays, unless evidence shows a holder on the other side. The allocation of an unprepared claim
     is no such evidence, because the scheduler may write it minutes late. A holder that is not sure is no such evidence
     either, but makes the device uncertain. A quarantined device leaves quarantine when the evidence and the register's
-    own holders agree. evidence: of all holders of `devices`.
+    own holders agree. evidence: the evidence of all holders of `devices`.
 
     A claim that this process has unprepared counts as unprepared even if evidence shows it as prepared: the evidence
     may have been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the
@@ -571,7 +572,7 @@ def _moved(
     *,
     for_claim: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes that give devices new states. driver: the DRA driver of devices without a driver."""
+    """Return the changes that give devices new states. driver: the DRA driver for devices whose record names none."""
     records = []
     for device, to in moves.items():
         before = state.device(resource, device)

@@ -79,7 +79,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The input of `refusal` besides the register's records.
+    """What `refusal` needs besides the register's records.
 
     boot: the node's boot id. scopes: the scope of its counters, by resource of this process. limits: the size of each
     counter that devices declare. others: the uses that are not in the register: by other drivers, by hooks that still

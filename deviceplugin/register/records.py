@@ -230,9 +230,9 @@ class AllocationRecord:
     named the container of the last grant yet. absent_since: when the first checkpoint without the id was requested
     (monotonic seconds). pod: the namespace/name or UID of one holder, for messages. ending: whether the checkpoint no
     longer names the holders' pods, or the pods' processes have ended. absent_since, pod and ending are not stored on
-    disk. identity, amount: of the last grant, see `ClaimDevice`. former: the earlier grants whose holders may still
-    run. shown: (pod UID, directory) for each directory in which cgroups of a holder's pod were seen; "" if the pod ran
-    and none was seen (`deviceplugin.kubelet.pod_evidence`).
+    disk. identity, amount: what the last grant gave (see `ClaimDevice`). former: the earlier grants whose holders may
+    still run. shown: (pod UID, directory) for each directory in which cgroups of a holder's pod were seen; "" if the
+    pod ran and none was seen (`deviceplugin.kubelet.pod_evidence`).
     """
 
     resource: str

@@ -212,7 +212,7 @@ class Register:
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return the input of `refusal` besides the register's records. The same object until the input changes."""
+        """Return what `refusal` needs besides the register's records; the same object until it changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
         unreleased = self.releases.unreleased() if self.listed.has_released else NONE
@@ -428,7 +428,7 @@ class Register:
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
         """Prepare a grant of devices: read the evidence of other holders, and wait for the devices' hooks.
 
-        Returns the tokens of all devices. Before the grant, the devices' tokens must still be these.
+        Returns the tokens of all devices. The caller must check before the grant that they are still the same.
 
         Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
 

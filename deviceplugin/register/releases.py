@@ -162,8 +162,8 @@ class Releases:
     def look(self, resource: str, *, all_known: bool) -> None:
         """Call the hook for a resource's devices whose last holder has ended, or whose last call has failed.
 
-        all_known: whether the pods of all running processes are known. Only then the hook is also called for devices
-        that have had no holder since the agent's start.
+        all_known: whether the pods of all running processes are known. Only if they are, the hook is also called for
+        devices that have had no holder since the agent's start.
         """
         if not (unreleased := self.unreleased()):
             return

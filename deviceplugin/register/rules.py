@@ -67,7 +67,7 @@ class ObservedAllocation:
 
     pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
     that is not sure counts as held, but is no evidence against the register. reason: why the id counts as held, for
-    messages. identity, amount: of the grant, if the checkpoint has the AllocateResponse. ending, shown: see
+    messages. identity, amount: what the grant gave, if the checkpoint has the AllocateResponse. ending, shown: as in
     `AllocationRecord`.
     """
 

@@ -128,7 +128,10 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A device of the resource. entry: its entry's source. listed: as the entry lists it. device: with all settings."""
+    """A device of the resource. entry: the source of its entry. listed: the device from this source.
+
+    device: the same with all settings of the config file.
+    """
 
     entry: DeviceSource
     listed: Device

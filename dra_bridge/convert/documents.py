@@ -32,7 +32,7 @@ class UnwritableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a stream. text: with the line `---`. line: the document's first line in the stream, from 1."""
+    """One document of a stream. text: its text with the line `---`. line: the number of its first line, from 1."""
 
     text: str
     line: int

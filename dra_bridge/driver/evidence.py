@@ -45,7 +45,10 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 
 
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
-    """Return the evidence in the agent's file of a claim. pods: its further pods, from the kubelet's claim state."""
+    """Return the evidence in the agent's file of a claim.
+
+    pods: the claim's further pods, from the kubelet's claim state.
+    """
     granted = file.devices or ()
     held = frozenset(device.device for device in granted if device.resource == resource and not device.admin)
     return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)

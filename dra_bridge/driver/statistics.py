@@ -11,7 +11,10 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """Statistics of one kind of call, counted for each claim. failures: number by reason. durations: of all calls."""
+    """Statistics of one kind of call, counted for each claim. failures: their number by reason.
+
+    durations: those of all calls.
+    """
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)

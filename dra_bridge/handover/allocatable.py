@@ -143,7 +143,7 @@ class AllocatableStatus:
             return True
 
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
-        """Return for how many seconds pods that count on the larger number may come; infinite until it is lowered.
+        """Return for how many seconds pods may come that need the larger number; infinite until the number is lowered.
 
         began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
         number never stays for a full second. In that case, half the grace period is enough once twice the grace period

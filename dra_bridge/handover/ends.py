@@ -98,10 +98,10 @@ class MovesToPlugin:
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
     (`dra_bridge.handover.admission`).
 
-    queries: by device and sequence number of its record, so that each move begins with a new query. waits: makes the
-    delays between two reads of a claim. limited: whether pods have, or may get, devices of the resource by their
-    `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod. It becomes False when
-    the ledger file names no such pod, and either a list of claims names none or no device waits.
+    queries: the reads of claims, by the device and its record's sequence number, so that each move begins with a new
+    read. waits: makes the delays between two reads of a claim. limited: whether pods have, or may get, devices of the
+    resource by their `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod. It
+    becomes False when the ledger file names no such pod, and either a list of claims names none or no device waits.
     """
 
     moved: MovedResource

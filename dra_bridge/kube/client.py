@@ -112,9 +112,10 @@ class Cluster:
     def from_environment(
         cls, kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None, **options: Any
     ) -> Cluster:
-        """Make a client for the server of `kubeconfig`, else of the pod, else of KUBECONFIG or ~/.kube/config.
+        """Make a client.
 
-        account: the directory of a service account, to use instead of the pod's.
+        The server is that of `kubeconfig`, else that of the pod, else that of KUBECONFIG or ~/.kube/config. account:
+        the directory of a service account, to use instead of the pod's.
         """
         return cls(lambda: auth.from_environment(kubeconfig, account), **options)
 

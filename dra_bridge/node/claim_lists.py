@@ -52,7 +52,7 @@ class ListBegun:
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """The list of claims that begins next. visits: functions that will be called with each claim of the list."""
+    """The read of all claims that begins next. visits: functions that will be called with each claim."""
 
     reading: asyncio.Task[ListBegun | ClusterError]
     visits: list[Visit] = field(default_factory=list)

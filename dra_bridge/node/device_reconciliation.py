@@ -40,8 +40,8 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClusterError, EvidenceSource.API_SERVER),
     (TimeoutError, EvidenceSource.API_SERVER),
 )
-"""For each type of error, the source of evidence that cannot be read. Scans themselves report errors of other
-sources."""
+"""For each type of error, the source of evidence that cannot be read. Scans report unreadable other sources
+themselves."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
 """Types of errors which mean that evidence about devices cannot be read now."""

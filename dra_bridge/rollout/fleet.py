@@ -180,7 +180,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return a node's devices. claims, admins: by pool and device name, claims that hold a device or only access it."""
+    """Return a node's devices. claims, admins: the claims that hold (or only access) a device, by its pool and name."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []

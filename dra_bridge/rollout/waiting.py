@@ -115,7 +115,7 @@ def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, move
 
 
 def moves_for(room: Room, resource: int, devices: int) -> int:
-    """Return how many devices would have to move to DRA so that a pod can start; negative: to the plugin.
+    """Return how many devices would have to move to DRA so that a pod can start; negative for moves to the plugin.
 
     0 if no move helps the pod. resource: amount of the extended resource that the pod waits for. devices: number of
     devices that the pod waits for through claims.

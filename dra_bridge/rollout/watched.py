@@ -41,7 +41,8 @@ def _leave_out(kind: kube.Kind, body: Object) -> None:
 class WatchedFleet:
     """Nodes, agents' Leases and a driver's ResourceSlices, which watches keep up to date.
 
-    namespaces: of the agents' Leases. selector: a label selector for nodes. names: node names; empty for all nodes.
+    namespaces: the namespaces of the agents' Leases. selector: a label selector for nodes. names: node names; empty for
+    all nodes.
     """
 
     def __init__(

@@ -126,7 +126,10 @@ def manager_of(body: Object) -> str:
 
 
 def foreign_slices(bodies: Iterable[Object], driver: str, node: str, refused: Mapping[str, str]) -> list[ForeignSlice]:
-    """Return the foreign slices, sorted by name. refused: by UID, why the API server refused to delete a slice."""
+    """Return the foreign slices, sorted by name.
+
+    refused: for each slice's UID, why the API server refused to delete it.
+    """
     found = []
     for body in bodies:
         metadata = body["metadata"]

@@ -37,8 +37,8 @@ class Mirror:
     other scopes must be listed again. generation: the highest generation that was ever written, or that the next write
     needs because a write got no response; a foreign generation counts only below `UNGROWABLE`. mutations: see
     `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the content in the server's response
-    to the agent's last write. taken: names of wanted slices that foreign slices have. deletions: by UID, the scope of
-    each slice that the agent deleted, until the watch reports the deletion. gone: UIDs of slices whose deletion the
+    to the agent's last write. taken: names of wanted slices that foreign slices have. deletions: the scope of each
+    slice (by UID) that the agent deleted, until the watch reports the deletion. gone: UIDs of slices whose deletion the
     watch has reported since the last write began; the writer clears this set.
     """
 
@@ -54,9 +54,9 @@ class Mirror:
     deletions: dict[str, SliceScope] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     _withdrawn: dict[str, float] = field(default_factory=dict)
-    """For each device (by name) that no slice offers now, when a slice last offered it (monotonic seconds)."""
+    """For each device name that no slice offers now, the time when a slice last offered it (monotonic seconds)."""
     _floor: float = 0.0
-    """When a slice may last have offered a device that is not in `_withdrawn` (monotonic seconds)."""
+    """The last time when a slice may have offered a device that is not in `_withdrawn` (monotonic seconds)."""
 
     @property
     def whole(self) -> bool:

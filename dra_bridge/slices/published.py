@@ -51,8 +51,8 @@ class RateLimit:
         self._per_second = per_second
         self._ticket = 0
         self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """Two lists of start times of recent rounds: of repeated rounds for a ticket, and of the first round for each
-        ticket.
+        """The start times of recent rounds: first those of repeated rounds for a ticket, then those of each ticket's
+        first round.
         """
 
     async def round(self, ticket: int) -> bool:

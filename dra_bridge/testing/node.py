@@ -161,9 +161,9 @@ class FakeNode(FakeKubelet):
     ) -> Object:
         """Create a ResourceClaim for devices of a class.
 
-        parameters: by driver, the `config` that its `prepare` hook gets. selectors: CEL expressions that each device
-        satisfies, such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError for a
-        selector that the fake scheduler does not support; the message lists the supported selectors.
+        parameters: for each driver, the `config` that its `prepare` hook gets. selectors: CEL expressions that each
+        device satisfies, such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError
+        for a selector that the fake scheduler does not support; the message lists the supported selectors.
         """
         if isinstance(selectors, str):
             raise TypeError(f"selectors must be CEL expressions such as [{selectors!r}], not a string")

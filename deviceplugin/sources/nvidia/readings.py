@@ -35,10 +35,11 @@ _CLOCKS: Final = {0: "graphics", 1: "sm", 2: "memory", 3: "video"}
 
 
 def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
-    """Return a MIG profile's name. compute, slices: of the instances. memory, whole: of partition and GPU (MiB).
+    """Return a MIG profile's name. compute, slices: the slices of the compute instance and of the GPU instance.
 
-    The name states the memory in whole GiB, rounded up to eighths of the GPU's memory. If a compute instance has fewer
-    slices than its GPU instance, the name begins with the compute instance's slices.
+    memory, whole: the memory of the partition and of the GPU (MiB). The name states the memory in whole GiB, rounded up
+    to eighths of the GPU's memory. If a compute instance has fewer slices than its GPU instance, the name begins with
+    the compute instance's slices.
     """
     gib = -(-whole // 1024)
     eighths = -(-memory * 8 // whole) if whole else 0
