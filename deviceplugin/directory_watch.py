@@ -56,10 +56,10 @@ class DirectoryReader:
 
 
 class DirectoryWatch(Generic[_T]):
-    """Directories whose content a function reads. The directories are watched while there are readers.
+    """Directories whose content the function `contents` reads. The directories are watched while there are readers.
 
-    contents: this blocking function; a change is a different result. gather: which events may be delayed. poll: see
-    `POLL`.
+    contents: this blocking function; if its result differs from the last one, the content has changed. gather: which
+    events may be delayed. poll: see `POLL`.
     """
 
     def __init__(

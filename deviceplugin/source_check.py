@@ -136,7 +136,7 @@ def _mistake(name: str, method: Any) -> str:
 def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[Device, ...]:
     """Check a device list that `watch` has yielded, and return it as a tuple of devices.
 
-    lists: the generator, whose line is in the message. Raises TypeError or ValueError if the list has anything but
+    lists: the generator; the message names its line. Raises TypeError or ValueError if the list has anything but
     devices with different ids, or if `replicas_of` or `links` of the source is invalid for these devices.
     """
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):

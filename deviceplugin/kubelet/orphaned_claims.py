@@ -31,8 +31,8 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 FRESH: Final = 0.005
-"""Seconds for which the claim files count as unchanged: the uses are asked for each listed device, and a check costs
-two system calls.
+"""Seconds for which the claim files count as unchanged, because `uses` is called for each device, and a check of the
+files costs two system calls.
 """
 ENDING: Final = 1.0
 """Seconds between two checks whether pods still run whose claims the kubelet's claim state does not name any more."""

@@ -162,8 +162,7 @@ class HolderTracker:
         return allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return, for grants whose holders are unknown, the pods that may hold them, as allocations without container
-        names.
+        """Return allocations (without container names) of the pods that may hold the grants without a known holder.
 
         The kubelet's checkpoint lists the resources that the kubelet knows. If the checkpoint lacks a grant's resource
         before this process has registered, the kubelet has lost its checkpoint since the grant, and its new checkpoint

@@ -428,7 +428,7 @@ class Register:
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
         """Prepare a grant of devices: read the evidence of other holders, and wait for the devices' hooks.
 
-        Returns the tokens of all devices. The caller must check before the grant that they are still the same.
+        Returns the tokens of all devices. A grant must be refused if the devices have other tokens by then.
 
         Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
 

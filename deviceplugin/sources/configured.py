@@ -368,7 +368,7 @@ def _filled(value: str, device: Device) -> str:
 class ProbedHealth:
     """Probes the devices of one resource and judges their health.
 
-    `config.probe`: "open" (opens the nodes) or a command.
+    `config.probe` is "open" (the probe opens the device's nodes) or a command.
     """
 
     def __init__(self, resource: str, config: HealthConfig) -> None:

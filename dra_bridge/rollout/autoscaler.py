@@ -129,11 +129,11 @@ class MarkStep:
 
 
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
-    """Return the next writes of marks. nodes: all nodes of the rollout. ignore: whether the cluster has no autoscaler.
+    """Return the marks and requests to write next. nodes: all nodes of the rollout.
 
-    All nodes are marked before the first pool is requested. A node with all devices on the DRA side needs no mark,
-    because its ResourceSlices show which devices are in use. A node with no device on the DRA side needs no mark once
-    no node of its group has a ResourceSlice.
+    ignore: whether the cluster has no autoscaler. All nodes are marked before the first pool is requested. A node with
+    all devices on the DRA side needs no mark, because its ResourceSlices show which devices are in use. A node with no
+    device on the DRA side needs no mark once no node of its group has a ResourceSlice.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE for node in served)
