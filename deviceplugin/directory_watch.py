@@ -59,7 +59,7 @@ class DirectoryWatch(Generic[_T]):
     """Directories whose content the function `contents` reads. The directories are watched while there are readers.
 
     contents: this blocking function; if its result differs from the last one, the content has changed. gather: which
-    events may be delayed. poll: see `POLL`.
+    events may be delayed. poll: maximum seconds between two reads.
     """
 
     def __init__(

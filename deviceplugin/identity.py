@@ -225,11 +225,11 @@ def boot_id() -> str:
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """The identity of granted hardware at the time of the grant.
 
-    boot: the id of the node's boot during which the tokens are valid. tokens: see `lasting`. sure: True if all tokens
-    are of one device; False if they are of all devices in an AllocateResponse, or of a control node. reached: nodes to
-    which the device's paths have led since the grant; a restarted container may open these nodes, even if they stand
-    for other hardware later. left: nodes among the tokens that the holder cannot open any more, because its container
-    has restarted.
+    boot: the id of the node's boot during which the tokens are valid. tokens: those that do not change while the device
+    has the same holder. sure: True if all tokens are of one device; False if they are of all devices in an
+    AllocateResponse, or of a control node. reached: nodes to which the device's paths have led since the grant; a
+    restarted container may open these nodes, even if they stand for other hardware later. left: nodes among the tokens
+    that the holder cannot open any more, because its container has restarted.
     """
 
     boot: str = ""

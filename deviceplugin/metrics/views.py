@@ -139,9 +139,9 @@ class AgentView:
     """The whole agent at one moment.
 
     at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
-    kubelet's checkpoint was read recently. kubelet_answers: see `AgentStatus`. providers: reports by the provider's
-    name. silent: for each provider without a report (by name), the reason. unknown: for each source of evidence, how
-    often it left holders unknown.
+    kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet answered the last PodResources call.
+    providers: reports by the provider's name. silent: for each provider without a report (by name), the reason.
+    unknown: for each source of evidence, how often it left holders unknown.
     """
 
     at: float

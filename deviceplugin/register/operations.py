@@ -235,7 +235,7 @@ def reserve(
     Returns the claim's record if the register has it already (a record whose result is None is only a reservation),
     else the reservation. durable: whether the reservation is written to disk, so that an Unprepare after a crash can
     undo the setup of the devices. move_idle: whether a refusal begins to move the claim's idle devices to DRA. along:
-    devices that must move together with these.
+    other devices that must move together with the claim's devices.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and (

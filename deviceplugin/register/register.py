@@ -500,7 +500,7 @@ class Register:
         """Check the devices of a starting container, and record which device nodes the container gets.
 
         ids: device by id. At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes.
-        A USB device can have another device number by then. If the device has another name now, that name is checked.
+        A USB device can have another device number by then. If the device has another id now, that id is checked.
 
         Raises DeviceConflictError if a device is not the granted device, or if another holder has the device;
         LookTimeoutError if a read of the device's paths hangs; the store's errors.

@@ -47,7 +47,7 @@ class Document:
     def head(self) -> int | None:
         """The index in the text after the line `---`, where another document may begin.
 
-        None if there is no such place, because the line has more text, or directives come before it.
+        None if no document may begin there, because the line has more text, or because directives come before the line.
         """
         if _DIRECTIVES.match(self.text):
             return None

@@ -76,7 +76,8 @@ def is_over(
     """Return whether no container of this node can use a claim any more.
 
     If the claim's pods are unknown, a container may use the claim until the next boot. boot: the id of the present
-    boot. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use the claim.
+    boot. named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: further
+    pods that may use the claim.
     """
     prepared = prepared_of(claim)
     begun = {prepared.boot} if prepared is not None else {device.identity.boot for device in claim.devices}

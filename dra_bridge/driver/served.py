@@ -58,7 +58,7 @@ _Names = dict[str, tuple[ServedResource, Device]]
 
 @dataclass(slots=True)
 class ServedDevices:
-    """The devices of a driver's resources. host: see `Driver`."""
+    """The devices of a driver's resources. host: the agent that the driver belongs to."""
 
     driver: str
     resources: Sequence[ServedResource]

@@ -128,7 +128,7 @@ class Connection:
         return await self.exchange(ApiRequest(method, path), forms.JSON)
 
     async def exchange(self, request: ApiRequest, form: Form[T], most: int | None = None) -> T:
-        """Send a request, and decode the response. form: decodes the response. most: see `HttpClient.request`.
+        """Send a request, and decode the response. form: decodes the response. most: maximum bytes of the response.
 
         Raises ApiError if the server refuses the request or does not respond, OversizedError if the response is larger
         than `most`.

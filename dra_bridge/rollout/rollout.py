@@ -69,7 +69,7 @@ async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Objec
 
 
 async def _read_leases(cluster: Cluster, namespace: str) -> tuple[list[Object], list[str]]:
-    """Return the agents' Leases, and the namespaces of these Leases. namespace: see `lease_namespaces`."""
+    """Return the agents' Leases, and these Leases' namespaces. namespace: the one that the user has named, or ""."""
     namespaces = await lease_namespaces(cluster, namespace)
     return await read_leases(cluster, namespaces), namespaces
 

@@ -72,10 +72,10 @@ class RateLimit:
 class PublishedDriver:
     """The publisher's state of one driver.
 
-    left_out: the devices and fields that the slices lack, with reasons. failing: the failure that has kept slices from
-    being written since they last were the wanted slices. failures: number of failed tries by HTTP status, 0 for tries
-    without a response. seen: the mirror's slices, for reads by other threads. compared: the input and the result of the
-    last comparison of seen and wanted slices.
+    left_out: the devices and fields that the slices lack, with reasons. failing: the failure because of which the
+    slices are not the wanted slices now. failures: number of failed tries by HTTP status, 0 for tries without a
+    response. seen: the mirror's slices, for reads by other threads. compared: the input and the result of the last
+    comparison of seen and wanted slices.
     """
 
     pool: Pool

@@ -67,9 +67,9 @@ class Publisher:
         """Create a publisher that writes nothing yet: `want` sets the wanted slices, `run` writes them.
 
         burst: number of rounds of writes that a driver may make without a wait. per_second: maximum rounds per second
-        after the burst. probe_again: see `ServerFeatures`. noticed: a function that is called after a foreign write was
-        undone, or if this is not possible. Its arguments: the driver, the kind of the write, and a sentence that
-        describes the write.
+        after the burst. probe_again: seconds between tests of missing features. noticed: a function that is called
+        after a foreign write was undone, or if this is not possible. Its arguments: the driver, the kind of the write,
+        and a sentence that describes the write.
         """
         self.cluster: Final = cluster
         self._node = node
