@@ -44,7 +44,7 @@ class Adopted:
 
     def wait_log(self, text: str, count: int = 1) -> None:
         """Wait until the last agent has said so."""
-        wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 60)
+        wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 120)
 
     def end(self) -> None:
         for vendor in self.vendors:

@@ -979,9 +979,12 @@ class Processes:
         return agent
 
     def wait(self, **counts: int) -> None:
-        """Wait until so many devices are allocatable by resource."""
+        """Wait until so many devices are allocatable by resource.
+
+        A process starts in a second, and takes much longer on a machine whose cores others use.
+        """
         for name, count in counts.items():
-            self.kubelet.wait_allocatable(f"example.com/{name}", count)
+            self.kubelet.wait_allocatable(f"example.com/{name}", count, timeout=120.0)
 
 
 @pytest.fixture
