@@ -215,7 +215,7 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
     used; otherwise all free devices of these nodes are chosen. The other devices are chosen from the node with the
     fewest free devices among the nodes with enough; if no node has enough, all devices of the node with the most are
     chosen, and so on. Devices with unknown NUMA nodes are chosen last. Among equals, the lower node and the smaller id
-    are chosen first. `must_include`, and a lack of devices, have the same effect as for `preferred`.
+    are chosen first. As with `preferred`, the result has all of `must_include`, and all devices if there are too few.
     """
     taken = set(must_include)
     free = set(available) - taken

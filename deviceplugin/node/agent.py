@@ -80,7 +80,7 @@ class Agent:
             services, self.tracker, self.register, scan_wanted, period, self.claims, always=report_holders
         )
         self._adopts = vendors is not None
-        # Without an adoption directory, no plugin can register with this object.
+        # If the agent adopts no plugins, this object stays without plugins.
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)

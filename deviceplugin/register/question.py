@@ -232,7 +232,7 @@ def possible_uses(
 
 
 def is_given_by_others(allocation: AllocationRecord) -> bool:
-    """Return whether another plugin granted an allocation, so that the allocation's record has no amount."""
+    """Return whether another plugin, not this agent, granted an allocation; then the record has no amount."""
     return not (allocation.amount.part or allocation.pending)
 
 

@@ -40,8 +40,8 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
 
 _CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 REGISTRY: Final = Path("/var/lib/kubelet/plugins_registry")
-"""The path that most plugins have as a constant. The plugins use this path in their container, whatever directory is
-mounted there."""
+"""The registry's path, which is a constant in most plugins. They use this path in their container, whatever directory
+is mounted there."""
 PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
