@@ -118,8 +118,8 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
     state can replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer writes one file
     at a time, so there are at most as many late writes as writers. The writers are the ListAndWatch handler of each
     resource that the file names, and the node's status (GetCapacity). Pod admissions are no such writers: each
-    admission has written its file before the next begins. Containers that start after the kubelet lost its checkpoint
-    also cause writes, because devices are allocated to them again; these writes are not counted here.
+    admission has written its file before the next begins. If the kubelet has lost its checkpoint, it allocates devices
+    to starting containers again, and writes a file each time; these writes are not counted here.
 
     written: the different checkpoint files since the first request; after each file, the agent has requested another.
     """

@@ -76,7 +76,8 @@ class Route:
     """A page. All clients get the same rendered response while it is fresh.
 
     The longer the rendering of a response took, the longer the response stays fresh, so that clients use at most a
-    tenth of a processor. During the next rendering, a response is reused for twice as long.
+    tenth of a processor. While the next response is being rendered, clients get the old one for up to the same time
+    again.
 
     render: makes the response for a key. key: returns the properties of a request on which the response depends; there
     are few different keys. public: whether clients need no credentials. lock: routes with the same lock render one

@@ -269,7 +269,7 @@ class DriverRuntime:
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:
-        """Handle the result of a scan for holders of devices; see `HolderScanner`."""
+        """Handle the result of a scan for holders: report quarantined devices, and notify others of changes."""
         if resource in self.resources:
             for device in done.quarantined:
                 self.quarantined(resource, device)
