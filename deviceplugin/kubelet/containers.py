@@ -12,10 +12,11 @@ sandbox's cgroup is older than the pod's links.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,6 +28,10 @@ _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
 """Matches a link's name. The kubelet shortens names that exceed the limit of file names, so the container id may be
 incomplete."""
 
+
+STARTING: Final = 300.0
+"""Seconds after which a start that the kubelet has begun is over. It waits 2 minutes for the runtime to create the
+container, and 2 to start it (KubeletConfiguration.runtimeRequestTimeout)."""
 
 Starts = Mapping[str, Mapping[str, int]]
 """For each pod (UID) and container, how often the kubelet has begun to start the container."""
@@ -126,30 +131,38 @@ def restarted(
     before: Mapping[str, int],
     begun: Mapping[str, _StartsBegun],
     links: Iterable[LogLink],
-    running: Iterable[ContainerCgroup],
+    running: Iterable[ContainerCgroup] | None,
+    waited: float,
 ) -> bool:
     """Return whether all of a pod's containers that the kubelet began to start before a given time have ended.
 
     before: how often the kubelet had begun to start each container before that time. begun, links, running: the present
-    starts, log links and cgroups of the pod's containers.
+    starts, log links and cgroups of the pod's containers; running is None if the cgroups are not visible. waited:
+    seconds since that time, or fewer.
 
     The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it
-    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). If the kubelet has not begun to start a
-    container again, the container has ended if it has a log link from the last start and has no process now.
+    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). A container that the kubelet has not
+    begun to start again has ended if its last start is over, and no cgroup with processes can be its own.
     """
-    links, running = tuple(links), tuple(running)
+    by_cgroup, links = {}, tuple(links)
+    for cgroup in running or ():
+        by_cgroup[cgroup] = next((link.container for link in links if link.id in cgroup.name), None)
     for name, times in before.items():
         now = begun.get(name)
         if now is None or now.times < times:
             return False
-        started = any(link.container == name and link.made >= now.last for link in links)
-        if now.times == times and not (started and has_ended(name, links, running)):
+        if now.times > times:
+            continue
+        over = waited >= STARTING or any(other.last > now.last for other in begun.values())
+        over = over or any(link.container == name and link.made >= now.last for link in links)
+        own = any(of == name or (of is None and one.made >= now.last) for one, of in by_cgroup.items())
+        if running is None or own or not over:
             return False
     return True
 
 
 class ContainerStarts:
-    """Finds out whether containers of pods have restarted. directory: the directory of the links to container logs."""
+    """Finds out whether the containers of pods have restarted. directory: of the links to container logs."""
 
     def __init__(self, pods: PodReader, directory: Path) -> None:
         self._pods = pods
@@ -160,17 +173,20 @@ class ContainerStarts:
         root = self._pods.kubelet_root
         return {uid: {name: begun.times for name, begun in _begun(root, uid).items()} for uid in pods}
 
-    def restarted(self, before: Starts, pods: Collection[str]) -> bool:
-        """Return whether no container of these pods runs any more that the kubelet had begun to start before. Blocks.
+    def restarted(self, before: Starts, pods: Collection[str], waited: float = 0.0) -> bool:
+        """Return whether no process of these pods' containers can run that the kubelet began to start before. Blocks.
 
-        before: the result of `read` at the earlier time; pods that are missing in it were started later. Containers
-        whose state cannot be read count as running.
+        before: the result of `read` at that time. A pod that it does not have has come later. What cannot be read may
+        run. waited: see the function `restarted`.
         """
+        links: Sequence[LogLink] = ()
+        with contextlib.suppress(OSError):
+            links = log_links(self._directory, pods)
         try:
             for uid in before.keys() & pods:
                 begun, cgroups = _begun(self._pods.kubelet_root, uid), self._pods.containers(uid)
-                links = () if cgroups is None else log_links(self._directory, {uid})
-                if not restarted(before[uid], begun, links, cgroups or ()):
+                mine = [link for link in links if link.pod_uid == uid]
+                if not restarted(before[uid], begun, mine, cgroups, waited):
                     return False
         except OSError:
             return False

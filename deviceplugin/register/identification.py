@@ -167,9 +167,7 @@ def renew(
             else:
                 given |= {one: identified(tokens, view.boot) for one, tokens in present.items()}
         devices = tuple(
-            device
-            if device.admin
-            else msgspec.structs.replace(
+            msgspec.structs.replace(
                 device, identity=device.identity.reaching(given.get((device.resource, device.device), UNIDENTIFIED))
             )
             for device in recorded.devices

@@ -56,10 +56,10 @@ class DriverHost:
         """Return how often the kubelet has begun to start each container of these pods. Raises OSError."""
         return {}
 
-    async def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+    async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
         """Return whether no process of these pods' containers can run that began to start before.
 
-        before: the result of `starts` at that time. pods: running pods.
+        before: the result of `starts` at that time. pods: running pods. waited: seconds since that time, or fewer.
         """
         return False
 

@@ -58,13 +58,15 @@ class _DevicesNow:
 
     nodes: the CDI entries of the devices' nodes. own: for each device, the tokens that no other device has. former:
     tokens of nodes to remove from the spec, unless they are in `nodes`. known: the devices' tokens in the register.
-    away: whether a device is unplugged or is other hardware now.
+    lost: numbers in the register that are not in the spec, and not those of the devices now. away: whether a device is
+    unplugged or is other hardware now.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     own: dict[DeviceKey, Tokens] = field(default_factory=dict)
     former: Tokens = frozenset()
     known: Tokens = frozenset()
+    lost: Tokens = frozenset()
     away: bool = False
 
     @property
@@ -89,8 +91,8 @@ class ClaimRenewal:
         self._leaving: set[str] = set()
         """The UIDs of claims whose containers may still open nodes with numbers that are not in the CDI file any
         more."""
-        self._written: dict[str, float] = {}
-        """For each of these claims (UID), when its file was last written (monotonic seconds)."""
+        self._since: dict[str, float] = {}
+        """For each of these claims (UID), when its file was last written, or when `starts` were read (monotonic)."""
 
     async def keep(self) -> None:
         """Until cancelled, renew CDI files after each change of an inventory, and try waiting files again."""
@@ -157,7 +159,7 @@ class ClaimRenewal:
         wanted = {
             request: of.own
             for request, of in found.items()
-            if not of.away and (request in prepared.withheld or not of.numbers <= numbers & of.known)
+            if not of.away and (request in prepared.withheld or of.lost or not of.numbers <= numbers & of.known)
         }
         if wanted or answered(prepared, found, ()) != prepared:
 
@@ -183,7 +185,7 @@ class ClaimRenewal:
         await self._files.write(claim, after)
         if after.stale:
             self._leaving.add(claim.uid)
-            self._written.pop(claim.uid, None)
+            self._since.pop(claim.uid, None)
         extra = {"driver": claim.driver, "claim": claim.title}
         _LOG.info("claim %s: the nodes of its devices have changed; its CDI file is renewed", claim.title, extra=extra)
         if after.withheld - before.withheld:
@@ -197,6 +199,7 @@ class ClaimRenewal:
         """Return, by request, the present state of its devices, and the error if a device's nodes could not be read."""
         boot, by_name, numbers = self._files.boot, self._served.by_name, _numbers(prepared.spec)
         found: dict[str, _DevicesNow] = {}
+        keys = {(device.resource, device.device) for device in claim.devices}
         followed: set[DeviceKey] = set()
         error: cdi.CdiError | None = None
         for answer in prepared.devices:
@@ -204,7 +207,7 @@ class ClaimRenewal:
             if served is None or device is None:
                 continue
             now, key = served.inventory.snapshot, (served.inventory.snapshot.resource, device.id)
-            if key not in claim.held or isinstance(served.source, AdoptedSource):
+            if key not in keys or isinstance(served.source, AdoptedSource):
                 followed.add(key)
                 continue
             of, granted = found.setdefault(answer.request, _DevicesNow()), _granted(claim, key, boot)
@@ -224,10 +227,13 @@ class ClaimRenewal:
                 continue
             of.nodes += nodes
             of.own[key] = listed
-            of.former |= reachable(granted.tokens) | granted.reached
-            of.known |= (granted.tokens | granted.reached) - granted.left
+            had = reachable(granted.tokens) | granted.reached
+            if lost := had - granted.left - numbers - prepared.stale:
+                of.lost |= await self._files.reading.at("renew", moved, lost, granted.tokens, brief=True)
+            of.former |= had
+            of.known |= had - granted.left
             followed.add(key)
-        for key in claim.held - followed:
+        for key in keys - followed:
             granted = _granted(claim, key, boot)
             if had := (reachable(granted.tokens) | granted.reached) & numbers:
                 stale = await self._files.reading.at("renew", moved, had, granted.tokens, brief=True)
@@ -247,9 +253,9 @@ class ClaimRenewal:
             return False
         claim, prepared = recorded
         now = time.monotonic()
-        if prepared.starts is None and (await self._files.write(claim, prepared) or uid not in self._written):
-            self._written[uid] = now
-        if prepared.starts is None and now - self._written[uid] < SETTLED:
+        if (prepared.starts is None and await self._files.write(claim, prepared)) or uid not in self._since:
+            self._since[uid] = now
+        if prepared.starts is None and now - self._since[uid] < SETTLED:
             return False
         users = frozenset().union(*await self._preparation.users(ClaimRef(claim.namespace, claim.name, uid)))
         if (recorded := self._recorded(uid)) is None or not recorded[0].pods:
@@ -257,8 +263,9 @@ class ClaimRenewal:
         claim = recorded[0]
         if prepared.starts is None:
             after = msgspec.structs.replace(prepared, starts=await self._preparation.host.starts(users))
+            self._since[uid] = time.monotonic()
             nodes: Tokens = frozenset()
-        elif await self._preparation.host.restarted(prepared.starts, users):
+        elif await self._preparation.host.restarted(prepared.starts, users, now - self._since[uid]):
             after = msgspec.structs.replace(prepared, starts=None, stale=frozenset())
             nodes = prepared.stale
         else:
@@ -292,14 +299,14 @@ def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Coll
         prepared,
         spec=spec,
         withheld=frozenset(refused) | away | unseen,
-        stale=(prepared.stale | dropped) - after,
+        stale=prepared.stale.union(dropped, *(of.lost for of in found.values())) - after,
         starts=None if dropped else prepared.starts,
     )
 
 
 def _granted(claim: Claim, key: DeviceKey, boot: str) -> Identity:
     """Return the identity that a claim's device had at the grant in this boot, merged from all shares of the device."""
-    of = [device.identity for device in claim.devices if (device.resource, device.device) == key and not device.admin]
+    of = [device.identity for device in claim.devices if (device.resource, device.device) == key]
     tokens, reached, left = set[str](), set[str](), set[str]()
     for identity in of:
         tokens |= identity.in_boot(boot)

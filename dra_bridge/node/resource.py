@@ -135,10 +135,10 @@ class DriverContext(DriverHost):
         tracker = self.node.agent.tracker
         return await tracker.looks.at("container starts", tracker.starts.read, pods)
 
-    async def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+    async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
         """See `ContainerStarts.restarted`."""
         tracker = self.node.agent.tracker
-        return await tracker.looks.at("container starts", tracker.starts.restarted, before, pods)
+        return await tracker.looks.at("container starts", tracker.starts.restarted, before, pods, waited)
 
     def claims_changed(self) -> None:
         """Make `DriverRuntime` notify the driver's other objects that claims have changed."""

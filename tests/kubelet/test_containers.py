@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
-from deviceplugin.kubelet.containers import ContainerStarts, LogLink, ended, has_ended, log_links
+from deviceplugin.kubelet.containers import STARTING, ContainerStarts, LogLink, ended, has_ended, log_links
 from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 
 UID = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
@@ -121,7 +121,7 @@ def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
 
 
 def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tmp_path: Path) -> None:
-    """It has no process, and the kubelet has not begun to start it since it last started."""
+    """It has no process, and its last start is over: it has a link, or another container began later, or time is up."""
     tree = CgroupTree(tmp_path / "cgroup", "v2")
     tree.create()
     tree.add_pod(UID)
@@ -135,9 +135,15 @@ def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tm
     assert starts.restarted(before, [UID])
     os.utime(begun, (made + 1.0, made + 1.0))
     assert not starts.restarted(before, [UID]), "the kubelet may be starting it"
-    os.utime(begun, (made - 1.0, made - 1.0))
+    assert starts.restarted(before, [UID], waited=STARTING)
+    (begun.parent / "c-2").mkdir()
+    begin(begun.parent / "c-2", "1", made + 2.0)
+    assert starts.restarted(before, [UID])
     shutil.rmtree(logs)
-    assert not starts.restarted(before, [UID]), "the links are invisible"
+    assert starts.restarted(before, [UID])
+    tree.add_container(UID, SECOND)
+    os.utime(begun, (made - 1.0, made - 1.0))
+    assert not starts.restarted(before, [UID]), "without a link, this can be its cgroup"
 
 
 def test_a_pod_without_containers_has_no_starts(logs: Path, tmp_path: Path) -> None:

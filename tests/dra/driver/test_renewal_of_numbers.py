@@ -6,18 +6,20 @@ Two sticks are links to /dev/tty and /dev/ptmx, whose numbers a made sysfs shows
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from deviceplugin import cdi, identity, sysfs
 from deviceplugin.device import Device
 from deviceplugin.kubelet.containers import Starts
-from deviceplugin.register.records import Claim
+from deviceplugin.register.records import Change, Claim, Decision
 from dra_bridge.driver import DriverHost, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import prepared_of
@@ -67,7 +69,7 @@ class Pods(DriverHost):
     async def starts(self, pods: Collection[str]) -> Starts:
         return {uid: {"main": 1} for uid in pods}
 
-    async def restarted(self, before: Starts, pods: Collection[str]) -> bool:
+    async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
         self.asked = before
         return self.replaced.issuperset(pods)
 
@@ -231,3 +233,41 @@ async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, stic
     assert (await here.prepared("1")).devices == before.devices
     assert numbers(here, "1") == set()
     await here.driver.close()
+
+
+async def test_administrative_access_follows_a_device(here: ServedDriver, sticks: Sticks) -> None:
+    """It waits for nobody, but it never leads to another device."""
+    here.claims.add(claim("3", result("a", adminAccess=True)))
+    await here.prepared("3")
+    await publish(here, sticks.plug(A=1, B=0))
+    assert await here.driver.renewal.renew("3")
+    assert numbers(here, "3") == {PTMX}
+    await publish(here, sticks.plug(B=0))
+    assert await here.driver.renewal.renew("3")
+    assert numbers(here, "3") == set()
+
+
+async def test_numbers_that_an_older_agent_has_swapped_are_withheld(
+    here: ServedDriver, sticks: Sticks, pods: Pods
+) -> None:
+    """It wrote the new numbers into both files, and recorded that each claim can open both."""
+    devices = sticks.plug(A=1, B=0)
+    for uid, other in ("12", "21"):
+        mine, theirs = record(here, uid), record(here, other)
+        assert mine.result is not None
+        had, has = (TTY, PTMX) if uid == "1" else (PTMX, TTY)
+        spec = mine.result.replace(f'minor\\":{had[7:]}', f'minor\\":{has[7:]}')
+        assert spec != mine.result
+        identity_now = mine.devices[0].identity.reaching(theirs.devices[0].identity)
+        device = msgspec.structs.replace(mine.devices[0], identity=identity_now)
+        swapped = dataclasses.replace(mine, devices=(device,), result=spec)
+        await here.async_ledger.do(lambda _, it=swapped: Decision(None, (Change("claims", (D, it.uid), it),)))  # type: ignore[misc]
+        await here.driver.files.write(swapped, prepared_of(swapped))
+    await publish(here, devices)
+    assert (numbers(here, "1"), numbers(here, "2")) == (set(), set())
+    pods.replaced = {"pod-1", "pod-2"}
+    await left(here, "1")
+    await left(here, "2")
+    await publish(here, devices)
+    assert (numbers(here, "1"), numbers(here, "2")) == ({PTMX}, {TTY})
+    assert (reaches(here, "1"), reaches(here, "2")) == ({PTMX}, {TTY})
