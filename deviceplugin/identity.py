@@ -120,6 +120,11 @@ def is_port(tokens: Collection[str]) -> bool:
     return any(token.startswith(_PORT) for token in tokens)
 
 
+def numbers_change(tokens: Collection[str]) -> bool:
+    """Return whether the holder of a device with these tokens may find its node under another number later."""
+    return is_usb(tokens) or is_port(tokens)
+
+
 def lasting(tokens: Tokens) -> Tokens:
     """Return those of a device's present tokens that do not change while the device has the same holder.
 

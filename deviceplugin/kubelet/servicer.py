@@ -20,7 +20,7 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
-from deviceplugin.identity import is_usb
+from deviceplugin.identity import is_usb, numbers_change
 from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
@@ -156,7 +156,7 @@ class Endpoint(DevicePluginServicer):
         self._register = register or Register()
         self._numbers_change = False
         """Whether any device is, or was, a USB device or behind a symlink, so that its container may get another node
-        at a restart."""
+        at a restart. A held device may be away since this agent's start."""
         self._listed(inventory.snapshot)
         inventory.subscribe(self._listed)
 
@@ -165,6 +165,10 @@ class Endpoint(DevicePluginServicer):
             self._numbers_change
             or any(device.links for device in snapshot.devices.values())
             or any(map(is_usb, snapshot.identities.values()))
+            or any(
+                numbers_change(allocation.identity.tokens)
+                for allocation in self._register.snapshot.allocations_of(self.resource)
+            )
         )
         self.refresh()
 

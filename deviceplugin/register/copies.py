@@ -21,7 +21,7 @@ import msgspec
 from deviceplugin import cdi, files
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import boot_id, numbers_change
 from deviceplugin.looks import Looks
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import NONE, Allocation, AllocationRecord, RecordKey
@@ -79,18 +79,18 @@ class AllocationCopies:
         self._read: dict[str, FileIdentity] = {}
 
     async def keep(self, store: Store, looks: Looks) -> None:
-        """Write a copy of each resource whose holders can open other nodes than at the grant, until cancelled.
+        """Until cancelled, write a copy of the allocations of each resource whose devices can get other numbers.
 
-        The kubelet's checkpoint names all other allocations.
+        The kubelet's checkpoint has all about the other allocations.
         """
         written: Mapping[RecordKey, AllocationRecord] = NONE
         failing = Backoff(first=1.0, most=60.0)
         while True:
             count, now = store.changes.count, store.snapshot.allocations
-            moved = {one.resource for one in now.values() if one.identity.reached or one.identity.left}
+            changing = {one.resource for one in now.values() if numbers_change(one.identity.tokens)}
             copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
             try:
-                for resource in sorted(moved | copied) if now is not written else ():
+                for resource in sorted(changing | copied) if now is not written else ():
                     allocations = tuple(one for one in now.values() if one.resource == resource)
                     copy = Copy(boot_id(), store.snapshot.sequence, allocations)
                     await looks.until_answered("copy", self._write, _file_of(resource), copy, brief=True)

@@ -514,6 +514,9 @@ class Register:
             if device_id not in services[resource].inventory.snapshot.devices:
                 renamed = sorted(self.same_as(resource, name))
                 if not renamed:
+                    allocation = self.snapshot.allocations.get((resource, name))
+                    if allocation is not None and identity.numbers_change(allocation.identity.in_boot(self.boot)):
+                        raise DeviceConflictError(f"{titled(key)} is away")
                     continue
                 key = renamed[0]
             device = services[key[0]].inventory.snapshot.devices[key[1]]

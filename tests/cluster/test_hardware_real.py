@@ -218,14 +218,24 @@ def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: S
         plugin.wait(20)
         sticks.pull("A")
         assert sticks.plug("B", 2) == key
+        sticks.plug("C", 3)
         plugin = agents.start_plugin()
-        scene.waiting["wants"] = plain("wants", "a")
-        scene.make(scene.waiting["wants"])
-        scene.observe(20)
-        assert {one.uid for one in locks.holders()} == {pod.uid}
-        pod.delete()
+        for name in ("first", "second"):
+            scene.waiting[name] = plain(name, "a")
+            scene.make(scene.waiting[name])
         until_taken(scene)
-        scene.after = 1
+        for _ in range(10):
+            scene.urge()
+            scene.observe(1)
+        assert len(locks.holders()) == 2, "the container, and a pod with the third stick"
+        pod.delete()
+
+        def both() -> bool:
+            scene.urge()
+            return {one.pod for one in locks.holders()} == {"first", "second"}
+
+        scene.until("each of the other pods has a stick", both, 60)
+        scene.after = 2
     finally:
         plugin.kill()
         plugin.wait()

@@ -193,3 +193,27 @@ def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: 
     kill(pods[1])
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
     scene.after = 2
+
+
+def test_an_agent_that_has_not_seen_the_sticks_yet_is_killed(scene: Scene, sticks: Sticks) -> None:
+    """An agent that starts while all sticks are away has the kubelet ask before each start; so without it none starts.
+
+    The sticks come back with swapped numbers, and only one of the two containers restarts.
+    """
+    pods, had = two_pods(scene, sticks, "limits")
+    scene.agents.kill()
+    sticks.pull("A", "B")
+    scene.agents.start()
+    scene.agents.wait_registered()
+    scene.observe(2)
+    scene.agents.kill()
+    sticks.plug("B", 1)
+    sticks.plug("A", 2)
+    kill(pods[0])
+    scene.observe(12)
+    assert {one.uid for one in locks.holders()} == {pods[1].uid}
+    scene.agents.start()
+    scene.agents.wait_registered()
+    kill(pods[1])
+    scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
+    scene.after = 2

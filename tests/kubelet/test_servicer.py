@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
-from deviceplugin.identity import identified
+from deviceplugin.identity import boot_id, identified
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import allocation_wait, device_list
 from deviceplugin.kubelet.checkpoint import annotation, granted
@@ -29,13 +29,23 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
-from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
+from deviceplugin.register.records import (
+    AllocationRecord,
+    Amount,
+    Change,
+    Decision,
+    DeviceRecord,
+    LedgerError,
+    Operation,
+    State,
+)
 from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
 from deviceplugin.register.store import MemoryStore
 from deviceplugin.sharing import device_of, replicas_of, shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
+from tests.identities import seen_as
 
 R = "example.com/r"
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # unknown to grpc-stubs
@@ -257,6 +267,18 @@ async def test_options_say_what_is_there(serve: Serve) -> None:
     assert resetting.pre_start_required
     assert (await linked.stub.GetDevicePluginOptions(pb.Empty())).pre_start_required
     assert plain.get_preferred_allocation_available
+
+
+async def test_a_held_stick_that_is_away_has_the_kubelet_ask_before_a_start(serve: Serve) -> None:
+    """The agent has started since; the stick may come back under another number at any time."""
+    served = await serve(Source())
+    stick = AllocationRecord(R, "a", "a", 1.0, 1, identity=seen_as(boot_id(), "char:240:1", "hardware:usb:A#"))
+    await served.register.store.do(lambda _: Decision(None, (Change("allocations", (R, "a"), stick),)))
+    assert not (await served.stub.GetDevicePluginOptions(pb.Empty())).pre_start_required, "nothing is listed yet"
+    served.publish("b")
+    assert (await served.stub.GetDevicePluginOptions(pb.Empty())).pre_start_required
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "a of example.com/r is away"):
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
 
 
 # ListAndWatch.
