@@ -512,8 +512,7 @@ class Register:
         for name, device_id in ids.items():
             key = (resource, device_id)
             if device_id not in services[resource].inventory.snapshot.devices:
-                renamed = sorted(self.same_as(resource, name))
-                if not renamed:
+                if not (renamed := sorted(self.same_as(resource, name))):
                     allocation = self.snapshot.allocations.get((resource, name))
                     if allocation is not None and identity.numbers_change(allocation.identity.in_boot(self.boot)):
                         raise DeviceConflictError(f"{titled(key)} is away")
