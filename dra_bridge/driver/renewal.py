@@ -39,7 +39,7 @@ from deviceplugin.register.identification import leave, renew
 from deviceplugin.register.records import Claim, LedgerError
 from deviceplugin.register.register import Register
 from dra_bridge.driver import cdi_files
-from dra_bridge.driver.claim_files import CHECK, REST
+from dra_bridge.driver.claim_files import CHECK
 from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.records import Prepared, prepared_of
@@ -120,7 +120,7 @@ class ClaimRenewal:
             failing.reset()
             if claims:
                 await asyncio.sleep(CHECK)
-            await changes.after(count, max(0.0, look_at - time.monotonic()) if self._leaving else REST)
+            await changes.after(count, CHECK)  # The resources that are served may change without a note.
 
     async def _try(self, uid: str, *, left: bool = False) -> str:
         """Call `renew` for a claim, or `look_left` if `left` is true; return the error, "" if there is none."""
