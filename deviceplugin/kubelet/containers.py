@@ -153,9 +153,10 @@ def restarted(
             return False
         if now.times > times:
             continue
-        over = waited >= STARTING or any(other.last > now.last for other in begun.values())
-        over = over or any(link.container == name and link.made >= now.last for link in links)
-        own = any(of == name or (of is None and one.made >= now.last) for one, of in by_cgroup.items())
+        linked = any(link.container == name and link.made >= now.last for link in links)  # It has started.
+        over = linked or waited >= STARTING or any(other.last > now.last for other in begun.values())
+        unlinked = (one for one, of in by_cgroup.items() if of is None and not linked)
+        own = name in by_cgroup.values() or any(one.made >= now.last for one in unlinked)
         if running is None or own or not over:
             return False
     return True

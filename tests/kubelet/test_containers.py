@@ -133,6 +133,9 @@ def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tm
     assert not starts.restarted(before, [UID]), "it runs"
     tree.remove_container(UID, FIRST)
     assert starts.restarted(before, [UID])
+    tree.add_container(UID, SANDBOX)
+    assert starts.restarted(before, [UID]), "its cgroup has the id of its link"
+    tree.remove_container(UID, SANDBOX)
     os.utime(begun, (made + 1.0, made + 1.0))
     assert not starts.restarted(before, [UID]), "the kubelet may be starting it"
     assert starts.restarted(before, [UID], waited=STARTING)
