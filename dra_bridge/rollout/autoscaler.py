@@ -133,10 +133,11 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
 
     ignore: whether the cluster has no autoscaler. All nodes are marked before the first pool is requested. A node with
     all devices on the DRA side needs no mark, because its ResourceSlices show which devices are in use. A node with no
-    device on the DRA side needs no mark once no node of its group has a ResourceSlice.
+    device on the DRA side needs no mark once no node of its group has a ResourceSlice. A former agent always has a
+    ResourceSlice, so all nodes of its group stay marked and have pools: without a pool they would count as unready.
     """
     served = [node for node in nodes if node.served]
-    at_none = all(node.settled and node.placement is Placement.NONE for node in served)
+    at_none = all(node.settled and node.placement is Placement.NONE and not node.former for node in served)
     rightly = {node.node for node in served if node.settled and node.placement is Placement.ALL}
     kept = [] if ignore or at_none else [node for node in served if node.node not in rightly]
     names = {node.node for node in kept}
@@ -146,7 +147,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     owned = [node for node in nodes if node.marks.own and node.node not in names]
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
-    leaving = [node for node in served if at_none and not ignore and node.sliced and not node.former]
+    leaving = [node for node in served if at_none and not ignore and node.sliced]
     if not (withdraw or leaving):  # No agent removes the remaining ResourceSlices, so the nodes stay marked.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]

@@ -37,19 +37,19 @@ HEARTBEAT = 10.0
 
 @dataclass
 class GroupNode:
-    """One node, its kubelet and its agent."""
+    """One node, its kubelet and its agent, if it has one."""
 
     cluster: Cluster
     name: str
     kubelet: FakeKubelet
     dra: FakeDraKubelet
-    agent: subprocess.Popen[bytes]
-    log: Path
+    agent: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
         """End the agent and the kubelet, and remove the Node."""
-        self.agent.terminate()
-        self.agent.wait(30)
+        if self.agent is not None:
+            self.agent.terminate()
+            self.agent.wait(30)
         self.dra.stop()
         self.kubelet.close()
         self.cluster.api.delete("Node", self.name)
@@ -63,33 +63,49 @@ class Group:
     resource: str
     driver: str
     label: str
+    config: Path
     nodes: list[GroupNode] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Thread | None = None
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls, cluster: Cluster, resource: str, driver: str, count: int, label: str = "group") -> Iterator[Self]:
-        """Apply the manifests, make so many nodes, and run an agent on each, with `share: none`."""
+    def running(
+        cls,
+        cluster: Cluster,
+        resource: str,
+        driver: str,
+        count: int,
+        label: str = "group",
+        *,
+        agents: int | None = None,
+    ) -> Iterator[Self]:
+        """Apply the manifests, make so many nodes, and run an agent on each, with `share: none`.
+
+        agents: how many of the nodes, from the first on, have an agent; all by default.
+        """
         config = {"resources": [{"name": resource, "driver": driver, "devices": [{"simulated": {"count": DEVICES}}]}]}
         text = json.dumps(config)
         objects = [one for one in manifests(parse(text), text, Deployment()) if one["kind"] != "DaemonSet"]
         cluster.api.apply(objects)
-        group = cls(cluster, resource, driver, label)
         with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
             file = Path(directory) / "config.yaml"
             file.write_text(text)
+            group = cls(cluster, resource, driver, label, file)
             stack.callback(group._stop)
             for number in range(1, count + 1):
-                group.nodes.append(node := group._make(f"{label}-{number}", file))
+                group.nodes.append(node := group._make(f"{label}-{number}"))
                 stack.callback(node.close)
             group._beating = threading.Thread(target=group._beat, daemon=True)
             group._beating.start()
-            for node in group.nodes:
+            served = group.nodes[:agents]
+            for node in served:
+                group.start_agent(node)
+            for node in served:
                 cluster.wait_for(lambda node=node: group.report(node.name), 120, f"the agent of {node.name} reports")  # type: ignore[misc]
             yield group
 
-    def _make(self, name: str, file: Path) -> GroupNode:
+    def _make(self, name: str) -> GroupNode:
         api = self.cluster.api
         labels = {LABEL: self.label, "kubernetes.io/hostname": name}
         api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
@@ -99,14 +115,7 @@ class Group:
         api.patch("Node", name, {"status": status}, subresource="status")
         kubelet = FakeKubelet()
         kubelet.start()
-        dra = FakeDraKubelet(kubelet.root, self._claim).start()
-        access = self.cluster.service_account_kubeconfig("dra-bridge", "dra-bridge", ("Node", name))
-        log = self.cluster.logs / f"agent-{name}.log"
-        command = [sys.executable, "-m", "dra_bridge", "run", "--config", str(file), *ANY_CONFIG, "--node-name", name]
-        command += ["--kubeconfig", str(access), "--cdi-dir", str(kubelet.paths.cdi_dir), *kubelet.arguments]
-        with log.open("wb") as output:
-            agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        return GroupNode(self.cluster, name, kubelet, dra, agent, log)
+        return GroupNode(self.cluster, name, kubelet, FakeDraKubelet(kubelet.root, self._claim).start())
 
     def _claim(self, namespace: str, name: str) -> Object | None:
         try:
@@ -167,8 +176,21 @@ class Group:
 
     # What is done.
 
+    def start_agent(self, node: GroupNode) -> None:
+        """Start the agent of a node, with the rights that the manifests give it."""
+        kubelet = node.kubelet
+        access = self.cluster.service_account_kubeconfig("dra-bridge", "dra-bridge", ("Node", node.name))
+        command = [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config), *ANY_CONFIG]
+        command += ["--node-name", node.name, "--kubeconfig", str(access)]
+        command += ["--cdi-dir", str(kubelet.paths.cdi_dir), *kubelet.arguments]
+        with (self.cluster.logs / f"agent-{node.name}.log").open("wb") as output:
+            node.agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
     def start_pods(self, per_node: Sequence[int], *, claims: bool = False) -> None:
-        """Have so many pods on each node, each with a CPU and a device: by `limits`, or by a claim."""
+        """Have so many pods on each node, each with a CPU and a device: by `limits`, or by a claim.
+
+        On a node without an agent no kubelet runs them.
+        """
         template = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate"}
         request = {"name": "one", "exactly": {"deviceClassName": self.driver}}
         spec = {"spec": {"devices": {"requests": [request]}}}
@@ -177,7 +199,7 @@ class Group:
             for number in range(count):
                 name = f"{node.name}-{'claim' if claims else 'limit'}-{number}"
                 self.cluster.api.apply(self._pod(name, node.name, claims=claims))
-                if not claims:
+                if not claims and node.agent is not None:
                     node.kubelet.run_pod(name, {self.resource: 1})
         names = {node.name for node in self.nodes}
 

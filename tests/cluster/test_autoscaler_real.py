@@ -5,14 +5,17 @@ Agents and `dra-bridge rollout` are real; Nodes and kubelets are not (`tests.clu
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from dra_bridge.node.node_object import INITIALIZED, KARPENTER
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED
 from tests.autoscaler import Verdict, stops
+from tests.cluster.former_agent import FormerAgent
 from tests.cluster.group import DEVICES, Group
 from tests.cluster.node import Cluster
 from tests.cluster.test_handover import RESOURCE as CARD
@@ -123,6 +126,60 @@ def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals
     group.until(lambda: not group.slices(), "no node has a slice")
     assert group.annotations() == [theirs, *[{}] * (COUNT - 1)]
     assert group.verdicts() == [Verdict.DISABLED, *ALL_USED[1:]]
+
+
+def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) -> None:
+    """Beside an agent of now, `status` and `rollout` know the nodes of former agents. Their slices go with them, and
+    with the last one the marks of the group."""
+    if cluster.minor < 34:
+        pytest.skip("extended resources through DRA came with 1.34")
+    everywhere = ("--max-unavailable", str(COUNT), "--take-over")
+    with ExitStack() as stack:
+        group = stack.enter_context(Group.running(cluster, RESOURCE, DRIVER, COUNT, agents=1))
+        stack.callback(group.end_pods)
+        _, *others = group.nodes
+        names = [node.name for node in group.nodes]
+        former = [stack.enter_context(FormerAgent.running(group, node)) for node in others]
+        group.start_pods(BUSY)
+        # What makes the marks necessary: an empty slice is all that the autoscaler sees of pods with limits.
+        assert group.slices() == {node.name: 0 for node in others}
+        assert group.verdicts() == [Verdict.UNREADY, Verdict.IDLE, Verdict.IDLE]
+        assert reported(group) == [{"plugin": DEVICES}] * COUNT
+
+        status, out = group.rollout("--share", "1", *everywhere)
+        assert status == 0, out
+        assert f"{COUNT} nodes stay marked {SCALE_DOWN_DISABLED}" in out
+        group.until(lambda: group.slices() == dict.fromkeys(names, 1), "each slice has a device")
+        assert reported(group) == [{"dra": 1, "plugin": DEVICES - 1}] * COUNT
+        assert group.annotations() == [MARKS] * COUNT
+        assert group.verdicts() == ALL_DISABLED
+
+        # Back at none the new agent has a pool for as long as a former agent has one: no node is idle or unready.
+        for node, agent in (*zip(others, former, strict=True), (None, None)):
+            status, out = group.rollout("--share", "none", *everywhere)
+            assert status == 0, out
+            assert reported(group) == [{"plugin": DEVICES}] * COUNT
+            if node is None or agent is None:
+                break
+            assert f"{COUNT} nodes stay marked {SCALE_DOWN_DISABLED}" in out
+            group.until(lambda: group.slices() == dict.fromkeys(names, 0), "each slice is empty")
+            assert group.annotations() == [MARKS] * COUNT
+            assert group.verdicts() == ALL_DISABLED
+            agent.end()
+            group.start_agent(node)
+            group.until(lambda node=node: group.report(node.name), "the new agent reports")  # type: ignore[misc]
+            group.until(agent.replaced, "the former slice is gone")
+        assert group.slices() == {}
+        assert group.annotations() == [{}] * COUNT
+        assert group.verdicts() == ALL_USED
+
+
+def reported(group: Group) -> list[dict[str, int]]:
+    """Return how many devices `status` finds in each state, for each node."""
+    _, out = group.run("status", "--driver", DRIVER, "-o", "json")
+    found, _ = json.JSONDecoder().raw_decode(out)
+    counts = {node["node"]: node["resources"][0]["counts"] for node in found["nodes"]}
+    return [counts[node.name] for node in group.nodes]
 
 
 def test_a_new_node_of_karpenter_serves_its_first_pods_by_limits(cluster: Cluster) -> None:

@@ -82,14 +82,20 @@ def test_no_used_node_is_drained_while_a_rollout_runs(
 
 @given(share=SHARES, count=st.integers(1, 4), former=st.frozensets(st.integers(0, 3), min_size=1))
 def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: frozenset[int]) -> None:
-    """A former agent keeps an empty slice, so the marks of its group stay, and no rollout waits for it to go."""
+    """A former agent keeps an empty slice, so its group keeps marks and pools, and no rollout waits for it to go."""
     names = [f"n{number}" for number in range(count)]
     old = frozenset(name for number, name in enumerate(names) if number in former)
     group = Group({name: {} for name in names}, old)
     assert group.roll(Goal(share, owner="me"), RolloutLimits(2), [0])
     assert group.roll(Goal("none", owner="me", take_over=True), RolloutLimits(2), [0])
-    if old and share != "none":
-        assert all(RECORD in found for found in group.annotations.values())
+    kept = bool(old)
+    assert all((RECORD in found, POOL in found) == (kept, kept) for found in group.annotations.values())
+    assert set(group.verdicts().values()) == {DISABLED if kept else USED}
+    # Once the former agents are replaced, the same rollout takes both away.
+    group.former = frozenset()
+    assert group.roll(Goal("none", owner="me", take_over=True), RolloutLimits(2), [0])
+    assert set(group.verdicts().values()) == {USED}
+    assert not any({SCALE_DOWN_DISABLED, POOL, RECORD} & found.keys() for found in group.annotations.values())
 
 
 def test_without_an_autoscaler_nothing_is_marked() -> None:
