@@ -5,6 +5,7 @@ that Kubernetes version and of the one etcd and containerd that serve all of the
 
     python -m tests.cluster.build              # the default version, and the one that a node is upgraded from
     python -m tests.cluster.build 1.32.2 1.35.4
+    python -m tests.cluster.build default      # one of the two; former is the other one
     python -m tests.cluster.build helm         # what tests of the chart run; actionlint
 
 ``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``),
@@ -478,6 +479,15 @@ def is_built(version: str) -> bool:
     return all((cache_directory() / version / "bin" / program).exists() for program in KUBERNETES_PROGRAMS)
 
 
+def wait_built(version: str, seconds: float) -> None:
+    """Wait until another process has built a Kubernetes version. Raises BuildError: it is not there after so long."""
+    deadline = time.monotonic() + seconds
+    while not is_built(version):
+        if time.monotonic() > deadline:
+            raise BuildError(f"Kubernetes {version} was not built within {seconds:.0f} s")
+        time.sleep(1)
+
+
 def ensure(version: str | None = None) -> Binaries:
     """Return the programs of a Kubernetes version (see ``default_version``), built and installed as needed."""
     version = (version or default_version()).removeprefix("v")
@@ -498,8 +508,10 @@ def ensure(version: str | None = None) -> Binaries:
 def main(arguments: Sequence[str]) -> int:
     """Build the given versions and tools, one after another."""
     try:
+        named = {"default": default_version(), "former": FORMER_VERSION}
         both = (DEFAULT_VERSION, FORMER_VERSION)
-        for version in arguments or (both if default_version() == DEFAULT_VERSION else (default_version(),)):
+        for argument in arguments or (both if default_version() == DEFAULT_VERSION else (default_version(),)):
+            version = named.get(argument, argument)
             if version in TOOLS:
                 print(f"{version}: {ensure_tool(version)}")
                 continue
