@@ -44,6 +44,7 @@ TESTS = {
     "test_cli_real": "Commands",
     "test_autoscaler_real": "Autoscalers",
     "test_quota_real": "Quotas",
+    "test_kueue_real": "Kueue, where PEER_PROGRAMS has it",
     "test_parameters_real": "Parameters at admission",
     "test_metadata_real": "Files about devices in containers",
     HOLDERS: "No device has two holders",

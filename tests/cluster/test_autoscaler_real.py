@@ -129,8 +129,7 @@ def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals
 
 
 def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) -> None:
-    """Beside an agent of now, `status` and `rollout` know the nodes of former agents. Their slices go with them, and
-    with the last one the marks of the group."""
+    """`status` and `rollout` know nodes of former agents whose slices go with them, and last the marks of the group."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     everywhere = ("--max-unavailable", str(COUNT), "--take-over")
