@@ -107,7 +107,7 @@ def _targets(options: argparse.Namespace, share: str, objects: ClusterObjects) -
 
 def _read_files(options: argparse.Namespace) -> tuple[ClusterObjects, frozenset[str] | None]:
     from dra_bridge.plan.dumps import DumpError, by_kind, objects_of
-    from dra_bridge.plan.objects import CUT, ClusterObjects, Unread
+    from dra_bridge.plan.objects import CUT, NAMED, ClusterObjects, Unread, name_of
     from dra_bridge.plan.view import matching
 
     found = []
@@ -119,6 +119,9 @@ def _read_files(options: argparse.Namespace) -> tuple[ClusterObjects, frozenset[
             unread.append(Unread(name, str(error)))
     kinds = by_kind(found)
     lacking = sorted(CUT.keys() - kinds.keys() - {"ConfigMap"} - set(options.without))
+    if "ConfigMap" not in options.without:
+        have = {name_of(one) for one in kinds.get("ConfigMap", ())}
+        lacking += [f"ConfigMap {space}/{name}" for space, name in NAMED if name not in have]
     unread += [Unread(kind, "no dump has one; if the cluster has none, say --without") for kind in lacking]
     if "kubelets" not in options.without:
         unread.append(

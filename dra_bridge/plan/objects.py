@@ -21,6 +21,9 @@ FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
 """The annotation of claims that the scheduler makes for limits. This repeats a constant of `dra_bridge.kube`, because
 the import of that package takes a second."""
 
+NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
+"""Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:

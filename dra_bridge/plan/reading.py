@@ -27,7 +27,7 @@ from dra_bridge.kube import (
 from dra_bridge.kube.api import GROUP
 from dra_bridge.kube.forms import page_of
 from dra_bridge.plan.cluster_checks import OPERATOR_RIGHTS
-from dra_bridge.plan.objects import CUT, Body, ClusterObjects, Unread, cut, name_of, part
+from dra_bridge.plan.objects import CUT, NAMED, Body, ClusterObjects, Unread, cut, name_of, part
 
 TEMPLATES: Final = Kind(GROUP, "", "resourceclaimtemplates", "ResourceClaimTemplate")
 QUOTAS: Final = Kind("", "v1", "resourcequotas", "ResourceQuota")
@@ -48,8 +48,6 @@ LISTED: Final = (
     CLUSTER_ROLE_BINDINGS,
 )
 """The kinds of objects of which `plan` reads all objects in the cluster."""
-NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
-"""Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""
 TIMEOUT: Final = 5.0
 """Seconds within which a kubelet must respond; otherwise its configuration counts as unread."""
 AT_ONCE: Final = 32

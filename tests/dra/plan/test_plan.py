@@ -33,6 +33,7 @@ from tests.dra.plan.cases import (
     Object,
     agents,
     claim,
+    config_map,
     in_group,
     node,
     pod,
@@ -40,7 +41,8 @@ from tests.dra.plan.cases import (
 )
 
 KINDS = ("ResourceSlice", "ResourceClaim", "ResourceClaimTemplate", "ResourceQuota", "PriorityClass", "DaemonSet")
-WITHOUT = [word for kind in (*KINDS, "ClusterRole", "ClusterRoleBinding", "kubelets") for word in ("--without", kind)]
+ROLES = ("ClusterRole", "ClusterRoleBinding")
+WITHOUT = [word for kind in (*KINDS, *ROLES, "ConfigMap", "kubelets") for word in ("--without", kind)]
 
 
 def dump(*objects: Object, style: str = "json") -> str:
@@ -274,6 +276,24 @@ def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run(monkeypatch, text=text) == 5
     assert re.search(r"NOT READ: .*PriorityClass, .*ResourceQuota, .*: no dump has one", capsys.readouterr().out)
     assert run(monkeypatch, *WITHOUT, text=text) == 0
+
+
+def test_a_config_map_that_no_dump_has_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the ConfigMaps of Kueue and the cluster autoscaler a dump is incomplete; missing ones are named."""
+    given = [word for word in WITHOUT if word not in ("--without", "ConfigMap")]
+    without = [word for kind in given for word in ("--without", kind)]
+    maps = (config_map("kube-system", "cluster-autoscaler-status"), config_map("kueue-system", "kueue-manager-config"))
+    assert run(monkeypatch, *without, text=dump(node("n1"), *CALM)) == 5
+    out = capsys.readouterr().out
+    assert "kube-system/cluster-autoscaler-status" in out
+    assert "kueue-system/kueue-manager-config" in out
+    assert run(monkeypatch, *without, text=dump(node("n1"), *CALM, maps[0])) == 5
+    out = capsys.readouterr().out
+    assert "NOT READ: ConfigMap kueue-system/kueue-manager-config: no dump has one" in out
+    assert "cluster-autoscaler-status" not in out
+    assert run(monkeypatch, *without, text=dump(node("n1"), *CALM, *maps)) == 0
 
 
 def test_the_driver_and_the_config_choose_resources(
