@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt.add_argument("daemonset", metavar="DAEMONSET", help="the name of the device plugin's DaemonSet")
     adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="the DaemonSet's namespace")
     adopt.add_argument("--undo", action="store_true", help="print the commands that undo the adoption")
-    adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help=about)
+    printed = "output format (default: %(default)s)"
+    adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help=printed)
     where = "the namespace of the agents (default: found by the ClusterRoleBinding of `manifests`)"
     adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
     held = "a node whose devices are held for longer does not stop the rollout: it counts as waiting"
