@@ -21,6 +21,15 @@ from deviceplugin.device import printable
 GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
+NVIDIA_FLAGS: Final = frozenset({"migStrategy", "deviceListStrategy"})
+"""Flags in the config file of NVIDIA's plugin that are imported."""
+NVIDIA_VALUES: Final = frozenset(
+    {
+        *("compatWithCPUManager", "migStrategy", "failOnInitError", "deviceListStrategy", "deviceIDStrategy"),
+        *("nvidiaDriverRoot", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "deviceDiscoveryStrategy"),
+    }
+)
+"""Values of NVIDIA's chart that are flags of the plugin, beside its config (values.yaml)."""
 OTHER_IDS: Final = (
     "{}: its device ids. Its pods run on, and what they hold is known by their device nodes; if it gave them a "
     "directory or a mount, the resource has no device for others until they end (docs/existing-plugin.md)"
@@ -121,6 +130,8 @@ def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any
     left, seen = [document.plain(root, file)], set[int]()
     while left:
         node = left.pop()
+        if isinstance(node, dict) and _taker(node) is None and (NVIDIA_VALUES | {"gfd"}) & node.keys():
+            yield _nvidia_values, node
         if take := _taker(node):
             yield take, node
         elif isinstance(node, str):
@@ -334,6 +345,7 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
     nvidia: dict[str, Any] = {}
     if (mig := flags.get("migStrategy", "none")) != "none":
         nvidia["mig"] = mig
+    _nvidia_flags({**{key: value for key, value in flags.items() if key != "plugin"}, **plugin}, made)
     strategies = plugin.get("deviceListStrategy") or "envvar"
     for strategy in [strategies] if isinstance(strategies, str) else strategies:
         if strategy not in NVIDIA_INJECTIONS:
@@ -365,6 +377,23 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
     for key in ("resources", "imex"):
         if settings.get(key):
             made.notes.append(f"NVIDIA: {key}")
+
+
+def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
+    """Note flags that are set and have no counterpart. By default the ids of NVIDIA's plugin are UUIDs, as here."""
+    for key, value in flags.items():
+        if value and key not in NVIDIA_FLAGS and (key, value) != ("deviceIDStrategy", "uuid"):
+            made.notes.append(f"NVIDIA: {key}" + ("" if isinstance(value, dict) else f" {value}"))
+
+
+def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
+    """Note the values of NVIDIA's chart that are set; the chart's config map has the settings that are imported."""
+    for key in sorted(NVIDIA_VALUES & values.keys()):
+        if values[key]:
+            made.notes.append(f"NVIDIA: {key} {values[key]} as a value of the chart; the config's flags are read")
+    gfd = values.get("gfd")
+    if isinstance(gfd, dict) and gfd.get("enabled"):
+        made.notes.append("NVIDIA: gfd; the labels of GPU feature discovery are not made")
 
 
 def _noting(name: str, made: Imported) -> Callable[[str], None]:

@@ -251,6 +251,41 @@ def test_nvidia() -> None:
     assert "devices ['0']" in notes
 
 
+def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
+    """Flags that the config file of NVIDIA's plugin sets are named if they cannot be imported; defaults are not."""
+    flags = """
+    version: v1
+    flags:
+      migStrategy: single
+      gdsEnabled: false
+      gfd: {sleepInterval: 30s}
+      plugin: {passDeviceSpecs: true, deviceListStrategy: [volume-mounts], deviceIDStrategy: index}
+    """
+    assert set(imported(flags).notes) == {
+        "NVIDIA: gfd",
+        "NVIDIA: passDeviceSpecs True",
+        "NVIDIA: deviceListStrategy volume-mounts",
+        "NVIDIA: deviceIDStrategy index",
+    }
+    assert imported("{version: v1, flags: {plugin: {deviceIDStrategy: uuid, passDeviceSpecs: false}}}").notes == []
+
+
+def test_values_of_the_chart_of_nvidia_are_named() -> None:
+    """Flags that are values of NVIDIA's chart beside its config are named, since only the config is imported."""
+    config_of_chart = "config: {map: {default: 'version: v1'}}\n"
+    values = (
+        "deviceListStrategy: volume-mounts\ndeviceIDStrategy: null\ncompatWithCPUManager: true\ngfd: {enabled: true}\n"
+    )
+    made = imported(config_of_chart + values)
+    assert [one["name"] for one in made.resources] == ["nvidia.com/gpu"]
+    assert [note.split(" as a value")[0].split(";")[0] for note in made.notes] == [
+        "NVIDIA: compatWithCPUManager True",
+        "NVIDIA: deviceListStrategy volume-mounts",
+        "NVIDIA: gfd",
+    ]
+    assert imported(config_of_chart + "deviceListStrategy: null\ngfd: {enabled: false}\n").notes == []
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "a: 1", "- 1", "kind: ConfigMap\ndata: {x: 'y: 1'}", "[", "kind: List", "devices: [{name: a, groups: 1}]"],
