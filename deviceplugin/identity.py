@@ -28,6 +28,7 @@ from deviceplugin.sysfs import ROOT, HardwareReader
 
 if TYPE_CHECKING:  # Not imported at run time, because `validate` should not load an event loop.
     from deviceplugin.inventory import Inventory
+    from deviceplugin.looks import Looks
 
 Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
@@ -290,3 +291,18 @@ async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Map
     identifiable = any(device.identity or device.nodes for device in devices)
     tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}
     return inventory.publish(devices, tokens, replicas)
+
+
+async def read(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
+    """Stat the devices' paths, and return each device's present tokens, by the same keys. Raises LookTimeoutError."""
+    for device in devices.values():
+        if device.nodes or device.identity.startswith("file:"):
+            return await looks.at(kind, _tokens_of_all, devices, brief=True)
+    return _tokens_of_all(devices)  # These devices have no paths, so no thread is needed.
+
+
+def _tokens_of_all(devices: Mapping[str, Device]) -> dict[str, Tokens]:
+    now: dict[str, Tokens] = {}
+    for name, device in devices.items():
+        now[name] = tokens_now(device)
+    return now

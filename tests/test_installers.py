@@ -232,9 +232,10 @@ def probes_by_tls(made: Installed) -> None:
 @case("--plugin-only", bridge=False)
 @case("--plugin-only", "--claim-status", bridge=False, claimStatus=True)
 def limits_alone(made: Installed) -> None:
-    """Without drivers, or if it is said, nothing of the API server or DRA: the agent writes to one directory."""
+    """Without drivers, or if it is said, nothing of the API server or DRA: the agent writes sockets and its copies."""
     assert made.kinds == ["Namespace", "ConfigMap", "DaemonSet"]
-    assert [path for path, writable in made.writable.items() if writable] == ["/var/lib/kubelet/device-plugins"]
+    writable = {path for path, writable in made.writable.items() if writable}
+    assert writable == {"/var/lib/kubelet/device-plugins", "/var/run/cdi"}
     assert made.container["command"] == ["deviceplugin"]
     assert (made.pod["automountServiceAccountToken"], made.pod["serviceAccountName"]) == (False, "default")
     assert not [one for one in made.arguments if one.startswith(("--cdi-dir", "--claim-status"))]

@@ -342,6 +342,7 @@ class Endpoint(DevicePluginServicer):
                     await self._register.start(self.resource, of)
                     if devices and "reset" in self.source.hooks:
                         await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
+                        await self._register.start(self.resource, of)  # A reset may give a device another number.
             self._failed_starts.pop(frozenset(request.devices_ids), None)
         except (DeviceConflictError, hooks.HookError, LedgerError, LookTimeoutError) as error:
             self._log_failed_start(request.devices_ids, error)

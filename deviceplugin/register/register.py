@@ -32,7 +32,6 @@ from deviceplugin.exclusion import (
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory, InventorySnapshot
-from deviceplugin.looks import Looks
 from deviceplugin.register import identification, operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
 from deviceplugin.register.question import (
@@ -109,21 +108,6 @@ class RegisterHost:
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
         return ""
-
-
-async def _tokens_now(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    """Stat the devices' paths, and return each device's present tokens, by the same keys. Raises LookTimeoutError."""
-    for device in devices.values():
-        if device.nodes or device.identity.startswith("file:"):
-            return await looks.at(kind, _read_tokens, devices, brief=True)
-    return _read_tokens(devices)  # These devices have no paths, so no thread is needed.
-
-
-def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    now: dict[str, Tokens] = {}
-    for name, device in devices.items():
-        now[name] = identity.tokens_now(device)
-    return now
 
 
 class ListedHardware:
@@ -460,7 +444,7 @@ class Register:
         for name in names:
             if name in snapshot.devices:
                 devices[name] = snapshot.devices[name]
-        now = await _tokens_now(inventory.looks, "grant", devices)
+        now = await identity.read(inventory.looks, "grant", devices)
         other, changed = list[str](), False
         for name, tokens in now.items():
             listed = snapshot.identities.get(name, NO_TOKENS)
@@ -492,7 +476,7 @@ class Register:
             if granted[resource, name] and name in listed:
                 devices.setdefault(resource, {})[name] = listed[name]
         for resource, of in devices.items():
-            for name, tokens in (await _tokens_now(services[resource].inventory.looks, "granted", of)).items():
+            for name, tokens in (await identity.read(services[resource].inventory.looks, "granted", of)).items():
                 if why := other_hardware((resource, name), granted[resource, name], tokens):
                     raise DeviceConflictError(why)
 
@@ -514,8 +498,11 @@ class Register:
             if device_id not in services[resource].inventory.snapshot.devices:
                 if not (renamed := sorted(self.same_as(resource, name))):
                     allocation = self.snapshot.allocations.get((resource, name))
-                    if allocation is not None and identity.numbers_change(allocation.identity.in_boot(self.boot)):
-                        raise DeviceConflictError(f"{titled(key)} is away")
+                    if allocation is not None:
+                        tokens, looks = allocation.identity.in_boot(self.boot), services[resource].inventory.looks
+                        numbers = identity.reachable(tokens)
+                        if of := await looks.at("start", identity.moved, numbers, tokens, brief=True):
+                            raise DeviceConflictError(f"{titled(key)} is away: {shown(of)} is not its number any more")
                     continue
                 key = renamed[0]
             device = services[key[0]].inventory.snapshot.devices[key[1]]
@@ -531,7 +518,7 @@ class Register:
         await self.verify_granted(fixed)
         present: dict[str, Tokens] = {}
         for of, devices in moving.items():
-            present |= await _tokens_now(services[of].inventory.looks, "start", devices)
+            present |= await identity.read(services[of].inventory.looks, "start", devices)
         if present:
             begun = identification.start(resource, present, self.view(), whole=frozenset(whole), plain=frozenset(plain))
             if why := await self.store.do(begun):

@@ -5,6 +5,8 @@ Links by serial number and by port appear at different times, and a stick can mo
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.cluster import locks
@@ -123,6 +125,37 @@ def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, 
     kill(pods[1])
 
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
+    scene.after = 2
+
+
+@pytest.mark.parametrize("agent", ["killed", "stopped"])
+def test_an_agent_that_started_without_sticks_does_not_answer(scene: Scene, sticks: Sticks, agent: str) -> None:
+    """It has never seen a stick; a container whose stick has swapped meanwhile does not start without the agent."""
+    pods, had = two_pods(scene, sticks, "limits")
+    scene.agents.kill()
+    sticks.pull("A", "B")
+    scene.agents.start()
+    scene.agents.wait_registered()
+    scene.observe(2)
+    process = scene.agents.process
+    assert process is not None
+    if agent == "stopped":
+        process.send_signal(signal.SIGSTOP)
+    else:
+        scene.agents.kill()
+    sticks.plug("B", 1)
+    sticks.plug("A", 2)
+    kill(pods[0])
+    scene.observe(8)
+    assert {one.uid for one in locks.holders()} == {pods[1].uid}
+    if agent == "stopped":
+        process.send_signal(signal.SIGCONT)
+    else:
+        scene.agents.start()
+        scene.agents.wait_registered()
+    scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
+    kill(pods[1])
+    scene.until("each pod has its own stick", lambda: has_own(pods, had), 180)
     scene.after = 2
 
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deviceplugin import identity
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.identity import boot_id, identified
 from deviceplugin.inventory import Inventory
@@ -1070,6 +1071,24 @@ async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a", "lost"]))
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["lost"]))
     assert served.endpoint.statistics.hooks.calls == {(R, "reset"): 1}
+
+
+async def test_a_device_is_checked_again_after_its_reset(serve: Serve, tmp_path: Path) -> None:
+    """A reset may give a device another number: a container does not start with the device that its link names then."""
+    link = tmp_path / "link"
+    link.symlink_to("/dev/tty")
+
+    class Resetting(Source):
+        def reset(self, devices: Sequence[Device]) -> None:
+            link.unlink()
+            link.symlink_to("/dev/ptmx")
+
+    device = Device("a", nodes=[DeviceNode(str(link), target="/dev/tty")])
+    served = await serve(source := Resetting())
+    await identity.publish(served.inventory, [device], shares(source, [device]))
+    await served.allocate("a")
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "char 5:2"):
+        await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
 
 
 async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
