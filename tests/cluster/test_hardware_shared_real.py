@@ -128,37 +128,6 @@ def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, 
     scene.after = 2
 
 
-@pytest.mark.parametrize("agent", ["killed", "stopped"])
-def test_an_agent_that_started_without_sticks_does_not_answer(scene: Scene, sticks: Sticks, agent: str) -> None:
-    """It has never seen a stick; a container whose stick has swapped meanwhile does not start without the agent."""
-    pods, had = two_pods(scene, sticks, "limits")
-    scene.agents.kill()
-    sticks.pull("A", "B")
-    scene.agents.start()
-    scene.agents.wait_registered()
-    scene.observe(2)
-    process = scene.agents.process
-    assert process is not None
-    if agent == "stopped":
-        process.send_signal(signal.SIGSTOP)
-    else:
-        scene.agents.kill()
-    sticks.plug("B", 1)
-    sticks.plug("A", 2)
-    kill(pods[0])
-    scene.observe(8)
-    assert {one.uid for one in locks.holders()} == {pods[1].uid}
-    if agent == "stopped":
-        process.send_signal(signal.SIGCONT)
-    else:
-        scene.agents.start()
-        scene.agents.wait_registered()
-    scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
-    kill(pods[1])
-    scene.until("each pod has its own stick", lambda: has_own(pods, had), 180)
-    scene.after = 2
-
-
 @pytest.mark.parametrize("after", ["by-path", "by-id"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_config_names_a_held_stick_anew_while_it_is_away(
@@ -228,7 +197,8 @@ def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: 
     scene.after = 2
 
 
-def test_an_agent_that_has_not_seen_the_sticks_yet_is_killed(scene: Scene, sticks: Sticks) -> None:
+@pytest.mark.parametrize("agent", ["killed", "stopped"])
+def test_an_agent_that_has_not_seen_the_sticks_yet_does_not_answer(scene: Scene, sticks: Sticks, agent: str) -> None:
     """An agent that starts while all sticks are away has the kubelet ask before each start; so without it none starts.
 
     The sticks come back with swapped numbers, and only one of the two containers restarts.
@@ -239,14 +209,22 @@ def test_an_agent_that_has_not_seen_the_sticks_yet_is_killed(scene: Scene, stick
     scene.agents.start()
     scene.agents.wait_registered()
     scene.observe(2)
-    scene.agents.kill()
+    process = scene.agents.process
+    assert process is not None
+    if agent == "killed":
+        scene.agents.kill()
+    else:
+        process.send_signal(signal.SIGSTOP)
     sticks.plug("B", 1)
     sticks.plug("A", 2)
     kill(pods[0])
     scene.observe(12)
     assert {one.uid for one in locks.holders()} == {pods[1].uid}
-    scene.agents.start()
-    scene.agents.wait_registered()
+    if agent == "killed":
+        scene.agents.start()
+        scene.agents.wait_registered()
+    else:
+        process.send_signal(signal.SIGCONT)
     kill(pods[1])
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
     scene.after = 2

@@ -435,16 +435,19 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
     assert "n1" not in store.snapshot.index
 
 
-def test_a_claim_reaches_the_nodes_that_its_device_has_now(store: DirectLedger) -> None:
-    """At once, not when its CDI file is renewed: another name of the device is excluded by the new number, too."""
-    to_dra(store, "b")
-    store.do(prepare(claim("1", "b")))
-    store.do(identification.adopt({(R, "b"): seen_as("1", "hardware:b", "char:240:1")}, "1"))
-    store.do(identification.adopt({(R, "b"): seen_as("1", "hardware:b", "char:240:2")}, "1"))
-    held = store.snapshot.claims[D, "1"].devices[0].identity
-    assert held.tokens == {"hardware:b", "char:240:1"}
-    assert held.reached == {"char:240:2"}
-    assert "char:240:2" in store.snapshot.index
+def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger) -> None:
+    """A new number of its device is recorded before the CDI file gets it, not when the device is listed with it."""
+    to_dra(store, "a", "b")
+    store.do(reserve(claim("1", "a"), durable=True))
+    store.do(prepare(claim("2", "b")))
+    for number in ("1", "2"):
+        seen = {(R, name): f"char:24{major}:{number}" for major, name in enumerate("ab")}
+        now = {key: seen_as("1", f"hardware:{key[1]}", node) for key, node in seen.items()}
+        store.do(identification.adopt(now, "1"))
+    (reserved,), (prepared,) = (store.snapshot.claims[D, uid].devices for uid in ("1", "2"))
+    assert reserved.identity.reached == {"char:240:2"}
+    assert prepared.identity.tokens == {"hardware:b", "char:241:1"}
+    assert not prepared.identity.reached
 
 
 def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str) -> None:
