@@ -293,7 +293,8 @@ def refusal(
         for point in use.points:
             of_point = [each for each in others if point in each.points]
             same = [each for each in wanted if point in each.points]
-            if len(of_point) + len(same) > 1 and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
+            parts = (*(_part_beside(each, use) for each in of_point), *(each.part or _ONE for each in same))
+            if len(parts) > 1 and sum(parts) > 1:
                 return _excluded(use, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
         for counter in use.takes:
             of_counter = [each for each in others if counter in each.takes and counted(each)]
@@ -315,6 +316,13 @@ def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> lis
         if key in view.unreleased and key is not None and all(use.points.isdisjoint(one.points) for one in held):
             due.append(Use((RELEASE, *key), view.unreleased[key], key, frozenset(), None))
     return due
+
+
+def _part_beside(use: Use, wanted: Use) -> Fraction:
+    """Return the part of a node that a holder has; a whole if the node belongs to other hardware than at its grant."""
+    if use.key != wanted.key and not same_hardware(use.tokens, wanted.tokens):
+        return _ONE
+    return use.part or _ONE
 
 
 def _titled(use: Use) -> str:

@@ -501,8 +501,10 @@ class Register:
                     if allocation is not None:
                         tokens, looks = allocation.identity.in_boot(self.boot), services[resource].inventory.looks
                         numbers = identity.reachable(tokens)
-                        if of := await looks.at("start", identity.moved, numbers, tokens, brief=True):
-                            raise DeviceConflictError(f"{titled(key)} is away: {shown(of)} is not its number any more")
+                        if others := await looks.at("start", identity.moved, numbers, tokens, brief=True):
+                            raise DeviceConflictError(
+                                f"{titled(key)} is away: {shown(others)} is not its number any more"
+                            )
                     continue
                 key = renamed[0]
             device = services[key[0]].inventory.snapshot.devices[key[1]]

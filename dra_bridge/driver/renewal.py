@@ -97,41 +97,46 @@ class ClaimRenewal:
     async def keep(self) -> None:
         """Until cancelled, renew CDI files after each change of an inventory, and try waiting files again."""
         seen: object = None
-        tried, look_at = -1, 0.0
+        failed: set[str] = set()
+        tried, look_at, retry_at = -1, 0.0, 0.0
         failing, looking = Backoff(first=1.0, most=60.0), Backoff(first=1.0, most=10.0)
         while True:
             changes = self._records.ledger.changes
             count, leaving = changes.count, set(self._leaving)
             inventories = [served.inventory for served in self._served.resources]
             now = tuple((id(inventory), inventory.snapshot.version) for inventory in inventories)
-            claims = [claim.uid for claim in self._records.all()] if now != seen else []
+            claims = {claim.uid for claim in self._records.all()} if now != seen else set[str]()
             if now == seen and count != tried:
-                claims = sorted(self._waiting)
-            errors = [why for uid in claims if (why := await self._try(uid))]
+                claims |= self._waiting
+            if failed and time.monotonic() >= retry_at:
+                claims |= failed
+            errors = {uid for uid in sorted(claims) if await self._try(uid)}
+            failed = failed - claims | errors
+            if errors:  # The other claims do not wait for these.
+                retry_at = time.monotonic() + failing.next()
+            elif not failed:
+                failing.reset()
             if self._leaving - leaving:
                 look_at = looking.tries = 0
             if self._leaving and time.monotonic() >= look_at:
-                errors += [why for uid in sorted(self._leaving) if (why := await self._try(uid, left=True))]
+                for uid in sorted(self._leaving):
+                    await self._try(uid, left=True)
                 look_at = time.monotonic() + looking.next()
-            if errors:
-                await asyncio.sleep(failing.next())
-                continue
             seen, tried = now, count
-            failing.reset()
             if claims:
                 await asyncio.sleep(CHECK)
             await changes.after(count, CHECK)  # The resources that are served may change without a note.
 
-    async def _try(self, uid: str, *, left: bool = False) -> str:
-        """Call `renew` for a claim, or `look_left` if `left` is true; return the error, "" if there is none."""
+    async def _try(self, uid: str, *, left: bool = False) -> bool:
+        """Call `renew` for a claim, or `look_left` if `left` is true; return whether this failed."""
         try:
             async with self._records.locked(uid):
                 await (self.look_left(uid) if left else self.renew(uid))
         except (cdi.CdiError, ClaimError, LedgerError, LookTimeoutError, OSError) as error:
             extra = {"driver": self._records.driver, "claim": uid}
             _LOG.warning("the CDI file of claim %s cannot be renewed: %s", uid, error, extra=extra)
-            return str(error)
-        return ""
+            return True
+        return False
 
     def _recorded(self, uid: str) -> tuple[Claim, Prepared] | None:
         """Return a claim's record and Prepare response; None without a response of this boot, or without a CDI file."""

@@ -13,7 +13,7 @@ from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import Tokens, agree, identified, lasting
 from deviceplugin.register import identification
 from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
-from deviceplugin.register.records import WHOLE, AllocationRecord, Change, FormerGrant, RegisterSnapshot
+from deviceplugin.register.records import WHOLE, AllocationRecord, Amount, Change, FormerGrant, RegisterSnapshot
 from deviceplugin.register.store import MemoryStore
 from tests.register.resources import ListedResource, ListedResources
 
@@ -105,6 +105,16 @@ def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> Non
     why, now = start(now, A=at(1, "A", "1-1"))
     assert why == ""
     assert now.allocations[R, "A"].identity == identified(at(1, "A", "1-1"), BOOT)
+
+
+def test_shared_sticks_that_have_swapped_are_not_shared_with_each_others_holders() -> None:
+    """Half of a stick and half of another are no whole: a holder that reaches another stick reaches all of it."""
+    halves = (held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
+    now = state(*(replace(each, amount=Amount("1/2")) for each in halves))
+    why, now = start(now, A=at(2, "A", "1-1"))
+    assert why == f"A of {R} and B of {R}, which counts as held, are the same hardware (char 188:2)"
+    why, now = start(now, B=at(1, "B", "1-2"))
+    assert why == ""
 
 
 def test_a_container_does_not_start_with_the_stick_of_another_one_in_its_port() -> None:

@@ -17,10 +17,11 @@ import msgspec
 import pytest
 
 from deviceplugin import cdi, identity, sysfs
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.kubelet.containers import Starts
 from deviceplugin.register.records import Change, Claim, Decision
-from dra_bridge.driver import DriverHost, RunningPods
+from dra_bridge.driver import DriverHost, RunningPods, renewal
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import prepared_of
 from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
@@ -222,6 +223,29 @@ async def test_the_files_follow_without_being_asked(here: ServedDriver, sticks: 
     keeping = asyncio.create_task(here.driver.renewal.keep())
     async with asyncio.timeout(30):
         while (numbers(here, "1"), numbers(here, "2")) != ({PTMX}, {TTY}):  # noqa: ASYNC110  # files tell nobody
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+
+
+async def test_a_file_that_cannot_be_renewed_delays_no_other(
+    here: ServedDriver, sticks: Sticks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its next try waits for the backoff; a stick that is pulled out meanwhile leaves its claim's file at once."""
+    monkeypatch.setattr("dra_bridge.driver.renewal.Backoff", lambda **_: Backoff(first=3600.0, most=3600.0))
+    looked_at = renewal._looked_at
+
+    def fails(device: Device) -> object:
+        if device.id == "a":
+            raise cdi.CdiError("no such node")
+        return looked_at(device)
+
+    monkeypatch.setattr("dra_bridge.driver.renewal._looked_at", fails)
+    keeping = asyncio.create_task(here.driver.renewal.keep())
+    async with asyncio.timeout(30):
+        while "claim 1 cannot be renewed: no such node" not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
+            await asyncio.sleep(0.01)
+        await identity.publish(here.inventory, sticks.plug(A=0), {})
+        while numbers(here, "2"):  # noqa: ASYNC110  # files tell nobody
             await asyncio.sleep(0.01)
     keeping.cancel()
 
