@@ -317,7 +317,8 @@ class Device:
     granted if a counter would become negative. counters: counter sets that the device declares, by name; several
     partitions may declare the same set. identity: identifies the hardware, for example by a serial number, without
     spaces. Devices of one identity are the same hardware and never have two holders. The hardware is also identified by
-    device numbers of `nodes` that no other device of the list has.
+    device numbers of `nodes` that no other device of the list has, or by all of them if the device has no other. So a
+    node that partitions share belongs into their `edits`.
     """
 
     id: str

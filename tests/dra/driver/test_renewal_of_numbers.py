@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ import pytest
 
 from deviceplugin import cdi, identity, sysfs
 from deviceplugin.backoff import Backoff
-from deviceplugin.device import Device
+from deviceplugin.device import Device, DeviceNode
 from deviceplugin.kubelet.containers import Starts
 from deviceplugin.register.records import Change, Claim, Decision
-from dra_bridge.driver import DriverHost, RunningPods, renewal
+from dra_bridge.driver import DriverHost, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import prepared_of
 from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
@@ -232,14 +232,14 @@ async def test_a_file_that_cannot_be_renewed_delays_no_other(
 ) -> None:
     """Its next try waits for the backoff; a stick that is pulled out meanwhile leaves its claim's file at once."""
     monkeypatch.setattr("dra_bridge.driver.renewal.Backoff", lambda **_: Backoff(first=3600.0, most=3600.0))
-    looked_at = renewal._looked_at
+    described = cdi.described
 
-    def fails(device: Device) -> object:
-        if device.id == "a":
+    def fails(nodes: Sequence[DeviceNode]) -> Mapping[str, Any]:
+        if nodes[0].path.endswith("/A"):
             raise cdi.CdiError("no such node")
-        return looked_at(device)
+        return described(nodes)
 
-    monkeypatch.setattr("dra_bridge.driver.renewal._looked_at", fails)
+    monkeypatch.setattr(cdi, "described", fails)
     keeping = asyncio.create_task(here.driver.renewal.keep())
     async with asyncio.timeout(30):
         while "claim 1 cannot be renewed: no such node" not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
