@@ -138,6 +138,22 @@ def test_examples_of_claims_start_anywhere(path: Path) -> None:
     assert all(re.fullmatch(r"[a-z]+:[0-9.]+", image) for image in images)
 
 
+def test_the_deployment_of_a_stick(tmp_path: Path) -> None:
+    """One pod at a time asks for the resource of the file in its comment; its probe passes while sysfs has the node."""
+    text = (EXAMPLES / "stick-deployment.yaml").read_text()
+    deployment = yaml.safe_load(text)
+    assert (deployment["spec"]["strategy"], deployment["spec"]["replicas"]) == ({"type": "Recreate"}, 1)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    lines = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    (resource,) = config.parse("\n".join(lines)).resources
+    assert container["resources"]["limits"] == {resource.name: 1}
+    probe = container["livenessProbe"]["exec"]["command"]
+    (tmp_path / "file").touch()
+    for node, works in (("/dev/null", True), (str(tmp_path / "file"), False), (str(tmp_path / "none"), False)):
+        command = [word.replace("/dev/zigbee", node) for word in probe]
+        assert (subprocess.run(command, check=False, capture_output=True).returncode == 0) is works, node
+
+
 def test_probes_wait_longer_than_the_agent_takes() -> None:
     """No probe gives up before the agent has answered that its loop stands still, nor at the default of 1 s."""
     text = "resources: [{name: a/b, driver: b.a, devices: [path: /dev/x]}]"

@@ -36,6 +36,12 @@ OTHER_IDS: Final = (
 )
 DIRECTORIES: Final = frozenset({"/dev/snd", "/dev/dri", "/dev/input", "/dev/bus/usb", "/dev/net", "/dev/vfio"})
 """Directories that settings of other plugins give as the path of a device."""
+NUMBERED: Final[Mapping[str, str]] = {
+    "ttyUSB": "/dev/serial/by-id/...",
+    "ttyACM": "/dev/serial/by-id/...",
+    "video": "/dev/v4l/by-id/...",
+}
+"""The links that udev makes for devices whose number can change, by the name before the number."""
 CORAL: Final = ({"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"})
 """The USB ids of the Coral accelerator, before and after its firmware is loaded."""
 
@@ -281,6 +287,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
         note(f"type Mount of {host}: files and sockets are mounted, directories are left out")
     elif host.rstrip("/") in DIRECTORIES:
         note(f"{host} as a directory: name its nodes, by `path` or `group`")
+    _note_number(host, note)
     part: dict[str, Any] = {"path": host}
     if inside:
         part["container"] = f"{inside}{{name}}" if inside.endswith("/") else inside
@@ -319,6 +326,7 @@ def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:
         made.resources.append(resource)
         if f"/dev/{glob}" in DIRECTORIES:
             note(f"/dev/{glob} as a directory: name its nodes, by `path` or `group`")
+        _note_number(f"/dev/{glob}", note)
     made.notes.append(OTHER_IDS.format("smarter-device-manager"))
 
 
@@ -394,6 +402,12 @@ def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
     gfd = values.get("gfd")
     if isinstance(gfd, dict) and gfd.get("enabled"):
         made.notes.append("NVIDIA: gfd; the labels of GPU feature discovery are not made")
+
+
+def _note_number(path: str, note: Callable[[str], None]) -> None:
+    """Note a path that names one device by a number that can change."""
+    if (numbered := re.fullmatch(r"/dev/([A-Za-z]+)[0-9]+", path)) and (link := NUMBERED.get(numbered[1])):
+        note(f"{path} as one certain device: its number can change when it is plugged in again; name its link {link}")
 
 
 def _noting(name: str, made: Imported) -> Callable[[str], None]:

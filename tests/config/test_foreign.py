@@ -109,6 +109,29 @@ def test_flags_of_a_daemonset() -> None:
     assert made["squat.ai/kvm"]["sharing"] == {"replicas": 2}
 
 
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        ("ttyUSB0", "/dev/serial/by-id/..."),
+        ("ttyACM12", "/dev/serial/by-id/..."),
+        ("video0", "/dev/v4l/by-id/..."),
+        ("ttyUSB*", ""),
+        ("video[0-9]*", ""),
+        ("rtc0", ""),
+        ("ttyS0", ""),
+    ],
+)
+def test_numbers_that_can_change(name: str, link: str) -> None:
+    """A path with the number of a device that can be plugged in is noted with its stable link, a glob is not."""
+    for text in (
+        f'devices: [{{name: x, groups: [{{paths: [{{path: "/dev/{name}"}}]}}]}}]',
+        f'- devicematch: "^{name.replace("]*", "]+").replace("B*", "B.*")}$"',
+    ):
+        notes = [note for note in imported(text).notes if "its number can change" in note]
+        assert len(notes) == bool(link), text
+        assert all(f"/dev/{name} as" in note and note.endswith(f"name its link {link}") for note in notes)
+
+
 SPEC = '{"name": "video", "groups": [{"count": 2, "paths": [{"path": "/dev/video0"}]}]}'
 
 
