@@ -85,6 +85,7 @@ class FakeKubelet(NodeState):
             "--cgroup-root": self.cgroup_root,
             "--pod-log-dir": self.pod_logs,
             "--container-log-dir": self.container_logs,
+            "--cdi-dir": self.paths.cdi_dir,
         }
         return tuple(word for name, path in options.items() for word in (name, str(path)))
 

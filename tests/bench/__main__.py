@@ -345,7 +345,7 @@ def bridge() -> None:
     with FakeApiServer() as server, FakeNode(server, "n1") as node:
         made = server.create(device_class("example.com/bench", "bench.example.com"))
         file = written(node.root / "kubeconfig", server.url, {"token": "t"})
-        more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
+        more = ("--kubeconfig", str(file), "--node-name", "n1", *node.arguments)
         with process(*config(node.root, 8, "bench.example.com"), *more) as agent:
             wait_for("slices", lambda: len(server.objects("resourceslices")) > 0, 60)
             node.start_pod("limits", {"example.com/bench": 1}).wait_running()
@@ -370,8 +370,8 @@ def growth() -> None:
                 for number, name in enumerate(names)
             ]
             path.write_text(json.dumps({"resources": resources}))
-            options = ("--config", str(path), *ANY_CONFIG, "--kubelet-root", str(node.root), "--log-level", "error")
-            more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
+            options = ("--config", str(path), *ANY_CONFIG, *node.arguments, "--log-level", "error")
+            more = ("--kubeconfig", str(file), "--node-name", "n1")
             with process("-m", "dra_bridge", "run", *options, *more) as agent:
                 began = time.monotonic()
                 for name in names:

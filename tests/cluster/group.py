@@ -182,7 +182,7 @@ class Group:
         access = self.cluster.service_account_kubeconfig("dra-bridge", "dra-bridge", ("Node", node.name))
         command = [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config), *ANY_CONFIG]
         command += ["--node-name", node.name, "--kubeconfig", str(access)]
-        command += ["--cdi-dir", str(kubelet.paths.cdi_dir), *kubelet.arguments]
+        command += [*kubelet.arguments]
         with (self.cluster.logs / f"agent-{node.name}.log").open("wb") as output:
             node.agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 

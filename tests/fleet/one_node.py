@@ -99,7 +99,7 @@ def measure(count: int) -> OneNode:
         resource = {"name": RESOURCE, "driver": DRIVER, "devices": [{"simulated": {"count": DEVICES}}]}
         path.write_text(json.dumps({"resources": [{**resource, "dra": {"share": "50%"}}]}))
         options = ("--config", str(path), *ANY_CONFIG, "--log-level", "error", *node.arguments)
-        more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
+        more = ("--kubeconfig", str(file), "--node-name", "n1")
         with process("-m", "dra_bridge", "run", *options, *more) as agent:
 
             def offered() -> int:

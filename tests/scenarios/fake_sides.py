@@ -285,7 +285,7 @@ class FakeScene(Scene):
     def start_agent(self) -> None:
         log = self._directory / f"agent-{len(self._logs)}.log"
         self._logs.append(log)
-        where = ["--node-name", self.node.name, "--kubeconfig", str(self._kubeconfig), "--cdi-dir", str(self.node.cdi)]
+        where = ["--node-name", self.node.name, "--kubeconfig", str(self._kubeconfig)]
         program = [*self.program, "-m", "tests.scenarios.fake_sides", str(self._notes)]
         command = [*program, "run", "--config", str(self._config)]
         self._agent = AgentProcess([*command, *ANY_CONFIG, *self.node.arguments, *where], self._config, log)

@@ -234,7 +234,7 @@ async def test_a_file_that_cannot_be_renewed_delays_no_other(
     monkeypatch.setattr("dra_bridge.driver.renewal.Backoff", lambda **_: Backoff(first=3600.0, most=3600.0))
     described = cdi.described
 
-    def fails(nodes: Sequence[DeviceNode]) -> Mapping[str, Any]:
+    def fails(nodes: Sequence[DeviceNode]) -> Mapping[DeviceNode, tuple[dict[str, Any], ...]]:
         if nodes[0].path.endswith("/A"):
             raise cdi.CdiError("no such node")
         return described(nodes)
