@@ -102,6 +102,8 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
             not entries or (side == "plugin" and _holds_itself_alone(asked, key, ids, entries))
         )
         excluded = {} if free else _excluded(asked, key, ids, side)
+        if side == "plugin" and device.consumes and (why := _overdrawn(asked, key)):
+            excluded = dict.fromkeys(ids, why)  # The slices leave such a device out.
         if key in hardware.related and len(excluded) < len(ids):
             named_before = "" if state.index.get(key) else _offered_under_another_id(asked, key, side)
             if why := _peer_on_other_side(asked, key) or named_before:
@@ -156,6 +158,17 @@ def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: Si
         elif not given:
             offered.append(requested)
     return refused
+
+
+def _overdrawn(asked: OfferQuestion, key: DeviceKey) -> str:
+    """Return a reason if a device takes more from a counter than there is, or from no declared counter, else ""."""
+    limits = asked.view.limits
+    use = wanted_use(allocation_unit(*key), asked.wanted(*key), asked.view)
+    for counter, taken in use.takes.items():
+        if not 0 <= taken <= limits.get(counter, Fraction(-1)):
+            has = f"has {limits[counter]}" if counter in limits else "is not declared, or declared in different ways"
+            return f"it takes {taken} from counter {counter[2]} of {counter[1]}, which {has}"
+    return ""
 
 
 def _is_only_possible(use: Use, *, held: bool) -> bool:

@@ -44,7 +44,7 @@ class Scene(Adopted):
 
     def agent(self, *more: str, adopts: bool = True) -> AgentProcess:
         """Start the agent, and wait until plugins can register, if it adopts them. more: options."""
-        options = [*self.node.arguments, "--cdi-dir", str(self.node.cdi), "--kubeconfig", str(self.kubeconfig)]
+        options = [*self.node.arguments, "--kubeconfig", str(self.kubeconfig)]
         return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more, adopts=adopts)
 
     def wait_offered(self, count: int) -> list[dict[str, Any]]:

@@ -412,8 +412,7 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
         config = tmp_path / "config.yaml"
         config.write_text(f"resources: [{{name: {R}, driver: {D}, devices: [{{simulated: {{count: 2}}}}]}}]\n")
         command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
-    command += ["--cdi-dir", str(tmp_path / "cdi"), "--cgroup-root", str(tmp_path)]
-    with running([*command, *fake_kubelet.arguments]) as process:
+    with running([*command, *fake_kubelet.arguments, "--cdi-dir", str(tmp_path / "cdi")]) as process:
         fake_kubelet.wait_allocatable(R, 1, timeout=30)
         health = {name: device.health for name, device in fake_kubelet.devices(R).items()}
         assert health == {"sim-0": "Unhealthy", "sim-1": "Healthy"}

@@ -51,6 +51,18 @@ async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node
         assert not await both_run(here, first, B)
 
 
+async def test_a_part_that_takes_what_is_not_declared_is_not_offered(node: FakeNode) -> None:
+    """A misspelled counter set excludes nothing: the part and the whole would both be given."""
+    one = source(A, D)
+    one.list(part("a0"), Device("a1", consumes={"chop": {"memory": Q}}), part("a2", takes="20Gi"))
+    async with serving(node, one, both=False) as here:
+        await here.until(lambda: node.devices(A).keys() == {"a0", "a1", "a2"})
+        assert here.healthy(A) == {"a0"}
+        why = here.withheld(A)
+        assert why["a1"].endswith("from counter memory of chop, which is not declared, or declared in different ways")
+        assert why["a2"] == f"it takes {20 << 30} from counter memory of chip, which has {10 << 30}"
+
+
 @some(
     "to, names, amount",
     [(D, "a0 a1", "10"), (E, "a0 a1", "10Gi"), ("", "a0 a1", "10"), (D, "a0", "10Gi")],
