@@ -66,7 +66,7 @@ class ClaimDevices:
 
     @staticmethod
     def changed_by(groups: Sequence[RequestDevices]) -> bool:
-        """Return whether the setup of these devices calls foreign code: hooks of sources, or vendors' plugins."""
+        """Return whether the setup of these devices calls hooks of sources, or vendors' plugins."""
         for group in groups:
             source = group.served.source
             if isinstance(source, AdoptedSource) or not _SETUP.isdisjoint(source.hooks):

@@ -299,7 +299,10 @@ class ClaimPreparation:
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices], pod_claim: str) -> Prepared:
-        """Prepare a claim without foreign code: record its devices together with the response, then write its files."""
+        """Prepare a claim that needs no hook of a source and no vendor's plugin.
+
+        Its devices are recorded together with the Prepare response, then its files are written.
+        """
         prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
         try:
             # The grant verifies that the device numbers in the CDI file are still those of the devices.

@@ -40,9 +40,10 @@ class ClaimReconciler:
         pods can run, and at the API server the claim is deleted or has another allocation. If a condition cannot be
         checked, the claim stays prepared.
 
-        named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
-        `RunningPods`. sweep: whether to remove files of claims that are not in the ledger file. The ledger may have
-        lost claims, so a caller must first let the ledger adopt the claims in the files.
+        named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: the
+        running pods whose claims are not known, as `RunningPods.unlisted`. sweep: whether to remove files of claims
+        that are not in the ledger file. The ledger may have lost claims, so a caller must first let the ledger adopt
+        the claims in the files.
 
         Returns, for each action, the UIDs of claims. Actions: "unprepared"; "reopened": after a reboot, the next
         Prepare sets the claim's devices up again; "rewritten", "removed": files of the claim were written again or

@@ -23,7 +23,10 @@ MAX_BYTES: Final = 192 * 1024
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device in a report. since: when it got this state (Unix seconds). waits: the event for which its move waits.
+    """One device in a report.
+
+    since: when it got this state (Unix seconds). waits: the event for which its move to the other side (plugin or DRA)
+    waits.
 
     holder: a pod or claim. gone: whether the source does not list the device any more; such a device does not count
     when the number of DRA devices is compared with the share.
