@@ -148,18 +148,24 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
     scene.handed_on(held[1].delete, [held[1].uid], "wants-claim")
 
 
-def test_another_plugin_had_other_ids(scene: Scene) -> None:
-    """Under other ids, what pods of the former plugin hold is known by their device nodes, until they end."""
-    cluster = scene.cluster
+def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
+    """Serve three devices of which a pod has one under another id, from a plugin that has ended; return the pod."""
     scene.nodes("a", 3)
-    vendor = Vendor(scene, "a", prefix="gadget-")
+    vendor = Vendor(scene, "a", gives, prefix="gadget-")
     vendor.start()
-    cluster.wait_allocatable(named("a"), 3)
+    scene.cluster.wait_allocatable(named("a"), 3)
     held = scene.pod("before", "a")
     scene.running(held)
     scene.before = len(locks.holders())
     vendor.stop()
     scene.serve(resource("a", "none"))
+    return held
+
+
+def test_another_plugin_had_other_ids(scene: Scene) -> None:
+    """Under other ids, what pods of the former plugin hold is known by their device nodes, until they end."""
+    cluster = scene.cluster
+    held = held_from_another_plugin(scene, "nodes")
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("after", "a"))
     # One device is idle and cannot be had: the scheduler takes the held one's request off what is allocatable, too.
@@ -178,15 +184,7 @@ def test_another_plugin_had_other_ids_and_gave_no_nodes(scene: Scene) -> None:
     So it is for what was given by variables, mounts or directories, which name no device node.
     """
     cluster = scene.cluster
-    scene.nodes("a", 3)
-    vendor = Vendor(scene, "a", "variables", prefix="gadget-")
-    vendor.start()
-    cluster.wait_allocatable(named("a"), 3)
-    held = scene.pod("before", "a")
-    scene.running(held)
-    scene.before = len(locks.holders())
-    vendor.stop()
-    scene.serve(resource("a", "none"))
+    held = held_from_another_plugin(scene, "variables")
     cluster.wait_allocatable(named("a"), 0)
     scene.wait(plain("wants-plain", "a"))
     scene.observe(5)

@@ -161,14 +161,20 @@ def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, f
     scene.handed_on(pod.delete, [pod.uid], "wants")
 
 
-def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks: Sticks) -> None:
-    """The kubelet's checkpoint has what the stick was; it is healthy again, and another one with its number is not."""
-    sticks.plug("A", 1)
+def for_the_plugin_alone(scene: Scene) -> Agents:
+    """Return agents that have ended, with a configuration of sticks that `deviceplugin run` takes."""
     agents = scene.serve(resource("a", "none", devices=[{"path": f"{locks.NODES}/by-id/*"}]))
     agents.stop()
     scene.cluster.wait_allocatable(named("a"), 0)
     agents.resources[:] = [{"name": named("a"), "devices": [{"path": f"{locks.NODES}/by-id/*"}]}]
     agents.write()
+    return agents
+
+
+def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks: Sticks) -> None:
+    """The kubelet's checkpoint has what the stick was; it is healthy again, and another one with its number is not."""
+    sticks.plug("A", 1)
+    agents = for_the_plugin_alone(scene)
     plugin = agents.start_plugin()
     try:
         scene.cluster.wait_allocatable(named("a"), 1)
@@ -197,12 +203,8 @@ def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks
 def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: Scene, sticks: Sticks) -> None:
     """Another stick that gets the number, at which the container has restarted, goes to nobody before the pod ends."""
     sticks.plug("A", 1)
-    agents = scene.serve(resource("a", "none", devices=[{"path": f"{locks.NODES}/by-id/*"}]))
-    agents.stop()
-    scene.cluster.wait_allocatable(named("a"), 0)
+    agents = for_the_plugin_alone(scene)
     remove_ledger()
-    agents.resources[:] = [{"name": named("a"), "devices": [{"path": f"{locks.NODES}/by-id/*"}]}]
-    agents.write()
     plugin = agents.start_plugin()
     try:
         scene.cluster.wait_allocatable(named("a"), 1)
