@@ -67,6 +67,11 @@ def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
     return links
 
 
+def _container_of(cgroup: ContainerCgroup, links: Iterable[LogLink]) -> str | None:
+    """Return the container whose log link has a cgroup's id; None for a sandbox, or a container that is starting."""
+    return next((link.container for link in links if link.id in cgroup.name), None)
+
+
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
     """Return whether no process of a container can run. links, running: log links and cgroups of the pod's containers.
 
@@ -77,8 +82,8 @@ def has_ended(container: str, links: Iterable[LogLink], running: Iterable[Contai
     if last is None:
         return False
     for cgroup in running:
-        link = next((log_link for log_link in links if log_link.id in cgroup.name), None)
-        if (cgroup.made >= last) if link is None else (link.container == container):
+        of = _container_of(cgroup, links)
+        if (cgroup.made >= last) if of is None else (of == container):
             return False
     return True
 
@@ -144,9 +149,8 @@ def restarted(
     has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). A container that the kubelet has not
     begun to start again has ended if its last start is over, and no cgroup with processes can be its own.
     """
-    by_cgroup, links = {}, tuple(links)
-    for cgroup in running or ():
-        by_cgroup[cgroup] = next((link.container for link in links if link.id in cgroup.name), None)
+    links = tuple(links)
+    by_cgroup = {cgroup: _container_of(cgroup, links) for cgroup in running or ()}
     for name, times in before.items():
         now = begun.get(name)
         if now is None or now.times < times:
@@ -178,7 +182,7 @@ class ContainerStarts:
         """Return whether no process of these pods' containers can run that the kubelet began to start before. Blocks.
 
         before: the result of `read` at that time. A pod that it does not have has come later. What cannot be read may
-        run. waited: see the function `restarted`.
+        run. waited: seconds since that time, or fewer.
         """
         links: Sequence[LogLink] = ()
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditCo
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
-from deviceplugin.identity import is_usb, numbers_change
+from deviceplugin.identity import numbers_change
 from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
@@ -161,14 +161,12 @@ class Endpoint(DevicePluginServicer):
         inventory.subscribe(self._listed)
 
     def _listed(self, snapshot: InventorySnapshot) -> None:
+        allocations = self._register.snapshot.allocations_of(self.resource)
+        tokens = (*snapshot.identities.values(), *(allocation.identity.tokens for allocation in allocations))
         self._numbers_change = (
             self._numbers_change
             or any(device.links for device in snapshot.devices.values())
-            or any(map(is_usb, snapshot.identities.values()))
-            or any(
-                numbers_change(allocation.identity.tokens)
-                for allocation in self._register.snapshot.allocations_of(self.resource)
-            )
+            or any(map(numbers_change, tokens))
         )
         self.refresh()
 

@@ -497,14 +497,7 @@ class Register:
             key = (resource, device_id)
             if device_id not in services[resource].inventory.snapshot.devices:
                 if not (renamed := sorted(self.same_as(resource, name))):
-                    allocation = self.snapshot.allocations.get((resource, name))
-                    if allocation is not None:
-                        tokens, looks = allocation.identity.in_boot(self.boot), services[resource].inventory.looks
-                        numbers = identity.reachable(tokens)
-                        if others := await looks.at("start", identity.moved, numbers, tokens, brief=True):
-                            raise DeviceConflictError(
-                                f"{titled(key)} is away: {shown(others)} is not its number any more"
-                            )
+                    await self._check_away(resource, name, key)
                     continue
                 key = renamed[0]
             device = services[key[0]].inventory.snapshot.devices[key[1]]
@@ -525,6 +518,13 @@ class Register:
             begun = identification.start(resource, present, self.view(), whole=frozenset(whole), plain=frozenset(plain))
             if why := await self.store.do(begun):
                 raise DeviceConflictError(why)
+
+    async def _check_away(self, resource: str, name: str, key: DeviceKey) -> None:
+        """Raise DeviceConflictError if an id's device, which is not listed, no longer has the number of its grant."""
+        if (allocation := self.snapshot.allocations.get((resource, name))) is not None:
+            tokens, looks = allocation.identity.in_boot(self.boot), self.listed.served[resource].inventory.looks
+            if lost := await looks.at("start", identity.moved, identity.reachable(tokens), tokens, brief=True):
+                raise DeviceConflictError(f"{titled(key)} is away: {shown(lost)} is not its number any more")
 
     # Evidence.
 

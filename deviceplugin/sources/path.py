@@ -50,12 +50,16 @@ def device_id(path: str) -> str:
     name = "--".join(steps)
     if inside != path and len(name) <= LONGEST_ID and all(map(_PLAIN.fullmatch, steps)) and not _HASHED.fullmatch(name):
         return name
-    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
     most = LONGEST_ID - 9
     readable = plain_text(name)
     if len(readable) > most:
         readable = shortened(plain_text(steps[-1].removeprefix("usb-")), most)
-    return f"{readable or 'x'}-{digest}"
+    return f"{readable or 'x'}-{digest(path)}"
+
+
+def digest(text: str) -> str:
+    """Return the hash that tells shortened ids apart: eight hexadecimal digits."""
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
 
 
 def plain_text(text: str) -> str:

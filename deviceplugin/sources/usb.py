@@ -10,7 +10,6 @@ the port.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -25,7 +24,7 @@ from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.naming import PCIE_ROOT
 from deviceplugin.sources import bus
-from deviceplugin.sources.path import LONGEST_ID, plain_text, shortened
+from deviceplugin.sources.path import LONGEST_ID, digest, plain_text, shortened
 from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
@@ -150,7 +149,7 @@ def _plain_id(usb: _Usb) -> str:
     """Return an id made from vendor, product and serial number, or from the port if the serial number is unusable."""
     serial = plain_text(usb.serial)
     if len(serial) > (most := LONGEST_ID - len(f"{usb.vendor}-{usb.product}-")):
-        serial = f"{shortened(serial, most - 9)}-{hashlib.sha256(os.fsencode(usb.serial)).hexdigest()[:8]}"
+        serial = f"{shortened(serial, most - 9)}-{digest(usb.serial)}"
     return f"{usb.vendor}-{usb.product}-{serial}" if serial else _port_id(usb)
 
 
