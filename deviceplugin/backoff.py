@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 class Backoff:
     """The waits between failed tries: they double from `first` to `most` seconds.
 
-    Each wait is shortened at random, to between half of it and all of it. draw: returns the random part.
+    Each wait is multiplied by a random factor from a half to one. draw: a function that returns a random number between
+    two bounds.
     """
 
     first: float = 0.25

@@ -26,7 +26,7 @@ PERIOD: Final = 5.0
 SAMPLE: Final = 0.2
 """Seconds between two samples of the line that the thread of a blocked loop executes."""
 TIMES: Final = 3
-"""Number of shorter blocks by the same line of a source, among the last KEPT checks, from which the line is
+"""Number of blocks shorter than LIMIT, by one line of a source within the last KEPT checks, from which the line is
 reported."""
 KEPT: Final = 20
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
@@ -40,15 +40,16 @@ class BlockedLoopError(RuntimeError):
 class LoopWatch:
     """Watches the present thread's event loop from another thread, until `end` is called.
 
-    blocked: the resource and the line that block the loop now, as text; "" while the loop runs. found: the line of a
-    source that was reported last, as text; "" if there is none.
+    blocked: the resource and the line that block the loop now, as text; "" while the loop runs. found: the last
+    reported line of a source, as text; "" if no line was reported.
     """
 
     def __init__(self, period: float = PERIOD, limit: float = LIMIT) -> None:
         self.blocked = ""
         self.found = ""
         self._short: deque[tuple[str, str] | None] = deque(maxlen=KEPT)
-        """For each of the last checks, the line of a source that blocked the loop for a shorter time, if any."""
+        """For each of the last checks, (resource, line) of a source that blocked the loop for less than LIMIT; None if
+        none did."""
         self._loop = asyncio.get_running_loop()
         self._looped = threading.get_ident()
         self._period, self._limit = period, limit
@@ -65,7 +66,7 @@ class LoopWatch:
             began, turned = time.monotonic(), threading.Event()
             try:
                 self._loop.call_soon_threadsafe(turned.set)
-            except RuntimeError:  # The loop has ended.
+            except RuntimeError:  # The event loop is closed.
                 return
             # A busy machine delays the loop as well, so a line counts as blocking only if two samples find the same
             # line.
@@ -83,7 +84,7 @@ class LoopWatch:
             self.blocked = ""
 
     def _report(self, resource: str, place: str, how_long: str) -> str:
-        """Log a line that blocks the loop; return it with its resource, as text."""
+        """Log the line that blocks the loop; return the resource and the line as one text."""
         text = f"{resource or 'the agent'}: {place}"
         if resource:
             self.found = text
@@ -92,9 +93,9 @@ class LoopWatch:
         return text
 
     def _line(self) -> tuple[str, str] | None:
-        """Return the resource of the source whose code the loop's thread executes ("": none), and the executed line.
+        """Return the line that the loop's thread executes, as (resource of the source, or ""; line).
 
-        None if the thread executes the loop's own code.
+        The result is None while the thread executes only the event loop's own code.
         """
         frame: FrameType | None = sys._current_frames().get(self._looped)  # noqa: SLF001 - the documented way to it
         place, resource = "", ""

@@ -22,7 +22,7 @@ ADMIN: Final = "admin"
 """The prefix of the CDI device's name for a request with administrative access alone; otherwise the prefix is `claim`:
 `claim_<claim UID>_<request>`."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
-"""The form of a claim's UID, which is a part of the name of the claim's file."""
+"""The form of a claim's UID, which is a part of the name of the claim's CDI file."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
 

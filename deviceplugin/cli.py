@@ -99,7 +99,8 @@ class CommandLine:
         except OSError as error:
             if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
                 raise
-            # The output's reader has closed it, or the disk is full. The last flush of the interpreter must not fail.
+            # The reader of the output has closed the pipe, or the disk is full. The last flush of the interpreter must
+            # not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -231,7 +232,8 @@ def _devices(options: argparse.Namespace) -> int:
     listed, status = asyncio.run(_list(loaded))
     lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    hosts = {node.real for edit in edits for node in edit.device_nodes}  # With the targets of symlinks.
+    # `real` is the target if the path is a symlink.
+    hosts = {node.real for edit in edits for node in edit.device_nodes}
     hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
     _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside), lock.plugins))
@@ -390,7 +392,7 @@ def _table(listed: _Listed, width: int | None) -> Iterator[Line]:
 
 
 def _nodes(source: ConfiguredSource, device: Device) -> list[str]:
-    """Return the host paths that a container gets because of this device, without paths of the whole resource."""
+    """Return the host paths that a container gets for this device, without the mounts in the resource's settings."""
     general = {mount.container for mount in source.config.mounts}
     places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]

@@ -206,7 +206,7 @@ class _Demo:
         self.event("pod", f"{pod.name} is done, {' and '.join(pod.device_ids)} free again")
 
     def failure_and_recovery(self) -> None:
-        """Make a free device unhealthy, start a pod that waits for it, then make the device healthy."""
+        """Make the only unallocated device unhealthy, start a pod that waits for it, then make the device healthy."""
         idle = self.kubelet.devices(GPU).keys() - self.held().keys()
         check(len(idle) == 1, f"one device is free, not {idle}")
         free = idle.pop()
@@ -267,11 +267,11 @@ class _Demo:
         check(pod.env.get("GPU_VISIBLE_DEVICES") == joined(pod.device_ids), f"{pod.name} knows its devices")
 
     def held(self) -> dict[str, str]:
-        """Return, for each held device, the name of the running pod that holds it."""
+        """Return, for each device that a running pod has, the name of this pod."""
         return {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
 
     def numa(self, device: str) -> int:
-        """Return a device's NUMA node as the kubelet knows it."""
+        """Return the NUMA node that the kubelet has recorded for a device."""
         return self.kubelet.devices(GPU)[device].numa[0]
 
 

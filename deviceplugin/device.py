@@ -28,8 +28,8 @@ class Health(enum.Enum):
     """The health of a device. A device whose health is unknown is still offered, because it may be intact.
 
     A source sets the health of each device that it lists: `Device("fpga0", health=Health.UNHEALTHY, message="over 95
-    °C")`. New pods and claims do not get an unhealthy device. If a held device becomes unhealthy, its holder keeps it.
-    UNKNOWN: the health could not be read.
+    °C")`. New pods and claims do not get an unhealthy device. If a device becomes unhealthy while a pod or claim has
+    it, this pod or claim keeps it. UNKNOWN: the health could not be read.
     """
 
     HEALTHY = "healthy"
@@ -102,7 +102,8 @@ def _is_quantity(value: object) -> bool:
 def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
     """Raise TypeError unless `entries` is a mapping of strings to values for which `fits` returns True.
 
-    what: the entries' name for the message. right, value: the right types of entries and values, for the message.
+    what: the entries' name for the message. right, value: texts for the message that describe valid entries and valid
+    values.
     """
     if entries is _NOTHING:
         return
@@ -317,8 +318,8 @@ class Device:
     granted if a counter would become negative. counters: counter sets that the device declares, by name; several
     partitions may declare the same set. identity: identifies the hardware, for example by a serial number, without
     spaces. Devices of one identity are the same hardware and never have two holders. The hardware is also identified by
-    device numbers of `nodes` that no other device of the list has, or by all of them if the device has no other. So a
-    node that partitions share belongs into their `edits`.
+    those device numbers of `nodes` that no other device of the source's list has; if there is no such number, by all
+    its numbers. So a node that partitions share belongs into the `edits` of each.
     """
 
     id: str
@@ -387,7 +388,7 @@ class Device:
 
     @property
     def container_edits(self) -> ContainerEdits:
-        """The edits of a container with this device: its nodes and its `edits`."""
+        """The edits of a container with this device: the device's nodes and the device's `edits`."""
         if not self.nodes:
             return self.edits
         its, nodes = self.edits, (*self.nodes, *self.edits.nodes)

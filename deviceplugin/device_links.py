@@ -31,9 +31,9 @@ def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return, for each device node without a link (path), the path of the missing link.
+    """Return, for the path of each device node that has no link, the path of the missing link.
 
-    places: the directories of links; a link in one of them is enough.
+    places: the directories that can have the link of a node; a link in one of them is enough.
     """
     missing: dict[str, str] = {}
     for path in {node.host for device in devices for node in device.container_edits.device_nodes}:

@@ -1,4 +1,6 @@
-"""Finds devices that exclude each other because of their hardware, under any ids and resources. Pure functions.
+"""Finds devices that exclude each other because of their hardware, whatever their ids and resources are.
+
+Pure functions.
 
 Two devices exclude each other if they are the same hardware: their identities have a token (such as a device number) in
 common. They also exclude each other if they are partitions that consume the same counters, and the counters do not
@@ -26,8 +28,8 @@ Counters = Mapping[str, Mapping[str, Fraction]]
 class Hardware:
     """The hardware of a device, by which devices exclude each other.
 
-    scope: devices with the same scope share names of counter sets. The scope is the driver, or the resource if the
-    resource has no driver.
+    scope: within a scope, equal names of counter sets mean the same counter set. The scope is the driver, or the
+    resource if the resource has no driver.
     """
 
     tokens: Tokens = frozenset()
@@ -49,7 +51,7 @@ def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
 
 
 class DeviceConflictError(Exception):
-    """Raised when a device cannot be granted because of other holders, or is other hardware than it was when listed."""
+    """Raised when a device cannot be granted because of other holders, or because its hardware was replaced."""
 
 
 NO_TOKENS: Final[Tokens] = frozenset()
@@ -61,7 +63,7 @@ def titled(key: DeviceKey) -> str:
 
 
 def other_hardware(key: DeviceKey, granted: Tokens, now: Tokens) -> str:
-    """Return an error if a device is not the hardware that its holder was granted, else ""."""
+    """Return an error text if a device is not the hardware that its holder was granted; "" if it is."""
     if agree(now, granted):
         return ""
     return f"{titled(key)} is not what its holder was given: {shown(granted)}, now {shown(now)}"
@@ -91,7 +93,7 @@ class HardwareIndex:
                     self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
-        """The devices that have peers (see `peers`)."""
+        """The devices that have peers: other devices of the same hardware or counter set (`peers`)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
         """For each device, the tokens that are recorded for a holder (`deviceplugin.identity.lasting`)."""

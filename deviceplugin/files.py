@@ -48,8 +48,8 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 def put(path: str, data: bytes, draft: str, mode: int) -> None:
     """Replace a file atomically, without a sync to disk. A draft file that a former call has left is removed.
 
-    draft: the path of a temporary file in the same directory that no other writer uses. Raises OSError; the draft is
-    removed then.
+    draft: the path of a temporary file in the same directory that no other writer uses. Raises OSError after it has
+    removed the draft.
     """
     looked_at.at(path)
     try:
@@ -88,7 +88,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
     """Open and lock a file, created if missing; return its descriptor. The kernel unlocks it when the process ends.
 
     wait: whether to wait for another process's lock. Raises BlockingIOError if another process has the lock and `wait`
-    is False, OSError if the file system does not allow it.
+    is False, OSError if the file system supports no locks.
     """
     looked_at.at(path)
     while True:

@@ -7,7 +7,7 @@ probes in a row make a device unhealthy; fewer bad probes change nothing. 3. A f
 that it is broken) makes the device unhealthy at once. 4. An unhealthy device is healthy again after `successes` good
 probes in a row, all at least `quiet` seconds after the device's last fault; if `quiet` is None, it stays unhealthy
 after a fault. 5. A probe without a result leaves an unhealthy device unhealthy, and makes the health of any other
-device unknown until the next probe with a result. Such a probe does not count in a row of probes.
+device unknown until the next probe with a result. Such a probe neither extends nor ends a row of good or bad probes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
 _TEMPFAIL: Final = 75  # The exit status for "no result" (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # Number of the last bytes of a command's output that are read for its last line.
+_KEPT: Final = 4096  # Number of bytes at the end of a command's output in which the output's last line is searched.
 
 
 def open_probe(device: Device) -> ProbeResult:

@@ -1,4 +1,7 @@
-"""Runs the hooks that change devices, one at a time for each device. A grant of a device waits for its hooks."""
+"""Runs the hooks that change devices, one at a time for each device.
+
+A grant of a device waits until the device's running hooks have ended.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class HookRun:
 
     @property
     def reason(self) -> str:
-        """Why the hook's devices are not free, for messages."""
+        """Why the hook's devices cannot be granted, for messages."""
         return f"`{self.hook}` is still running on it" + (", after its timeout" if self.overdue else "")
 
 
@@ -57,7 +60,7 @@ class HookDevices(Protocol):
         """Return a device's present tokens."""
 
     def notify(self) -> None:
-        """Handle that a hook begins to count as holder of its devices, or has ended."""
+        """Notify subscribers that a hook now counts as holder of its devices, or has ended."""
 
 
 class HookRuns:
@@ -80,7 +83,7 @@ class HookRuns:
 
     @property
     def held(self) -> Mapping[DeviceKey, Tokens]:
-        """For each device that a hook holds, the device's tokens when the hook began."""
+        """For each device that an overdue hook holds, the device's tokens when the hook began."""
         return {key: tokens for run in self.running if run.overdue for key, tokens in run.tokens.items()}
 
     async def call(

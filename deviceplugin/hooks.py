@@ -45,7 +45,10 @@ class HookError(Exception):
 
 
 class HookTimeoutError(HookError):
-    """Raised when a hook has exceeded its timeout. work: done when the hook has ended; None if it was not called."""
+    """Raised when a hook has exceeded its timeout.
+
+    work: a future that is done when the hook has ended; None if the hook was not called.
+    """
 
     def __init__(self, message: str, work: asyncio.Future[Any] | None = None) -> None:
         super().__init__(message)

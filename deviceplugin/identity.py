@@ -1,8 +1,9 @@
-"""The identity of a device: tokens (texts) for its device nodes, for the hardware behind them, and of its source.
+"""Identifies a device by tokens (texts): of its device nodes, of the hardware behind them, and of its source.
 
-Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware behind them: a
-USB stick can get the device number that another stick had before. A device number that several devices of a list have
-belongs to a control node that these devices share. Devices of a list without any other number are the same hardware.
+Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware for the two
+devices: a USB stick can get the device number that another stick had before. A device number that several devices of a
+list have belongs to a control node that these devices share. Devices of a list that have no other device number are the
+same hardware.
 
 A link of udev in a directory `by-path`, and the identity from `port`, stand for a port with any hardware in it. The
 holder of such a device holds the port; the holder of any other device holds the hardware (`lasting`). The present
@@ -38,10 +39,11 @@ _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
 """Matches an identity that `token` has made, and that each check reads again. Any other identity is a text from the
 source."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
-"""Matches a token from `_hardware`: the name of a USB device or PCI function, and the part for which a node stands."""
+"""Matches a token from `_hardware`: the name of a USB device or PCI function, and the part of this hardware (such as an
+interface) to which a device node leads."""
 _PLACE: Final = "place:"
-"""The beginning of a token from `_hardware` for a place: the USB port or PCI slot, and the part for which a node
-stands."""
+"""The beginning of a token from `_hardware` for a place: the USB port or PCI slot, and the part of the hardware to
+which a device node leads."""
 _PORT: Final = "port:"
 _PORTS: Final = "by-path"
 """The directory of udev's links with the names of ports (systemd, rules.d/60-serial.rules and others)."""
@@ -50,7 +52,7 @@ MEMORY: Final = 1
 
 
 def token(status: os.stat_result) -> str:
-    """Return the token for a file's status: a device node's number ("" if MEMORY), or another file's inode."""
+    """Return the token of a file with this status: a node's device number ("" if MEMORY), or else the inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -64,7 +66,9 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
 
 
 def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
-    """Return the tokens of those of these paths that exist. files: whether to include other files than device nodes.
+    """Return the tokens of the files that exist at these paths.
+
+    files: whether to include files that are no device nodes.
 
     Blocks.
     """
@@ -85,7 +89,7 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """Return a token for each existing device node that belongs to the device alone, with one path of the node."""
+    """Return the token of each existing node in the device's `nodes`, with the first path of the node."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):
@@ -99,7 +103,10 @@ def port(name: str) -> str:
 
 
 def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
-    """Return the tokens of the hardware behind device nodes, and of its places. paths: a path by node token."""
+    """Return the tokens of the hardware behind nodes, and of its ports or slots.
+
+    paths: for each node's token, its path.
+    """
     tokens: set[str] = set()
     for number, path in paths.items():
         kind, _, numbers = number.partition(":")
@@ -127,10 +134,10 @@ def numbers_change(tokens: Collection[str]) -> bool:
 
 
 def lasting(tokens: Tokens) -> Tokens:
-    """Return those of a device's present tokens that do not change while the device has the same holder.
+    """Return the present tokens of a device without the tokens that can change while the device has the same holder.
 
-    For a port, the tokens of the hardware that is in it now are left out; for hardware, the tokens of its present
-    place.
+    If the device stands for a port, the tokens of the hardware that is now in the port are left out; otherwise, the
+    tokens of the port or slot in which the hardware now is.
     """
     if is_port(tokens):
         return frozenset(token for token in tokens if not _HARDWARE.fullmatch(token))
@@ -176,7 +183,7 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
-    """Return those of these device numbers that, by sysfs, are not of the hardware of a granted identity. Blocks.
+    """Return those of these device numbers that, by sysfs, belong to other hardware than a granted identity. Blocks.
 
     If the identity has no hardware tokens, the result is empty.
     """
@@ -201,12 +208,12 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens can be of the same hardware. An empty set can belong to any hardware."""
+    """Return whether two sets of tokens can belong to the same hardware. An empty set can belong to any hardware."""
     return not (tokens and other) or agree(tokens, other)
 
 
 def reachable(tokens: Tokens) -> Tokens:
-    """Return those tokens that are of device nodes and files, by which a container opens a device.
+    """Return the tokens that stand for device nodes and files, by which a container opens a device.
 
     Tokens of the hardware behind the nodes are not in the result.
     """
@@ -231,8 +238,8 @@ def boot_id() -> str:
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """The identity of granted hardware at the time of the grant.
 
-    boot: the id of the node's boot during which the tokens are valid. tokens: those that do not change while the device
-    has the same holder. sure: True if all tokens are of one device; False if they are of all devices in an
+    boot: the id of the node's boot during which the tokens are valid. tokens: the tokens that do not change while the
+    device has the same holder. sure: True if all tokens are of one device; False if they are of all devices in an
     AllocateResponse, or of a control node. reached: nodes to which the device's paths have led since the grant; a
     restarted container may open these nodes, even if they stand for other hardware later. left: nodes among the tokens
     that the holder cannot open any more, because its container has restarted.
@@ -245,11 +252,11 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; an empty set if they are of another boot, whose containers do not run any more."""
+        """Return the tokens; an empty set if they are from another boot, whose containers do not run any more."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:
-        """Return the other nodes that the holder may open; an empty set for an identity of another boot."""
+        """Return `reached`: further nodes that the holder may open; empty for an identity from another boot."""
         return self.reached if self.boot == boot else frozenset()
 
     def reaching(self, now: Identity) -> Identity:

@@ -80,7 +80,7 @@ def merged(
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
-    """Return the snapshot without those devices of `forgotten` that are marked as gone."""
+    """Return the snapshot without the devices of `forgotten`; only devices that are marked as gone are left out."""
     drop = before.gone.intersection(forgotten)
     if not drop:
         return before
@@ -99,7 +99,7 @@ class DeviceChange(NamedTuple):
 
 
 def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[DeviceChange]:
-    """Yield the changes of devices between two snapshots. After the first list, yield only unusable devices."""
+    """Yield the changes of devices between two snapshots. For the source's first list, yield only unusable devices."""
     for name, device in now.devices.items():
         old = before.devices.get(name)
         why = f": {device.message}" if device.message else ""
@@ -176,7 +176,7 @@ class Inventory:
             self._replace(dataclasses.replace(now, version=now.version + 1, replicas=replicas))
 
     def forget(self, ids: Iterable[str]) -> bool:
-        """Remove those of these devices that are marked as gone; return whether anything changed."""
+        """Remove these devices, if they are marked as gone; return whether anything changed."""
         return self._replace(without(self._listed, ids))
 
     def subscribe(self, callback: Callable[[InventorySnapshot], None]) -> Callable[[], None]:

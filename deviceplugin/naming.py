@@ -151,7 +151,7 @@ def check_attribute_name(name: str) -> None:
 
 
 def check_attribute(name: str, value: object) -> None:
-    """Raise NamingError unless name and value are valid.
+    """Raise NamingError unless an attribute's name and value are valid.
 
     Values: a str (64 bytes), an int (64 bits), a bool or a Version.
     """

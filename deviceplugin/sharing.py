@@ -1,7 +1,7 @@
 """Ids of replicas, by which several containers may hold one device at the same time.
 
-The kubelet gets the ids of replicas as `device::0`, `device::1` and so on. A device that is not shared has its own id
-there. So an id shows whether its holder has the device alone.
+The kubelet gets the ids of replicas as `device::0`, `device::1` and so on. For a device that is not shared, the kubelet
+gets the device's own id. So an id shows whether its holder has the device alone.
 """
 
 from __future__ import annotations

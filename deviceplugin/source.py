@@ -75,8 +75,8 @@ class DeviceSource:
         """Yield the full list of devices now, and again after each change.
 
         It is an async generator, which must not block, or a plain generator, which runs in a thread of its own and may
-        block. If the generator ends, its last list stays valid. If it raises an exception, or yields anything but lists
-        of Device, `watch` is called again after a delay; until then, the last list stays valid.
+        block. If the generator ends, its last list stays valid. If the generator raises an exception, or yields
+        anything but lists of Device, `watch` is called again after a delay; until then, the last list stays valid.
 
             async def watch(self):
                 while True:
@@ -118,7 +118,7 @@ class DeviceSource:
         """Return the `size` devices of `available` that a container should get, with all of `must_include`.
 
         The result contains devices or their ids. If the result is invalid or the hook raises an exception, the
-        framework chooses. Example: `[*must_include, *(device for device in available if device not in
+        framework chooses the devices. Example: `[*must_include, *(device for device in available if device not in
         must_include)][:size]`
         """
         raise NotImplementedError
@@ -209,12 +209,12 @@ class DeviceSource:
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""Minimum ratio of difflib from which a name counts as a misspelling: `perfer` is one of prefer, `match` is none of
-watch."""
+"""Minimum ratio of difflib from which a name counts as a misspelling: `perfer` counts as a misspelling of prefer, but
+`match` does not count as a misspelling of watch."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
-    """Raise NamingError unless a source's resource and driver are valid names, or not set. kind: the class's name."""
+    """Raise NamingError if a source's resource or driver is set and is no valid name. kind: the class's name."""
     for field, name, check in (("resource", resource, naming.check_resource), ("driver", driver, naming.check_driver)):
         if isinstance(name, str) and name:
             try:
@@ -231,7 +231,7 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     attribute.
 
     A misspelling is an error, not a warning: if `released` is never called, one user's data is left to the next user,
-    and nothing else reveals this. An author who means another method can rename that method.
+    and no message reports this. An author who means another method can rename that method.
     """
     if hasattr(DeviceSource, name):
         return ""

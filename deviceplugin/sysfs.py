@@ -94,9 +94,11 @@ def device_above(directory: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePart:
-    """The hardware of a device node. devices: names of its USB device or PCI function, each of which identifies it.
+    """The hardware of a device node.
 
-    place: the bus, and the USB port or PCI slot of the hardware. part: which part of the hardware the node is.
+    devices: the names of the USB device or PCI function; each name alone identifies it. place: the bus, and the USB
+    port or PCI slot of the hardware. part: the part of the hardware, such as an interface or a partition, to which the
+    node leads.
     """
 
     devices: frozenset[str]

@@ -1,4 +1,4 @@
-"""Prints tables and words on a terminal or into a file."""
+"""Prints tables and texts on a terminal or into a file."""
 
 from __future__ import annotations
 

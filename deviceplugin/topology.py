@@ -30,12 +30,12 @@ Score = Mapping[frozenset[str], float]
 
 # For each width of numbers in bits, the type code of an array of such numbers.
 _WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}
-# Maximum number of different sets of devices for which all sets are compared. Sets with equally many interchangeable
-# devices are not different.
+# Maximum number of different sets of devices for which all sets are compared. Sets that differ only in interchangeable
+# devices count as one set.
 _EXACT: Final = 1 << 16
 # The requests that are assumed to follow a request for a single device, as (size, number of requests).
 _USUAL: Final = ((4, 2), (2, 4))
-# Number of steps after which the search ends for sets of equal rank that leave the same for all later requests.
+# Number of steps after which `_served_alike` gives up its search.
 BUDGET: Final = 40_000
 _STARTS: Final = 24  # Number of sets from which the heuristic starts.
 _SWAPS: Final = 32  # Number of swaps that the heuristic tries from each set.
@@ -110,8 +110,8 @@ def choose(
 ) -> list[str]:
     """Choose `size` of the `available` ids, with all of `must_include`, by a policy of `DeviceSource`.
 
-    score: as for `preferred`, between physical devices. physical: for each id on this node, also for ids in use, its
-    device; an id without an entry is a device of its own. Raises ValueError if there is no such policy.
+    score: as for `preferred`, between physical devices. physical: for each id on this node, also for ids in use, the
+    device of this id; an id without an entry is a device of its own. Raises ValueError if there is no such policy.
     """
     match policy:
         case "links":
@@ -128,7 +128,7 @@ def choose(
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of different devices; of these devices, choose the devices that are closest together.
 
-    From each free device, the replica with the smallest id is chosen before a second replica of any device. Without
+    The available replica with the smallest id is chosen from each device before a second replica of any device. Without
     replicas, the result is that of `preferred`.
     """
     taken = set(must_include)
@@ -297,7 +297,7 @@ def _finite(value: float) -> float:
 
 
 def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[list[int]]:
-    """Return the classes of interchangeable devices, which have the same scores with all others; last class first."""
+    """Return the classes of devices that have equal scores with all others; the first device's class is last."""
     classes: list[list[int]] = []
     sums = [sum(row) for row in matrix]
     for device, row in enumerate(matrix):
@@ -315,11 +315,12 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 
 
 class _Sets:
-    """All sets of some devices (at most 2^16 sets). Of interchangeable devices, a set has only a number.
+    """All sets of some devices (at most 2^16 sets). Sets that differ only in interchangeable devices count as one set.
 
-    A set is represented by an integer with a digit for each class: the number of devices of this class in the set. So a
-    subset is removed by a subtraction. Some long integers contain a number for each set, so that one addition changes
-    the numbers of all sets. Other long integers contain a bit for each set, so that one AND filters all sets.
+    A set is represented by an integer with a digit for each class of interchangeable devices: the number of devices of
+    this class in the set. So subtracting the integer of a subset removes the subset's devices from a set. Some long
+    integers contain a number for each set, so that one addition changes the numbers of all sets. Other long integers
+    contain a bit for each set, so that one AND filters all sets.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
@@ -347,7 +348,8 @@ class _Sets:
         self.totals = self._numbers(totals, width)
         """For each set, the total of the scores of all its pairs."""
         self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
-        """For each set, the same total plus the scores of its devices with the required devices."""
+        """For each set, the total of the scores of all its pairs, plus the scores of its devices with the required
+        devices."""
 
     def _numbers(self, table: int, width: int) -> array[int]:
         numbers = array(_WIDTHS[width])
@@ -393,7 +395,9 @@ class _Sets:
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return those sets of equal rank that leave most for `later` requests, at most `enough`; None for all.
+        """Return those sets of equal rank that leave most for `later` requests.
+
+        enough: how many sets to return, None for all.
 
         candidates: all sets of the size of these requests.
         """
@@ -405,7 +409,7 @@ class _Sets:
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # No later request can get more than the first of them.
+                return alike  # These sets are the best, since no later request can get more than the first request.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
@@ -462,7 +466,7 @@ def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Itera
 
 
 def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
-    """Join the sets without a class and these sets with up to `count` devices of the class.
+    """Return the numbers in `layer`, joined with those of the same sets plus 1 to `count` devices of one class.
 
     step: the number that the first device adds. growth: how much more each further device adds than the device before
     it.
@@ -562,7 +566,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Of very many devices, return those that good sets may contain, so that the matrix of scores stays small."""
+    """If there are very many devices, return those that good sets may contain, to keep the matrix of scores small."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

@@ -24,7 +24,10 @@ class UnwatchedCause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> UnwatchedCause:
-        """Return the cause of an error. EMFILE has two causes: no file descriptor is left, or no inotify instance."""
+        """Return the cause that an error of the operating system stands for.
+
+        EMFILE has two causes: no file descriptor is left, or no inotify instance.
+        """
         if isinstance(error, TimeoutError):
             return cls.SILENT
         match error.errno if isinstance(error, OSError) else None:

@@ -38,15 +38,15 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
     try:
         (response,) = pb.AllocateResponse.FromString(answer).container_responses
     except (DecodeError, ValueError):
-        raise AnswerError("its plugin's answer to Allocate is not for one container") from None
+        raise AnswerError("the vendor's plugin's answer to Allocate is not for one container") from None
     cdi = dict.fromkeys(device.name for device in response.cdi_devices)
     for key, value in sorted(response.annotations.items()):
         if key.startswith(CDI):
             cdi |= dict.fromkeys(value.split(","))
         elif not any(fnmatchcase(key, pattern) for pattern in dropped):
             raise AnswerError(
-                f"its plugin answers with the annotation {printable(key)}, which containers with claims cannot get; "
-                "`drop_annotations` under `plugin` leaves it out"
+                f"the vendor's plugin answers with the annotation {printable(key)}, which containers with claims "
+                "cannot get; `drop_annotations` under `plugin` leaves it out"
             )
     try:
         nodes = [
@@ -59,7 +59,7 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
         ]
         return ContainerEdits(dict(response.envs), nodes, mounts, cdi=tuple(cdi))
     except (TypeError, ValueError) as error:
-        raise AnswerError(f"its plugin's answer is invalid: {error}") from error
+        raise AnswerError(f"the vendor's plugin's answer is invalid: {error}") from error
 
 
 def _first(items: Iterable[_T], keys: Iterable[str]) -> Iterator[_T]:

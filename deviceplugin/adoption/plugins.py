@@ -73,7 +73,7 @@ def listed(message: pb.ListAndWatchResponse) -> VendorList:
     """Return a plugin's device list as a mapping sorted by id, so that repeated or reordered lists are equal."""
     devices = {
         device.ID: ListedDevice(
-            "" if device.health == "Healthy" else "its plugin lists it as unhealthy",
+            "" if device.health == "Healthy" else "the vendor's plugin lists it as unhealthy",
             tuple(sorted({node.ID for node in device.topology.nodes})),
         )
         for device in message.devices
@@ -96,7 +96,7 @@ class VendorCallError(Exception):
 
     def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
         self.code, self.details, self.unanswered = code, details, code in _UNANSWERED
-        text = f"its plugin at {plugin.socket} {_UNANSWERED.get(code)} {method}: {details}"
+        text = f"the vendor's plugin at {plugin.socket} {_UNANSWERED.get(code)} {method}: {details}"
         super().__init__(text if self.unanswered else details)
 
 
@@ -108,7 +108,8 @@ class AdoptionError(Exception):
 class VendorPlugin:
     """An endpoint that a plugin has registered. devices: the plugin's last device list.
 
-    alive: whether its stream is open. since: when the plugin registered, or when its stream ended (Unix seconds).
+    alive: whether the plugin's ListAndWatch stream is open. since: when the plugin registered, or when this stream
+    ended (Unix seconds).
     """
 
     resource: str
@@ -143,7 +144,9 @@ class VendorPlugin:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             # `_follow` has closed the channel. If this handler were cancelled, the kubelet would never get a response.
-            raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
+            raise VendorCallError(
+                self, method, grpc.StatusCode.UNAVAILABLE, "the plugin has ended its ListAndWatch stream"
+            ) from error
         finally:
             del self.pending[this]
 
@@ -166,7 +169,7 @@ class VendorPlugin:
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Store the plugin's new device list, and drop responses for claims that are out of date.
+        """Store the plugin's new device list, and drop the responses for claims that this list makes out of date.
 
         An id may stand for other hardware after it has left the list and returned.
         """
@@ -179,7 +182,7 @@ class VendorPlugin:
             del self.claimed[key]
 
     def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
-        """Drop the responses with these keys that are for any of these ids, because they are out of date."""
+        """Drop the responses that have one of these keys and are for any of these ids: they are out of date."""
         for key in keys:
             if not set(key[1]).isdisjoint(ids):
                 del self.claimed[key]
@@ -247,7 +250,7 @@ class VendorPlugins(RegistrationServicer):
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
-        """Let the plugin allocate devices to one container after another; return one AllocateResponse with its bytes.
+        """Let the plugin allocate devices to one container after another; return its responses joined into one.
 
         wanted: the device ids of each container. Raises VendorCallError if the plugin refuses, or is gone.
         """
@@ -268,7 +271,7 @@ class VendorPlugins(RegistrationServicer):
             nonlocal ended
             ended = True
             self._turn.release()
-            text = "its plugin has not answered Allocate for %g s; other plugins are asked meanwhile"
+            text = "the vendor's plugin has not answered Allocate for %g s; other plugins are asked meanwhile"
             _LOG.warning(text, TURN, extra={"resource": plugin.resource})
 
         async with plugin.turn:
@@ -282,7 +285,7 @@ class VendorPlugins(RegistrationServicer):
                     self._turn.release()
 
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
-        """Let the plugin allocate devices to a claim, and call PreStartContainer if it needs that; return the response.
+        """Let the plugin allocate devices to a claim, with PreStartContainer if it needs that; return the response.
 
         Allocate has no deadline. The call continues after its caller has timed out. If the same claim needs the same
         devices again within `KEPT` seconds, it gets the response of this call. uid: the claim's UID. ids: the device
@@ -422,7 +425,7 @@ class VendorPlugins(RegistrationServicer):
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
             # The same server of the plugin has registered again; its only stream stays open.
             former.options = await self._options(former)
-            _LOG.info("its plugin registered again at %s", socket.name, extra=extra)
+            _LOG.info("the vendor's plugin registered again at %s", socket.name, extra=extra)
         else:
             channel = grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS)
             plugin = VendorPlugin(resource, socket, file, channel, pb.DevicePluginOptions())
@@ -451,7 +454,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.DevicePluginOptions.FromString(answer)
 
     async def _follow(self, plugin: VendorPlugin) -> None:
-        """Read a plugin's device lists until its stream ends; ignore them once another plugin has replaced this one."""
+        """Read a plugin's device lists until its stream ends; ignore them once the plugin has been replaced."""
         why = "ended the stream"
         try:
             async for message in plugin.lists():
@@ -466,7 +469,7 @@ class VendorPlugins(RegistrationServicer):
         finally:
             plugin.alive, plugin.since = False, time.time()
             if why and self._plugins.get(plugin.resource) is plugin:
-                _LOG.warning("its plugin has disconnected: %s", why, extra={"resource": plugin.resource})
+                _LOG.warning("the vendor's plugin has disconnected: %s", why, extra={"resource": plugin.resource})
                 self._notify()
             await plugin.channel.close(None)
 
@@ -492,9 +495,9 @@ class VendorPlugins(RegistrationServicer):
             absent = {name: at for name, at in absent.items() if name not in present and now - at < GRACE}
             before = shown or {}
             why = (
-                "its plugin no longer lists it"
+                "the vendor's plugin no longer lists it"
                 if plugin is not None and plugin.alive
-                else "its plugin has disconnected"
+                else "the vendor's plugin has disconnected"
             )
             gone = {name: before[name]._replace(problem=why) for name in absent if name in before}
             wanted = dict(sorted({**present, **gone}.items()))

@@ -66,7 +66,7 @@ class AdoptedSource(DeviceSource):
         self._looks = Looks(resource, resource=resource)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices of each device list of the plugin that differs from the list before."""
+        """Yield the devices of the plugin now, and again whenever its device list has changed."""
         async for devices in self.plugins.lists(self.resource):
             yield [self._device(name, devices) for name in devices]
 
@@ -90,40 +90,44 @@ class AdoptedSource(DeviceSource):
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
-            raise AnswerError("its plugin is not connected")
+            raise AnswerError("the vendor's plugin is not connected")
         for name in ids:
             if name not in (plugin.devices or {}):
-                raise AnswerError(f"its plugin does not list device {printable(name[:MAX_ID])}")
+                raise AnswerError(f"the vendor's plugin does not list device {printable(name[:MAX_ID])}")
             if self.adopted.ids and not re.fullmatch(self.adopted.ids, name):
                 raise AnswerError(
-                    f"the id of device {printable(name[:MAX_ID])} is not one of the plugin that is known by this "
-                    "resource; if the one that runs can serve claims, write `claims: true` under `plugin`"
+                    f"the known plugin of this resource never has the id {printable(name[:MAX_ID])}, so another plugin "
+                    "runs; if that plugin can serve claims, write `claims: true` under `plugin`"
                 )
         if plugin.options.pre_start_required and not self.adopted.pre_start_once:
             raise AnswerError(
-                "its plugin wants PreStartContainer before each start of a container, which claims cannot give; if "
-                "once, when the claim is prepared, is enough for it, write `pre_start: once` under `plugin`"
+                "the vendor's plugin wants PreStartContainer before each start of a container, which claims cannot "
+                "give; if one call, when the claim is prepared, is enough, write `pre_start: once` under `plugin`"
             )
         try:
             answer = await self.plugins.allocate_claim(plugin, uid, ids, ANSWER)
         except TimeoutError:
-            text = f"its plugin has not answered Allocate of {counted(len(ids))} for {ANSWER:g} s"
+            text = f"the vendor's plugin has not answered Allocate of {counted(len(ids))} for {ANSWER:g} s"
             raise AnswerError(f"{text}; the next try waits for the same call") from None
         except ConnectionError:
             raise AnswerError("the agent is stopping") from None
         except LookupError:
             why = "has listed the devices again meanwhile, or allocated them to others"
-            raise AnswerError(f"its plugin {why}; the next try asks it again") from None
+            raise AnswerError(f"the vendor's plugin {why}; the next try asks it again") from None
         except VendorCallError as error:
-            text = f"{error}; the next try asks it again" if error.unanswered else f"its plugin refuses: {error}"
+            text = (
+                f"{error}; the next try asks it again" if error.unanswered else f"the vendor's plugin refuses: {error}"
+            )
             raise AnswerError(text) from error
         edits = edits_of(answer, self.adopted.dropped_annotations)
         try:
             missing = await self._looks.at("answer", _missing, edits.mounts, brief=True)
         except LookTimeoutError as error:
-            raise AnswerError(f"its plugin answers with a mount that cannot be read: {error}") from error
+            raise AnswerError(f"the vendor's plugin answers with a mount that cannot be read: {error}") from error
         if missing:
-            raise AnswerError(f"its plugin answers with a mount of {missing}, which does not exist on the host")
+            raise AnswerError(
+                f"the vendor's plugin answers with a mount of {missing}, which does not exist on the host"
+            )
         return edits
 
     def forget(self, uid: str) -> None:
@@ -201,10 +205,10 @@ class AdoptedEndpoint(Endpoint):
         agent's end.
         """
         if not self.source.plugins.registered_elsewhere(self.resource):
-            return "its plugin"
+            return "the vendor's plugin"
         return (
-            "its plugin, which has registered with the kubelet instead of this agent; if the node offers none of its "
-            "devices, restart the plugin's pod: a kubelet may count the plugin as stopped"
+            "the vendor's plugin, which has registered with the kubelet instead of this agent; if the node offers none "
+            "of the plugin's devices, restart the plugin's pod: a kubelet may count the plugin as stopped"
         )
 
     @property
@@ -232,7 +236,7 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Keep in the device list, as unhealthy, ids that the plugin does not list but pods have or may be getting.
+        """Keep in the device list, as unhealthy, ids that pods have or may be getting, but the plugin does not list.
 
         The kubelet may be calling Allocate for one of these ids at another plugin of the resource. The kubelet crashes
         if it gets a list without the id before the response to Allocate (1.36.3, devicemanager/manager.go,
@@ -269,7 +273,9 @@ class AdoptedEndpoint(Endpoint):
         for name in ids:
             if name not in (plugin.devices or {}):
                 shown = printable(name[:MAX_ID])
-                raise self._refusal("unknown", f"its plugin does not list device {shown}", grpc.StatusCode.NOT_FOUND)
+                raise self._refusal(
+                    "unknown", f"the vendor's plugin does not list device {shown}", grpc.StatusCode.NOT_FOUND
+                )
         await self._refuse_held(list(ids))
         await self._grant(ids, NONE)
         try:
@@ -284,7 +290,7 @@ class AdoptedEndpoint(Endpoint):
     def _plugin(self) -> VendorPlugin:
         plugin = self.source.plugins.plugin(self.resource)
         if plugin is None or not plugin.alive:
-            raise self._refusal("plugin", "its plugin has disconnected", grpc.StatusCode.UNAVAILABLE)
+            raise self._refusal("plugin", "the vendor's plugin has disconnected", grpc.StatusCode.UNAVAILABLE)
         return plugin
 
     async def _prefer(self, request: bytes, context: Any) -> bytes:

@@ -115,7 +115,7 @@ class PluginWatcher:
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 
         async with grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS) as channel:
-            stub: Any = RegistrationStub(channel)  # The stub's annotations are for channels without asyncio.
+            stub: Any = RegistrationStub(channel)  # The stub's type annotations are for channels without asyncio.
             info = await stub.GetInfo(pb.InfoRequest(), timeout=ASK, wait_for_ready=True)
             try:
                 if info.type != TYPE:

@@ -53,7 +53,7 @@ class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
     file: the file's name as the caller gave it. problems: all problems, at least one, sorted by line. line, path,
-    message: those fields of the first problem.
+    message: the fields of the first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:
@@ -266,7 +266,7 @@ FLAG: Final = re.compile(r"(?<!\S)--(device|domain|config|listen|log-level|plugi
 
 
 def keys(node: yaml.Node) -> dict[str, yaml.Node]:
-    """Return the values of a mapping by key; nothing for another node."""
+    """Return the values of a mapping by key; an empty dict for a node that is no mapping."""
     return {scalar_text(key): value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
 
 

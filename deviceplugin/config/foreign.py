@@ -29,10 +29,10 @@ NVIDIA_VALUES: Final = frozenset(
         *("nvidiaDriverRoot", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "deviceDiscoveryStrategy"),
     }
 )
-"""Values of NVIDIA's chart that are flags of the plugin, beside its config (values.yaml)."""
+"""Values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin outside of the plugin's config file."""
 OTHER_IDS: Final = (
-    "{}: its device ids. Its pods run on, and what they hold is known by their device nodes; if it gave them a "
-    "directory or a mount, the resource has no device for others until they end (docs/existing-plugin.md)"
+    "{}: its device ids. Its pods run on, and the agent finds their devices by their containers' device nodes; if the "
+    "plugin gave them a directory or a mount, the resource offers no device until they end (docs/existing-plugin.md)"
 )
 DIRECTORIES: Final = frozenset({"/dev/snd", "/dev/dri", "/dev/input", "/dev/bus/usb", "/dev/net", "/dev/vfio"})
 """Directories that settings of other plugins give as the path of a device."""
@@ -113,8 +113,8 @@ _Take = Callable[[Any, Imported], None]
 def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
     """Yield the settings in a text: YAML that contains settings, or a command line with generic-device-plugin's flags.
 
-    whole: whether this is the whole text to import, not a value in it. For the whole text, raises yaml.YAMLError or
-    ConfigError if it is neither of these.
+    whole: whether this is the whole text to import, not a value in it. A whole text that is neither YAML nor such a
+    command line raises yaml.YAMLError or ConfigError.
     """
     try:
         nodes = document.compose_all(text)
@@ -295,7 +295,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
 
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the entry for USB devices of a group. Several ids: the same device has them one after the other."""
+    """Return the entry for the USB devices of a group. If it has several ids, a device has them one after the other."""
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
     ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]

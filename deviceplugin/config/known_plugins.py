@@ -15,8 +15,8 @@ class KnownPlugin(NamedTuple):
     """A known plugin. resources: patterns of the resource names that the plugin registers.
 
     serves: "both" (limits and claims), "limits" alone, or "no" (the plugin cannot be adopted). why: the reason, unless
-    the plugin serves both. ids: a regular expression that matches the ids of its devices, but not those of another
-    plugin with the same resource name.
+    the plugin serves both. ids: a regular expression that matches the ids of this plugin's devices, but not the ids of
+    another plugin with the same resource name.
     """
 
     plugin: str

@@ -140,7 +140,7 @@ def _begins(steps: list[str], prefix: list[str]) -> bool:
 def _real_name(prefix: str) -> str:
     """Return a prefix with resolved symlinks.
 
-    The last step, and steps from the first pattern on, are left as they are.
+    Symlinks are not resolved in the last step, and in steps from the first pattern on.
     """
     steps = _steps(prefix)
     fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))

@@ -227,7 +227,7 @@ class Reader:
         return ""
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
-        """Return a mapping's keys and values, those of merge keys included.
+        """Return a mapping's keys and values, also the keys that merge keys (`<<`) add.
 
         Report keys that are no text or occur twice.
         """
@@ -321,9 +321,9 @@ def _got(node: yaml.Node) -> str:
 
 
 def _below(fields: Mapping[str, Any], key: str, value: yaml.Node, levels: int = 1) -> dict[str, str]:
-    """Return, by name, the fields that have a key in the mapping or list of mappings below them, as YAML with the key.
+    """Return, by name, the fields whose value (a mapping or a list of mappings) can have a key, as YAML with this key.
 
-    levels: how deep the key may be.
+    levels: the number of levels below the fields on which the key is searched.
     """
     forms: dict[str, str] = {}
     for name, field in fields.items():
@@ -365,7 +365,7 @@ _OTHER_NAMES: Final = {
     "readOnly": ("readonly",),
     "count": ("replicas",),
 }
-"""Keys of Kubernetes and of other device plugins, and their names here."""
+"""Keys of Kubernetes and of other device plugins; for each, the keys of this config file that mean the same."""
 _FOREIGN: Final = {"groups", "devicematch", "nummaxdevices", "timeSlicing"}
 """Keys that only other device plugins have."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
@@ -396,7 +396,7 @@ def _meant(path: str, value: str) -> str:
 
 
 def _mismatch(node: yaml.Node, options: _Options, path: str) -> str:
-    """Return the message about a node of the wrong kind: the expected kind, the found one, the correction."""
+    """Return the message about a node of the wrong kind: the expected kind, the found kind, the correction."""
     message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
     kinds = {type(info).__name__ for info, _ in options.values()}

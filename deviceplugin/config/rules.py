@@ -154,7 +154,7 @@ class ConfigRules:
             self._report(f"{path}.{key}", problem)
 
     def _check_plugin(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
-        """Report a resource whose plugin is known as unusable with an agent, or not known as usable for claims."""
+        """Report a resource whose plugin cannot be adopted or serve claims, or of which this is not known."""
         name, plugin = resource.name, known_plugin(resource.name)
         if not name:
             return
@@ -217,7 +217,7 @@ def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
 
 
 def _side_of(resource: ResourceConfig) -> str | None:
-    """Return the side that has all devices of a resource, "plugin" or "dra"; None if they are divided."""
+    """Return the side that has all devices of a resource, "plugin" or "dra"; None if each side has some of them."""
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None

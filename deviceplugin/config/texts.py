@@ -36,8 +36,8 @@ def _text(
 ) -> Meta:
     """Return the form of a text, for its type annotation.
 
-    advice: the message, with the correction, for a text of another form, which replaces {!r}. longest: maximum
-    characters.
+    advice: the message, with the correction, for a text of another form; this text replaces {!r} in the message.
+    longest: maximum characters.
     """
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(

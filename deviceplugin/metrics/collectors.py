@@ -280,7 +280,7 @@ def _service(resource: ResourceView, add: Callable[..., None]) -> None:
 
 
 def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:
-    """Return the arguments of a HistogramMetricFamily: upper bounds with cumulated counts, and the sum in seconds."""
+    """Return the arguments of a HistogramMetricFamily: bounds with cumulated counts, and the sum in seconds."""
     return list(zip(_BOUNDS, accumulate(tuple(durations.counts)), strict=True)), durations.seconds
 
 

@@ -21,8 +21,8 @@ MIB: Final = 1024 * 1024
 class Name(NamedTuple):
     """A metric of NVIDIA's exporter, and the source of its value.
 
-    quantity: the name of a quantity that a source measures. unit: the factor by which the value is divided. part: the
-    label value whose number is used, if the quantity has several numbers.
+    quantity: the name of a quantity that a source measures. unit: the number by which the value is divided. part: if
+    the quantity has several numbers by label value, the label value whose number is used.
     """
 
     name: str

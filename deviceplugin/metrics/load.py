@@ -135,7 +135,7 @@ class Gauge:
 
     @property
     def reading(self) -> Reading | None:
-        """The last measurement; None if there is none, or it is too old."""
+        """The last measurement; None if no measurement was made, or the last measurement is too old."""
         values, at = self._reading or (None, 0.0)
         return values if time.monotonic() - at <= self._period * STALE else None
 

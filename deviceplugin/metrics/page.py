@@ -23,8 +23,8 @@ from deviceplugin.register.records import State
 
 CALM: Final = 4  # The urgency of a device that needs no attention.
 SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
-# Maximum number of healthy, free devices of one resource in the visible table. The page shows further devices in a
-# second, folded table.
+# Maximum number of healthy devices without a holder in the visible table of one resource. The page shows further
+# devices in a second, folded table.
 SHOWN_CALM: Final = 8
 SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. Further holders are folded.
 
@@ -187,7 +187,7 @@ def _attention(view: AgentView) -> Iterable[str]:
 
 
 def _more(seen: DeviceView) -> str:
-    """Return since when a device needs attention, and its holders if they are known."""
+    """Return a text: since when a device needs attention, and the device's holders if they are known."""
     names = [holder.text or holder.side for holder in seen.holders]
     more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
     held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
@@ -225,7 +225,9 @@ def _section(resource: ResourceView, view: AgentView) -> str:
         text += f", {sum(bool(seen.holders) for seen in resource.devices)} held"
     title = _span("good", "registered") if resource.status.registered else _span("bad", "not registered")
     if (vendor := resource.status.vendor) is not None:
-        shown = f"its plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
+        shown = (
+            f"the vendor's plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
+        )
         title += _span("dim" if vendor.connected else "bad", shown)
     title += _span("dim", text)
     if unhealthy := sum(not seen.device.health.usable for seen in resource.devices):
@@ -248,7 +250,10 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 
 
 def _unlisted(resource: ResourceView) -> str:
-    """Return an HTML list of unlisted devices. While a vendor's plugin is disconnected, these are all its devices."""
+    """Return an HTML list of the devices that the source does not list.
+
+    While a vendor's plugin is disconnected, this has all its devices.
+    """
 
     def line(device: UnlistedDevice) -> str:
         side = _span("warn", device.location.state.short)
@@ -379,7 +384,7 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a text as HTML. A browser may break it after the marks between the words of a name or path."""
+    """Return a text as HTML. A browser may break the line after the marks between the words of a name or path."""
     return re.sub(r"([_/.:]+)(?=\w)", r"\1<wbr>", escape(text))
 
 

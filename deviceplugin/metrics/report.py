@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """The state of a device with respect to plugin and DRA, since when (Unix seconds), and why.
+    """The state of a device between plugin and DRA, the time of its last change (Unix seconds), and the reason.
 
     waits: the event for which the device's move waits, "" if the device does not move.
     """
@@ -43,7 +43,7 @@ DEFAULT_LOCATION: Final = DeviceLocation()  # The state of devices that no provi
 class ClaimedDevice:
     """A device of a claim that is prepared on this node. pods: the pods for which the claim was prepared.
 
-    admin: whether the claim has administrative access to the device and does not hold it.
+    admin: whether the claim has only administrative access, and so does not hold the device.
     """
 
     resource: str
@@ -59,7 +59,7 @@ class ShareProgress:
     """The progress of a resource towards the requested share of devices for claims. requested: the share in words.
 
     devices: number of all devices. claimable: number of devices for claims. leaving, returning: numbers of devices that
-    are moving to DRA, and back.
+    are moving to DRA, and from DRA back to the plugin.
     """
 
     requested: str

@@ -41,7 +41,7 @@ _LOG: Final = logging.getLogger(__name__)
 # Seconds after the last read of the kubelet's checkpoint from which the holders count as unknown.
 HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
-UNANSWERED: Final = 30.0  # Seconds after which a call without a response of a vendor's plugin is reported as a problem.
+UNANSWERED: Final = 30.0  # Seconds without a response after which a call to a vendor's plugin is reported as a problem.
 REPORT_TIMEOUT: Final = 1.0  # Seconds within which a provider must return its report.
 
 
@@ -68,7 +68,10 @@ class ObservedAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolder:
-    """The holder of a device: a container, a pod with a claim, or a claim whose pod is unknown. Unknown fields: ""."""
+    """The holder of a device: a container, a pod with a claim, or a claim whose pod is unknown.
+
+    An unknown field is "".
+    """
 
     side: str
     namespace: str
@@ -122,8 +125,8 @@ class UnlistedDevice:
 class ResourceView:
     """One resource. measured: the load of its devices, None if its source cannot measure.
 
-    share: None without a DRA driver. unlisted: held devices that are not in the inventory. While a vendor's plugin is
-    disconnected, the inventory is empty.
+    share: None without a DRA driver. unlisted: devices that have a holder but are not in the inventory. While a
+    vendor's plugin is disconnected, the inventory is empty.
     """
 
     name: str
@@ -167,7 +170,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
     for resource in status.resources:
         since = resource.vendor.unanswered if resource.vendor is not None else None
         if since is not None and now - since >= UNANSWERED:
-            yield f"{resource.resource}: its plugin has not answered a call since {_iso(since)}"
+            yield f"{resource.resource}: the vendor's plugin has not answered a call since {_iso(since)}"
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
@@ -185,11 +188,11 @@ def _iso(at: float) -> str:
 
 def no_plugin(vendor: VendorConnection) -> str:
     """Describe since when the plugin of an adopted resource has not been connected."""
-    return f"its plugin is not registered with the agent since {_iso(vendor.since)}"
+    return f"the vendor's plugin is not registered with the agent since {_iso(vendor.since)}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
-    """Return the events between two states of a resource; no events if there was no state before."""
+    """Return the events between two statuses of a resource; no events if `before` is None."""
     changes = _changes(before, now) if before is not None else ()
     return [Event(at, now.resource, text, bad) for text, bad in changes]
 
@@ -202,7 +205,7 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
         text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
         yield text, not now.registered
     if now.vendor is not None and before.vendor is not None and now.vendor.connected != before.vendor.connected:
-        text = "its plugin has connected" if now.vendor.connected else "its plugin has disconnected"
+        text = "the vendor's plugin has connected" if now.vendor.connected else "the vendor's plugin has disconnected"
         yield text, not now.vendor.connected
     if (restarts := now.registration.kubelet_restarts) > before.registration.kubelet_restarts:
         yield f"the kubelet restarted ({restarts} times so far)", False
@@ -260,7 +263,7 @@ class _ProviderCalls:
 class Observer:
     """Observes an agent. Any thread may call `view`; all other methods run in the agent's loop.
 
-    period: seconds between readings of the load.
+    period: seconds between two measurements of the devices' load.
     """
 
     TICK: Final = 1.0
@@ -285,7 +288,7 @@ class Observer:
                 try:
                     self.note(self._agent.status())
                 except Exception:
-                    _LOG.exception("events could not be recorded")
+                    _LOG.exception("the events of the resources could not be recorded")
                 await asyncio.sleep(self.TICK)
         finally:
             measuring.cancel()
@@ -422,7 +425,7 @@ class Observer:
     ) -> tuple[_Holders, _Holders]:
         """Return two mappings by device: the holders, and the claims with administrative access.
 
-        known: whether the containers that hold devices are known.
+        known: whether the kubelet's checkpoint was read recently, so that the containers with devices are known.
         """
         held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)

@@ -36,8 +36,8 @@ TEXT: Final = "text/plain; charset=utf-8"
 LIFETIME: Final = 0.5  # Minimum seconds for which a rendered response is reused.
 LIFETIME_FACTOR: Final = 10  # The lifetime is at least this multiple of the rendering's processor time.
 MAX_WAITING: Final = 8
-"""Maximum number of clients that wait for the rendering of a page. Further clients are refused, so that connections
-stay free."""
+"""Maximum number of clients that wait for the rendering of a page. Further clients are refused, so that other clients
+can still connect."""
 SMALL: Final = 1024  # Responses of up to this number of bytes are not compressed.
 MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
 BACKLOG: Final = 1024  # Number of connections that the kernel keeps until the server accepts them.
@@ -76,12 +76,12 @@ class Route:
     """A page. All clients get the same rendered response while it is fresh.
 
     The longer the rendering of a response took, the longer the response stays fresh, so that clients use at most a
-    tenth of a processor. While the next response is being rendered, clients get the old one for up to the same time
-    again.
+    tenth of a processor. While the next response is being rendered, clients get the old response, for up to as long as
+    it was fresh.
 
-    render: makes the response for a key. key: returns the properties of a request on which the response depends; there
-    are few different keys. public: whether clients need no credentials. lock: routes with the same lock render one
-    after the other.
+    render: a function that makes the response for a key. key: a function that returns the properties of a request on
+    which the response depends; there are few different keys. public: whether clients need no credentials. lock: routes
+    with the same lock render one after the other.
     """
 
     render: Callable[[Any], Answer]
@@ -150,7 +150,7 @@ class ClientLimits:
 
     request: float = 10.0  # From the connection to the end of the request's head.
     answer: float = 30.0  # For reading the response.
-    grace: float = 0.1  # Like `request` and `answer`, while other clients wait for a connection.
+    grace: float = 0.1  # Replaces `request` and `answer` while other clients wait for a connection.
     connections: int = 128
 
 

@@ -83,7 +83,7 @@ def missing(nodes: Iterable[str], maker: str = "udev") -> str:
 def ids_files(bus: str, package: str) -> tuple[str, ...]:
     """Return the paths at which distributions install the names of a bus's vendors and products.
 
-    package: the package that installs newer names.
+    package: the package whose program updates the names, in a directory of its own below /var/lib.
     """
     directories = ("/usr/share/misc", "/usr/share/hwdata", "/usr/share", f"/var/lib/{package}")
     return tuple(f"{directory}/{bus}.ids" for directory in directories)

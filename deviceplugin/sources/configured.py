@@ -1,8 +1,8 @@
 """The source of a resource in the config file: lists the devices of all the resource's entries, with its settings.
 
-Each entry has a source of its own, whose async `watch` yields the entry's devices. This source may have `notes`:
-sentences for the log, for example about a glob that matches nothing. It may also have the hooks `edits` and `measure`,
-which are called only with devices of the entry.
+Each entry has a source of its own, whose async `watch` yields the entry's devices. An entry's source may have `notes`:
+sentences for the log, for example about a glob that matches nothing. An entry's source may also have the hooks `edits`
+and `measure`, which are called only with devices of the entry.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 _PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
 FIRST_LIST: Final = 2.0
-"""Seconds that a resource's first device list waits for all entries. Devices of a slower entry are added in a later
-list."""
+"""Seconds that a resource's first device list waits for the devices of all entries. Devices of a slower entry are added
+in a later list."""
 RETRY: Final = (1.0, 30.0)
-"""Seconds before the source of a failed entry is started again: after its first failure, and the maximum."""
+"""Seconds to wait before the source of a failed entry is started again: after the first failure, and at most."""
 FIRST_PROBE: Final = 2.0
 """Seconds that a device list with a new device waits for the device's first probe. If the probe is slower, the device's
 health is unknown until the probe ends."""
@@ -102,7 +102,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
 
 
 def nodeless(devices: Iterable[Device]) -> list[str]:
-    """Return sentences about devices without device nodes: their paths are no device nodes, or they have no path."""
+    """Return sentences about devices whose paths are no device nodes, and about devices without a path."""
     devices = list(devices)
     mounted = [mount.host for device in devices for mount in device.edits.mounts]
     empty = [device.id for device in devices if not device.container_edits]
@@ -128,9 +128,9 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A device of the resource. entry: the source of its entry. listed: the device from this source.
+    """A device of the resource. entry: the source that lists the device. listed: the device as this source lists it.
 
-    device: the same with all settings of the config file.
+    device: the device with all settings of the config file added.
     """
 
     entry: DeviceSource
@@ -185,7 +185,7 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """For each pair of devices whose connection the entries know, how close it is."""
+        """How close pairs of devices are, from the property `links` of the entries' sources."""
         return {pair: score for entry in self.entries for pair, score in entry.links.items()}
 
     def replicas_of(self, device: Device) -> int:
@@ -198,7 +198,7 @@ class ConfiguredSource(DeviceSource):
         return next(fitting, 1)
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the edits by the entries' hooks for one container.
+        """Return the edits for one container from the hooks `edits` of the entries' sources.
 
         The edits in the resource's settings take precedence.
         """
@@ -211,7 +211,7 @@ class ConfiguredSource(DeviceSource):
         return ContainerEdits.merge(edits, winner=ContainerEdits.merge([self._edits, ContainerEdits(env=env)]))
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return the measured values of these devices, from the entries' hooks."""
+        """Return the measured values of these devices, from the hooks `measure` of the entries' sources."""
         measured_parts = await self._ask("measure", devices)
         return {name: values for measured in measured_parts for name, values in measured.items()}
 
@@ -329,7 +329,8 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # Both ids are for the same device. An id that was listed before stays, because a pod may hold it.
+                # Both ids are for the same device. The id in the previous list stays, because a pod may hold a device
+                # under this id.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
@@ -358,7 +359,7 @@ class ConfiguredSource(DeviceSource):
 
 
 def _filled(value: str, device: Device) -> str:
-    """Return a variable's value with the placeholders of a device filled. {name}: the id if the device has no path."""
+    """Return a text in which a device's values replace the placeholders. {name} is the id if the device has no path."""
     edits = device.container_edits
     nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
     host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
@@ -379,7 +380,7 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command's own timeout expires first, because the message about that has more details.
+            # The command's timeout expires before the probe's timeout: the message about the command has more details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()

@@ -75,7 +75,7 @@ def shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     end = text[-most * 3 // 5 :]
-    # Where that costs less than half of a part, it consists of whole words.
+    # Begin and end are cut to whole words if that removes less than half of them.
     if words := re.match(rf".{{,{len(end) // 2}}}?[-_.](.+)", end):
         end = words[1]
     begin = text[: most - len(end) - 1]

@@ -53,8 +53,8 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
     """Lists the USB devices that a filter selects, without hubs.
 
     wanted: the filter. Several filters are for a device that changes its vendor or product id: all devices that appear
-    in one port then count as the same device, and the port is the device's id and identity. options: those of
-    `SysfsSource`.
+    in one port then count as the same device, and the port is the device's id and identity. options: the other
+    arguments of `SysfsSource`.
     """
 
     BUS = "usb"

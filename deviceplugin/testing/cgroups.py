@@ -106,7 +106,7 @@ class CgroupTree:
         return Path(*(f"{'-'.join(escaped[: depth + 1])}.slice" for depth in range(len(escaped))))
 
     def _update_events(self, uid: str) -> None:
-        """Write into the cgroup.events of a pod's cgroup and its parents whether they have processes (cgroup v2)."""
+        """Update cgroup.events of a pod's cgroup and of its parents: whether they have processes (cgroup v2)."""
         if not self._v2:
             return
         (pod,) = self.pod(uid)

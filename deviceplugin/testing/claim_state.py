@@ -34,7 +34,10 @@ class AnsweredDevice:
 
 @dataclass(slots=True)
 class DevicesOfClaim:
-    """The kubelet's record of a claim (ClaimInfo). prepared: whether this run prepared the claim; not in the file."""
+    """The kubelet's record of a claim (ClaimInfo).
+
+    prepared: whether the present run of the kubelet prepared the claim; not in the file.
+    """
 
     namespace: str
     name: str

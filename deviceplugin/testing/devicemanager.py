@@ -115,7 +115,10 @@ class ContainerOptions:
     cdi: dict[str, None] = field(default_factory=dict)
 
     def add(self, response: pb.ContainerAllocateResponse) -> None:
-        """Add the options of one resource's response. As in the kubelet, they do not replace existing options."""
+        """Add the options in one resource's AllocateResponse.
+
+        As in the kubelet, the added options do not replace existing options.
+        """
         for key, value in response.envs.items():
             self.env.setdefault(key, value)
         for node in response.devices:
@@ -221,7 +224,7 @@ class DeviceManager:
         self._writing = Lock()
         self._version = self._written = 0
         self.hold_writes = 0
-        """For how many of the next checkpoints the content is computed, but the write is delayed."""
+        """The number of following checkpoints whose content is computed, but whose write is delayed."""
         self.land_writes = False
         """Whether each further write puts the oldest delayed checkpoint into the file."""
         self._held_writes: list[Checkpoint] = []
@@ -319,7 +322,7 @@ class DeviceManager:
             }
 
     def container_devices(self, uid: str, container: str) -> dict[str, dict[int, list[str]]]:
-        """Return the ids of the devices that a container holds, by resource and NUMA node."""
+        """Return the ids of the devices that the kubelet has allocated to a container, by resource and NUMA node."""
         with self._lock:
             held = self._pods.get(uid, {}).get(container, {})
             return {r: {node: list(ids) for node, ids in a.by_node.items()} for r, a in held.items()}
@@ -327,8 +330,8 @@ class DeviceManager:
     def health_of(self, uid: str, container: str) -> dict[str, dict[str, str]]:
         """Return the health of a container's devices, in the form of the pod's status.
 
-        A device that the plugin no longer lists counts as healthy; so does a device whose plugin ended without a last
-        list.
+        A device that the plugin no longer lists counts as healthy, and so do the devices of a plugin that ended without
+        a last list.
         """
         with self._lock:
             result = {}
@@ -603,12 +606,13 @@ class DeviceManager:
             checkpoint = Checkpoint(entries or None, registered)
             late = self.hold_writes > 0
             self.hold_writes -= late
-        # Do not take the kubelet's mutex under `_writing`: a caller that holds the mutex may wait for `_writing`.
+        # While it holds `_writing`, a thread must not wait for the kubelet's mutex: the mutex's holder may wait for
+        # `_writing`.
         with self._writing:
             if late:
                 self._held_writes.append(checkpoint)
             elif version > self._written:
-                # Write only the held checkpoint: no reader can see the newer file between the kubelet's two renames.
+                # Write only the delayed checkpoint: no reader can see the newer file between the kubelet's two renames.
                 overtaken = self.land_writes and self._held_writes
                 (self._held_writes.pop(0) if overtaken else checkpoint).write(self._path)
                 self._written = version
@@ -616,7 +620,7 @@ class DeviceManager:
             self._lock.notify_all()  # A waiter's condition may depend on the file.
 
     def read_checkpoint(self) -> None:
-        """Read the last run's checkpoint. Its resources are restored without devices and with stopped endpoints.
+        """Read the last run's checkpoint. The resources in it are restored without devices and with stopped endpoints.
 
         Raises:
             ValueError, OSError: the file is damaged or cannot be read; the kubelet continues without it.

@@ -40,8 +40,8 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
 
 _CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 REGISTRY: Final = Path("/var/lib/kubelet/plugins_registry")
-"""The registry's path, which is a constant in most plugins. They use this path in their container, whatever directory
-is mounted there."""
+"""The registry's path, which is a constant in most plugins. Plugins use this path in their container, whatever
+directory of the host is mounted there."""
 PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
@@ -340,7 +340,7 @@ class ForeignPlugin:
     def options(self) -> pb.DevicePluginOptions:
         """The response to GetDevicePluginOptions.
 
-        A Register request contains no options, because the kubelet does not read options there.
+        A Register request contains no options, because the kubelet ignores options in this request.
         """
         quirks = self.quirks
         return pb.DevicePluginOptions(
@@ -356,7 +356,7 @@ class ForeignPlugin:
                 file.write(f"{line}\n")
 
     def end(self, why: str, status: int) -> None:
-        """End the process at once, as a program that gives up does. The sockets' files stay."""
+        """Print the reason, and end the process at once with an exit status. The sockets' files stay."""
         _say(f"panic: {why}" if status == PANIC else f"fatal: {why}")
         os._exit(status)
 

@@ -270,7 +270,7 @@ class FakeKubelet(NodeState):
     # Pods.
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return why devices of these resources are not offered, and what ResourceSlices lack, as text; "" for none."""
+        """Return a text: why devices of these resources are not offered, and which devices slices lack; or ""."""
         reasons = [
             f"{device}: {why.reason}"
             for resource in itertools.chain.from_iterable(status() for status in self.statuses)
@@ -291,7 +291,9 @@ class FakeKubelet(NodeState):
         namespace: str = "default",
         uid: str = "",
     ) -> FakePod:
-        """Create a pod. The pod stays Pending until enough allocatable devices are not requested by other pods.
+        """Create a pod.
+
+        The pod stays Pending until the devices that it requests are allocatable and no other pod requests them.
 
         limits: the limits of the only container, which is named `main`; alternatively, give `containers`. uid: the
         pod's UID; "" for a new one.
@@ -392,7 +394,9 @@ class FakeKubelet(NodeState):
     def wait_until(
         self, predicate: Callable[[], object], timeout: float = 30.0, what: str | Callable[[], str] = "a condition"
     ) -> None:
-        """Wait until a condition is true, of this node or of other objects, such as the arguments of a hook.
+        """Wait until a condition is true.
+
+        The condition may depend on this node, or on other objects such as the arguments of a hook.
 
         predicate: the condition, a plain function without arguments. It is called at each change of the fake node, and
         every 20 ms if nothing changes. It may block, and may call the kubelet. It cannot be a coroutine function,
@@ -506,7 +510,7 @@ class FakeKubelet(NodeState):
         self.changed.notify_all()
 
     def schedule(self) -> None:
-        """Bind the waiting pods for which enough devices are free. Called after changes of devices and pods."""
+        """Bind the waiting pods for which enough devices are unallocated. Called after changes of devices and pods."""
         with self.changed:
             run = self._run
             if run is None or not run.manager.sources_ready:

@@ -48,7 +48,8 @@ RECEIVE_LIMIT: Final = 4 * 1024 * 1024
 """Maximum bytes of one ListAndWatch message in the kubelet (grpc-go's default)."""
 
 _GRACE: Final = 0.5
-"""Seconds that a stopped server gives to calls in progress. Without this time, clients print an error about GOAWAY."""
+"""Seconds that a stopped server gives to calls in progress. Without this time, gRPC clients log an error about the
+frame GOAWAY."""
 _CHANNEL_OPTIONS: Final = (
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", RECEIVE_LIMIT),
@@ -76,7 +77,7 @@ def is_extended_resource_name(name: str) -> bool:
 
 
 class Run:
-    """One run of the kubelet, from its start to its end. Events after its end change nothing."""
+    """One run of the kubelet, from its start to its end. Events after the end of the run change nothing."""
 
     def __init__(self, kubelet: NodeState) -> None:
         self.kubelet = kubelet
@@ -146,12 +147,12 @@ class Run:
         with self.changed:
             self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
             self._threads.append(thread)
-            thread.start()  # Start it under the lock: `stop` joins all threads of the list.
+            thread.start()  # Start the thread under the lock, because `stop` joins all threads of the list.
 
     # Serving.
 
     def serve_registration(self) -> None:
-        """Serve Registration on a new socket, which replaces the former one."""
+        """Serve Registration on a new socket, which replaces the former socket."""
         old = self._registration_server
         self._registration_server = self._serve(
             lambda server: pb_grpc.add_RegistrationServicer_to_server(_Registration(self), server), self.kubelet.socket
@@ -193,7 +194,7 @@ class Run:
             options = client.connect(context)
         except PluginCallError:
             # The kubelet does not restore the resource's former client, so it never notices the end of that client's
-            # stream. Since 1.37 this holds only for a former client of the same socket.
+            # stream. Since 1.37, only a former client of the same socket is not restored.
             with self.changed:
                 self._deregister(client)
             raise
@@ -209,7 +210,8 @@ class Run:
             self.streams[resource] -= 1
             if self.over.is_set():
                 return
-            # Before 1.37, the client that is registered now is disconnected, instead of the one whose stream has ended.
+            # Before 1.37, the kubelet disconnects the client that is registered now, instead of the client whose stream
+            # has ended.
             current = next(iter(self._deregister(client)), None)
         if current is not None:
             current.disconnect()
@@ -382,7 +384,7 @@ class Run:
         return bool((pod.deleting or pod.completing) and not pod.lingering)
 
     def _next(self, pod: FakePod) -> FakeContainer | None:
-        """Return the container of a pod to start next; None if none may start now."""
+        """Return the container of a pod that starts next; None if no container may start now."""
         if pod.deleting or not self.kubelet.network_ready:
             return None
         for container in pod.init_containers.values():
@@ -504,7 +506,7 @@ class _Client:
             self._stream.cancel()
 
     def disconnect(self) -> None:
-        """Close the connection. A connection that is still being established stays open, and no client refers to it."""
+        """Close the connection. A connection that is still being established stays open, but is not used any more."""
         if self._dialled:
             self.close()
 

@@ -196,15 +196,18 @@ class NodeState:
         """Clean up after a pod's last container has ended; in this class nothing."""
 
     def cdi_devices(self, pod: FakePod, container: FakeContainer) -> Sequence[str]:
-        """Return the CDI devices that a container gets from other sources than device plugins; in this class none."""
+        """Return the CDI devices that a container gets from DRA drivers; in this class there are none."""
         return ()
 
     def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
-        """Return the entries of PodResources for a container's claims; in this class none."""
+        """Return the entries in PodResources for a container's claims; in this class there are none."""
         return ()
 
     def schedule(self) -> None:
-        """Bind the waiting pods for which enough devices are free. Changes of devices and pods call this method."""
+        """Bind the waiting pods for which enough devices are unallocated.
+
+        Changes of devices and pods call this method.
+        """
         raise NotImplementedError
 
     def node_allocatable(self) -> Mapping[str, int]:
@@ -224,9 +227,9 @@ class NodeState:
     def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
         """End a pod, and remove it from the node if it is marked for deletion.
 
-        status: the pod's final phase, reason and message; None keeps them. The pod's cgroup is removed in any case
-        (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only with the pod (Kubelet.cleanupOrphanedPodDirs,
-        which a kubelet runs every 2 s).
+        status: the pod's final phase, reason and message; None keeps the present values. The pod's cgroup is removed in
+        any case (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only with the pod
+        (Kubelet.cleanupOrphanedPodDirs, which a kubelet runs every 2 s).
         """
         with self.changed:
             self.end_containers(pod)

@@ -81,7 +81,7 @@ def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
 )
 def test_what_no_container_can_get_is_an_error(answer: bytes, why: str) -> None:
     """It says what is wrong with the plugin's answer."""
-    with pytest.raises(AnswerError, match=f"^its plugin's answer .*{why}"):
+    with pytest.raises(AnswerError, match=f"^the vendor's plugin's answer .*{why}"):
         edits_of(answer)
 
 

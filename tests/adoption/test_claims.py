@@ -99,7 +99,7 @@ def test_the_agent_is_ready_before_its_plugin(scene: Scene) -> None:
     wait_for("the agent to be ready", ready, 20)
     with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
         (problem,) = json.load(answer)["problems"]
-    assert problem.startswith(f"{RESOURCE}: its plugin is not registered with the agent since ")
+    assert problem.startswith(f"{RESOURCE}: the vendor's plugin is not registered with the agent since ")
     scene.vendor()
     scene.wait_offered(2)
     wait_for("the agent to be ready with it", ready, 20)
@@ -162,7 +162,7 @@ def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, re
     vendor = scene.vendor(resource("g0", "g1"))
     scene.wait_offered(2)
     vendor.stop()
-    scene.wait_log("its plugin has disconnected")
+    scene.wait_log("the vendor's plugin has disconnected")
     new = {"resources": [{"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}]}
     if reload:
         agent.reload(json.dumps(new))
@@ -196,7 +196,7 @@ def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scen
     """The kubelet's checkpoint shows no difference: neither then, nor where the agent's list follows the plugin's."""
     _, vendor, claimed = scene.claimed()
     vendor.stop()
-    scene.wait_log("its plugin has disconnected")
+    scene.wait_log("the vendor's plugin has disconnected")
     vendor.health(g0="Unhealthy", g1="Unhealthy")
     vendor.directory = scene.node.device_plugin_dir
     vendor.start()
@@ -216,7 +216,7 @@ def test_a_plugin_of_another_resource_comes_back_while_the_adopted_one_is_away(s
     scene.node.wait_allocatable("other.example/gadget", 1)
     _, vendor, claimed = scene.claimed()
     vendor.stop()
-    scene.wait_log("its plugin has disconnected")
+    scene.wait_log("the vendor's plugin has disconnected")
     other.stop()
     other.start()
     scene.wait_log("another plugin may have registered this resource: the socket")
@@ -280,7 +280,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
         scene.wait_log("was read again")
     vendor.stop()
     if how == "two reloads":
-        scene.wait_log("its plugin has disconnected")
+        scene.wait_log("the vendor's plugin has disconnected")
         agent.reload(json.dumps({"resources": [{**other, "name": "example.com/other"}]}))
         scene.wait_log("was read again", 2)
     vendor.directory = scene.node.device_plugin_dir
@@ -340,7 +340,7 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
     agent.kill()
     vendor.stop(kill=True)
     scene.agent()
-    scene.wait_log("waiting for its plugin")
+    scene.wait_log("waiting for the vendor's plugin")
     vendor.start()
     scene.wait_log("registered as")
     scene.wait_offered(2)

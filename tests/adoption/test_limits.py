@@ -262,7 +262,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
     vendor.stop(kill=kill)
     node.kubelet.wait_until(lambda: pod.phase == "Failed")
     where = node.directory / "vendor.example_gadget-vendor.sock"
-    assert f"{RESOURCE}: its plugin at {where} ended, or cannot be reached, during {call}" in pod.message
+    assert f"{RESOURCE}: the vendor's plugin at {where} ended, or cannot be reached, during {call}" in pod.message
     hold.unlink()
     node.kubelet.wait_allocatable(RESOURCE, 0)  # else the list of before would be taken for the new one
     vendor.start()
@@ -279,7 +279,7 @@ def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool)
     vendor.wait("PreStartContainer")
     vendor.stop(kill=kill)
     where = node.directory / "vendor.example_gadget-vendor.sock"
-    text = f"{RESOURCE}: its plugin at {where} ended, or cannot be reached, during PreStartContainer"
+    text = f"{RESOURCE}: the vendor's plugin at {where} ended, or cannot be reached, during PreStartContainer"
     assert text in node.kubelet.wait_rpc("PreStartContainer").error
     hold.unlink()
     vendor.start()

@@ -178,9 +178,9 @@ async def test_what_vanishes_is_forgotten_after_the_grace(directory: Path, monke
             await until(lambda: len(seen) > 2)
             assert [healthy(one) for one in seen[:3]] == [["a", "b"], ["a"], ["a"]]
             assert [len(one) for one in seen[:3]] == [2, 2, 1]
-            assert seen[1]["b"].problem == "its plugin no longer lists it"
+            assert seen[1]["b"].problem == "the vendor's plugin no longer lists it"
         await until(lambda: seen[-1] == {})
-        assert {one["a"].problem for one in seen[3:-1]} == {"its plugin has disconnected"}
+        assert {one["a"].problem for one in seen[3:-1]} == {"the vendor's plugin has disconnected"}
         task.cancel()
 
 

@@ -234,7 +234,7 @@ async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scen
     await until(lambda: len(here.plugin.devices or ()) == 2)
     here.vendor.answers.set()
     for refused in (preparing, waiting):
-        assert "its plugin has listed the devices again" in str(await refused)
+        assert "the vendor's plugin has listed the devices again" in str(await refused)
     assert here.vendor.asked == [("g0",)]
     await here.prepared("1")
     assert here.vendor.asked == [("g0",), ("g0",)]
@@ -310,7 +310,7 @@ async def test_ids_are_checked_against_the_live_list(here: Scene) -> None:
     here.vendor.show("g1")
     await until(lambda: (one := here.vendors.plugin(RESOURCE)) and len(one.devices or ()) == 1)
     here.driver.claims.add(claim("1", *ids("g0")))
-    assert "its plugin does not list device g0" in str(await here.refused("1"))
+    assert "the vendor's plugin does not list device g0" in str(await here.refused("1"))
     assert not here.vendor.asked
 
 
@@ -318,7 +318,9 @@ async def test_ids_of_another_plugin_than_the_known_one_are_refused(scene: Scene
     """One resource may be that of a plugin that serves claims, and of one that cannot."""
     await scene.begin(ids="GPU-[0-9]+")
     scene.driver.claims.add(claim("1", *ids("g0")))
-    assert "the id of device g0 is not one of the plugin that is known" in str(await scene.refused("1"))
+    assert "the known plugin of this resource never has the id g0, so another plugin runs" in str(
+        await scene.refused("1")
+    )
     assert not scene.vendor.asked
 
 
@@ -326,14 +328,14 @@ async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error(here: Scene
     """In the plugin's own words; the next try asks again."""
     here.vendor.error = "no such gadget"
     here.driver.claims.add(claim("1", *ids("g0")))
-    assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: its plugin refuses: no such gadget"
+    assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: the vendor's plugin refuses: no such gadget"
     here.vendor.error = ""
     await here.prepared("1")
     here.driver.claims.add(claim("2", *ids("g1")))
     await here.vendor.server.stop(0)
     await until(lambda: (one := here.vendors.plugin(RESOURCE)) and not one.alive)
     answer = (await here.driver.prepare("2"))["2"]
-    assert "its plugin is not connected" in str(answer)
+    assert "the vendor's plugin is not connected" in str(answer)
 
 
 async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
@@ -346,7 +348,9 @@ async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
     (answer,) = (await preparing).values()
     assert isinstance(answer, ClaimError)
     assert answer.reason == "plugin"
-    words = f"{RESOURCE}: its plugin at {here.vendors.directory}/vendor.sock ended, or cannot be reached, during"
+    words = (
+        f"{RESOURCE}: the vendor's plugin at {here.vendors.directory}/vendor.sock ended, or cannot be reached, during"
+    )
     assert f"{words} Allocate: " in str(answer)
     assert str(answer).endswith("; the next try asks it again")
     async with plugin(here.vendors.directory, "next.sock", Allocating) as after:
@@ -417,7 +421,9 @@ async def test_a_plugin_that_hangs_in_pre_start_container(scene: Scene, monkeypa
     await scene.begin(pre_start_once=True)
     scene.driver.claims.add(claim("1", *ids("g0")))
     where = f"{scene.vendors.directory}/vendor.sock"
-    assert f"its plugin at {where} takes too long to answer PreStartContainer: " in str(await scene.refused("1"))
+    assert f"the vendor's plugin at {where} takes too long to answer PreStartContainer: " in str(
+        await scene.refused("1")
+    )
 
 
 async def test_administrative_access_is_refused(here: Scene) -> None:

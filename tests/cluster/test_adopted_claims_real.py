@@ -217,7 +217,7 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(
     cluster.wait_for(lambda: pod.phase == "Failed", LIMIT, "the kubelet refuses the pod")
     message = cluster.api.get("Pod", pod.name)["status"]["message"]
     print(message)
-    assert f"{named('a')}: its plugin at {DIRECTORY}/{named('a').replace('/', '_')}-vendor.sock" in message
+    assert f"{named('a')}: the vendor's plugin at {DIRECTORY}/{named('a').replace('/', '_')}-vendor.sock" in message
     assert f"ended, or cannot be reached, during {call}" in message
     cluster.start_pod("bystander", {}).wait_running()
     hold.unlink()
@@ -472,7 +472,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(
     if adopts:
         vendor.directory = DIRECTORY
     else:
-        cluster.wait_for(lambda: "waiting for its plugin" in scene.agents.log(), LIMIT, "the agent has left")
+        cluster.wait_for(lambda: "waiting for the vendor's plugin" in scene.agents.log(), LIMIT, "the agent has left")
     vendor.start()
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("next", "a"))

@@ -120,7 +120,9 @@ def test_adoption_and_the_way_back(scene: Scene) -> None:
     # Back: the plugin first, as if an operator had reverted its hostPath, then the agent.
     scene.wait(plain("wants-more", "a"))
     vendor.move(None)
-    cluster.wait_for(lambda: "its plugin has disconnected" in agent.log.read_text(), LIMIT, "the agent has noticed")
+    cluster.wait_for(
+        lambda: "the vendor's plugin has disconnected" in agent.log.read_text(), LIMIT, "the agent has noticed"
+    )
     cluster.wait_allocatable(named("a"), 4)
     scene.restart_kubelet("sigterm")
     cluster.wait_allocatable(named("a"), 4)

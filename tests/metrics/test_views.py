@@ -335,7 +335,9 @@ class TestEvents:
         one = resource(listed=False, registered=False, vendor=VendorConnection(connected=False, since=60.0))
         view = Still(one).observer().view()
         assert view.unready == ()
-        assert view.problems == (f"{RESOURCE}: its plugin is not registered with the agent since 1970-01-01T00:01:00Z",)
+        assert view.problems == (
+            f"{RESOURCE}: the vendor's plugin is not registered with the agent since 1970-01-01T00:01:00Z",
+        )
 
     def test_an_adopted_plugin_that_does_not_answer_is_a_problem(self) -> None:
         """Once a call has waited for long: some take their time."""
@@ -344,7 +346,7 @@ class TestEvents:
             for at in (time.time() - UNANSWERED, time.time() - UNANSWERED / 2)
         )
         (problem,) = Still(resource("a", vendor=hangs)).observer().view().problems
-        assert problem.startswith(f"{RESOURCE}: its plugin has not answered a call since ")
+        assert problem.startswith(f"{RESOURCE}: the vendor's plugin has not answered a call since ")
         assert Still(resource("a", vendor=works)).observer().view().problems == ()
 
     def test_a_kubelet_that_does_not_answer_is_a_problem(self) -> None:
@@ -372,8 +374,8 @@ class TestEvents:
     def test_an_adopted_plugin_that_goes_is_said(self) -> None:
         """Its coming is good."""
         here, gone = (resource("a", vendor=VendorConnection(connected=one, since=1.0)) for one in (True, False))
-        assert self.changes(here, gone) == [("its plugin has disconnected", True)]
-        assert self.changes(gone, here) == [("its plugin has connected", False)]
+        assert self.changes(here, gone) == [("the vendor's plugin has disconnected", True)]
+        assert self.changes(gone, here) == [("the vendor's plugin has connected", False)]
 
     def test_registration_and_restarts_are_said(self) -> None:
         """Losing the kubelet is bad, finding it again is not."""

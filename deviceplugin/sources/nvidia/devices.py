@@ -1,4 +1,7 @@
-"""Makes devices from GPUs and MIG partitions. Containers get them by environment variable, CDI name or device node."""
+"""Makes devices from GPUs and MIG partitions.
+
+Containers get these devices by environment variable, CDI name or device node.
+"""
 
 from __future__ import annotations
 

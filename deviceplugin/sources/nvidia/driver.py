@@ -151,7 +151,7 @@ class GpuMonitor:
     async def _listen(
         self, thread: NvmlThread, session: Session, watch: filewatch.Watch, scan: NvmlScan, period: float
     ) -> None:
-        """Publish the driver's events until the next scan is due, after the period or soon after an event."""
+        """Publish the driver's events until the next scan is due: after the period, or soon after an event."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         hinted = False

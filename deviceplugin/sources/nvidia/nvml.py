@@ -24,7 +24,7 @@ ANY: Final = 0xFFFFFFFF
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
-"""Loaded libraries to unload once no session can be in a call of them."""
+"""Replaced libraries that are still loaded, and are unloaded once no session can be in a call of them."""
 _users: Final[set[object]] = set()
 """Sessions that have loaded the library, and so may be in a call of it."""
 
@@ -59,7 +59,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: in MiB. attributes: for all devices on this GPU. partitions: None if MIG mode is off."""
+    """A GPU. memory: in MiB. attributes: the attributes that all devices on this GPU have.
+
+    partitions: None if MIG mode is off.
+    """
 
     uuid: str
     index: int
@@ -95,7 +98,7 @@ class Xid:
 
 
 class NvmlError(Exception):
-    """Raised when no GPU can be read. verdict: what this means for the health of the known GPUs."""
+    """Raised when no GPU can be read. verdict: the verdict on the health of all known GPUs."""
 
     def __init__(self, message: str, verdict: Verdict = Verdict.BAD) -> None:
         super().__init__(message)
@@ -106,7 +109,7 @@ NvmlUpdate = NvmlScan | Xid | NvmlError
 
 
 def load(library: str, user: object) -> ModuleType:
-    """Load the NVML library, and return nvidia-ml-py; raise NvmlError if one of them is missing.
+    """Load the NVML library, and return nvidia-ml-py; raise NvmlError if either is missing.
 
     The library stays in memory until `release` is called for this user, because the user may be in a call.
     """

@@ -41,7 +41,10 @@ _ACTIONS: Final = {
 
 
 class Session:
-    """A session of NVML. The first scan opens it. It is opened again if the driver or GPUs were removed or added."""
+    """A session of NVML. The first scan opens the session.
+
+    It is opened again if the driver or GPUs were removed or added.
+    """
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -142,7 +145,7 @@ class Session:
         if error.value in nvml.GONE:
             self.close()
             if error.value == _REPLACED:
-                nvml.unload(nv)  # The library of the new driver may already be there.
+                nvml.unload(nv)  # The file may already be the library of the new driver.
             raise NvmlError(nvml.GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:

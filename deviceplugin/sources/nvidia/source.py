@@ -24,7 +24,10 @@ VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
-    """Lists NVIDIA GPUs, or MIG partitions, with UUIDs as ids. period: seconds between scans. clock: monotonic."""
+    """Lists NVIDIA GPUs, or MIG partitions, with UUIDs as ids. period: seconds between scans.
+
+    clock: a monotonic clock.
+    """
 
     links: Mapping[frozenset[str], float] = MappingProxyType({})
 

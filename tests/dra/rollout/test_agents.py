@@ -120,7 +120,7 @@ async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None
     server.proxied = lambda path: (200, status(Still(own, theirs)))
     answers = await asked(server, "n1")
     assert answers.adopted == {("n1", "v/x"): connected}
-    problem = "v/x: its plugin is not registered with the agent since 1970-01-01T00:01:00Z"
+    problem = "v/x: the vendor's plugin is not registered with the agent since 1970-01-01T00:01:00Z"
     assert answers.problems == ({} if connected else {"n1": (problem,)})
 
 
