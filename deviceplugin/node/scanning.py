@@ -1,4 +1,7 @@
-"""Scans for the holders of devices, and passes the results to the services of resources and to observers."""
+"""Scans for the holders of devices, and passes the results to the services of resources and to observers.
+
+One task makes all scans. Other tasks ask for a scan, and wait for its result.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.tracker import HolderTracker
@@ -20,7 +24,6 @@ from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import Register
 from deviceplugin.register.waits import PROMPT
-from deviceplugin.tasks import SharedCall
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -55,25 +58,43 @@ class HolderScanner:
     claims: OrphanedClaims
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
-    _asked: set[tuple[str, str]] = field(default_factory=set, init=False)
-    """The (resource, id) pairs that callers have passed to `scan` since the last reading of the evidence began."""
+    _asked: set[DeviceKey] = field(default_factory=set, init=False)
+    """The (resource, id) pairs that callers have passed to `scan` since the last scan began."""
+    _next: asyncio.Future[HolderSnapshot | None] | None = field(default=None, init=False)
+    """Gets the result of the scan that begins next; None if no caller waits for it."""
+    _requested: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
-        self._reading = SharedCall(self._read)
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
-    async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Find the holders of devices (`HolderTracker.scan`), compare the register with them, and return the holders.
+    async def scan(self, wanted: Collection[DeviceKey] = ()) -> HolderSnapshot | None:
+        """Request a scan at once; return its result (see `read`) or raise its exception. Waits until `run` makes it.
 
-        wanted: (resource, device id) that a caller hopes to find free. All evidence is read after the call. Calls that
-        arrive before the reading begins get the result of one reading.
+        wanted: (resource, device id) that a caller hopes to find free. All evidence is read after the call.
         """
         self._asked |= set(wanted)
-        return await self._reading()
+        self._requested.set()
+        self._next = self._next or asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next)
+
+    async def read(self) -> HolderSnapshot | None:
+        """Find the holders of devices (`HolderTracker.scan`), compare the register with them, and return the holders.
+
+        All callers that have called `scan` before get the result, or the exception.
+        """
+        answer, self._next = self._next or asyncio.get_running_loop().create_future(), None
+        self._requested.clear()
+        try:
+            answer.set_result(await self._read())
+        except Exception as error:
+            answer.set_exception(error)
+        finally:
+            answer.cancel()  # Does nothing unless this task was cancelled.
+        return answer.result()
 
     async def _read(self) -> HolderSnapshot | None:
-        wanted, self._asked = self._asked, set()
+        wanted, self._asked = self._asked | self._awaited, set()
         sequence = self.register.snapshot.sequence
         now = await self.tracker.scan(wanted)
         if now is None:
@@ -124,9 +145,15 @@ class HolderScanner:
             _LOG.warning("the ledger cannot be written: %s", error)
 
     @property
-    def _pending(self) -> set[tuple[str, str]]:
-        """The granted (resource, id) pairs whose containers no checkpoint of the kubelet has named yet."""
-        return {key for key, allocation in self.register.snapshot.allocations.items() if allocation.pending}
+    def _awaited(self) -> set[DeviceKey]:
+        """The (resource, id) pairs about which each scan asks the kubelet.
+
+        A grant whose container no checkpoint names ends after some time, even if this process no longer serves the
+        resource. Before the pod's processes run, only a requested checkpoint shows which pod the grant was for. The
+        register must learn this soon, because the agent's records and the checkpoint may be lost together.
+        """
+        awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
+        return awaited.union(key for key, held in self.register.snapshot.allocations.items() if held.pending)
 
     @property
     def _is_awaited(self) -> bool:
@@ -137,45 +164,48 @@ class HolderScanner:
     async def run(self) -> None:
         """Scan until cancelled."""
         try:
-            await self._run()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow_grants())
+                await self._run()
         finally:
-            await self._reading.close()
+            if self._next is not None:
+                self._next.cancel()
+
+    async def _follow_grants(self) -> None:
+        """Request a scan soon after grants. The kubelet writes its checkpoint some milliseconds after its response."""
+        while True:
+            await self.wanted.wait()
+            until = time.monotonic() + BURST - SOON
+            while self.wanted.is_set() and time.monotonic() <= until:
+                self.wanted.clear()
+                await asyncio.sleep(SOON)
+            self.wanted.clear()
+            self._requested.set()
 
     async def _run(self) -> None:
-        backoff = Backoff(first=1.0, most=30.0)
+        backoff, pause = Backoff(first=1.0, most=30.0), 0.0
         while True:
-            # A grant whose container no checkpoint names ends after some time, even if this process no longer serves
-            # the resource.
-            awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
-            awaited |= self._pending
-            held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
             period = PROMPT if self._is_awaited else self.period * random.uniform(0.9, 1.1)  # noqa: S311  # jitter
             try:
-                async with asyncio.timeout(period):
-                    await self.wanted.wait()
+                async with asyncio.timeout(max(period, pause)):
+                    await self._requested.wait()
             except TimeoutError:
                 # Holders of other agents and claims become known without a scan: each grant, and each check for other
                 # plugins, reads them.
-                if not (self.always or awaited or held):
+                held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
+                if not (self.always or self._awaited or held):
                     continue
-            else:
-                # The kubelet writes its checkpoint some milliseconds after the AllocateResponse.
-                until = time.monotonic() + BURST - SOON
-                while self.wanted.is_set() and time.monotonic() <= until:
-                    self.wanted.clear()
-                    await asyncio.sleep(SOON)
-                # Before the pod's processes run, only a requested checkpoint shows which pod a grant was for. The
-                # register must learn this soon, because the agent's records and the checkpoint may be lost together.
-                awaited = self._pending
-            self.wanted.clear()
+            is_asked = self._next is not None
             try:
-                now = await self.scan(awaited)
+                now = await self.read()
             except Exception:
                 _LOG.exception("the scan for the holders of devices failed; trying again")
-                await asyncio.sleep(backoff.next())
+                pause = backoff.next()
             else:
-                self.log.problem(now)
+                if not is_asked:  # Callers of `scan` repeat it often, and report the problem themselves.
+                    self.log.problem(now)
                 backoff.reset()
+                pause = 0.0
 
 
 class ScanLog:

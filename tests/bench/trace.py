@@ -9,7 +9,9 @@ claims.
 A path begins with the product's method that has the name of the call; the path of the move begins where `Handover.run`
 goes on. Counted is what runs in that task, in the tasks that it starts, and in the worker threads that these wait for,
 until all these tasks have ended: by `sys.setprofile` in each thread, and by a context variable, which tasks and
-`asyncio.to_thread` inherit. A move wakes other tasks (lists, slices, evidence), which are not counted.
+`asyncio.to_thread` inherit. A move wakes other tasks (lists, slices), which are not counted. It also asks the task that
+makes all scans for one, and waits for the result. This scan is a path of its own, evidence, traced beside the move: it
+begins with `HolderScanner.read`, and includes all scans until the end of the move.
 
 functions: distinct pairs of file and qualified name, in both packages without `wire` and `testing`. In Python 3.11 a
 comprehension is a function of its own. Since 3.12 it belongs to the function around it, so that the numbers are lower.
@@ -38,6 +40,7 @@ import dra_bridge
 from deviceplugin import identity
 from deviceplugin.config import parse
 from deviceplugin.exclusion import HardwareIndex
+from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register.question import refusal
 from deviceplugin.register.records import Operation
 from deviceplugin.register.register import ListedHardware, Register
@@ -68,7 +71,8 @@ LIMITS: Final = {
     "Allocate": Size(112, 23),
     "NodePrepareResources": Size(198, 42),
     "NodeUnprepareResources": Size(105, 27),
-    "move": Size(404, 55),
+    "move": Size(205, 43),
+    "evidence": Size(303, 44),
 }
 """Sizes that tests/test_trace.py lets no path exceed; lower them with each change that shortens a path."""
 GOALS: Final = {"Allocate": Size(85, 15), "NodePrepareResources": Size(130, 22), "move": Size(175, 23)}
@@ -138,7 +142,7 @@ class Tracer:
     """Traces one path after the other, in threads that start while it is installed."""
 
     def __init__(self) -> None:
-        self._next: Trace | None = None
+        self._next: tuple[Trace, ...] = ()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -161,24 +165,28 @@ class Tracer:
             threading.setprofile(before)
 
     @contextmanager
-    def tracing(self, begins: Callable[[CodeType], bool]) -> Iterator[Trace]:
-        """Trace the next path that begins so, until its tasks have ended and the context, which waits for its end."""
-        self._next = trace = Trace(begins)
+    def tracing(self, *begins: Callable[[CodeType], bool]) -> Iterator[tuple[Trace, ...]]:
+        """Trace the next paths that begin so, until their tasks and this context, which waits for them, have ended."""
+        self._next = traces = tuple(map(Trace, begins))
         try:
-            yield trace
-            wait_for("the end of the path's tasks", lambda: trace.idle, TIMEOUT)
+            yield traces
+            wait_for("the end of the paths' tasks", lambda: all(trace.idle for trace in traces), TIMEOUT)
         finally:
-            self._next, trace.ended = None, True
+            self._next = ()
+            for trace in traces:
+                trace.ended = True
 
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         if event != "call" or not is_counted(frame.f_code):
             return
         trace = _RUNNING.get()
-        if (trace is None or trace.ended) and (following := self._next) is not None and following.begins(frame.f_code):
-            if not following.begun:
-                asyncio.get_running_loop().set_task_factory(_noted_task)
-            trace, following.begun = following, True
-            _RUNNING.set(trace)
+        if trace is None or trace.ended:
+            for following in self._next:
+                if following.begins(frame.f_code):
+                    if not following.begun:
+                        asyncio.get_running_loop().set_task_factory(_noted_task)
+                    trace, following.begun = following, True
+                    _RUNNING.set(trace)
         if trace is not None and not trace.ended:
             trace.calls[frame.f_code] += 1
 
@@ -202,13 +210,14 @@ def traces() -> dict[str, Trace]:
         FakeNode(server, "node") as node,
         serve_both(source, node, share=2),
     ):
-        with tracer.tracing(named("Allocate")) as found["Allocate"]:
+        with tracer.tracing(named("Allocate")) as (found["Allocate"],):
             node.start_pod("limits", {RESOURCE: 1}).wait_running(TIMEOUT)
-        with tracer.tracing(named("NodePrepareResources")) as found["NodePrepareResources"]:
+        with tracer.tracing(named("NodePrepareResources")) as (found["NodePrepareResources"],):
             pod = node.start_pod("claim", template={DRIVER: 1}).wait_running(TIMEOUT)
-        with tracer.tracing(named("NodeUnprepareResources")) as found["NodeUnprepareResources"]:
+        with tracer.tracing(named("NodeUnprepareResources")) as (found["NodeUnprepareResources"],):
             pod.delete()
-        with tracer.tracing(lambda code: code in codes_of(Handover.run)) as found["move"]:
+        paths = [codes_of(Handover.run).__contains__, codes_of(HolderScanner.read).__contains__]
+        with tracer.tracing(*paths) as (found["move"], found["evidence"]):
             annotation = {progress.share_annotation(DRIVER): "3"}
             server.patch("nodes", "node", {"metadata": {"annotations": annotation}})
             node.wait_until(lambda: _arrived(server, 3), TIMEOUT, "the move to end")

@@ -239,6 +239,7 @@ class Life(Bridge):
         for service in agent.services.values():
             self._started(service)
         agent.begun.set()
+        self._scans = asyncio.create_task(self._make_scans())
 
     def _started(self, service: Service, *, fatal: bool = True) -> None:
         service.existing = frozenset(self.agent.tracker.snapshot.of(service.resource)) | service._ids
@@ -323,8 +324,14 @@ class Life(Bridge):
 
     async def scan(self) -> None:
         """Look for holders, as from time to time."""
-        awaited = {(name, one) for name, service in self.agent.services.items() for one in service.awaited}
-        await self.agent.scanner.scan(awaited | self.agent.scanner._pending)
+        await self.agent.scanner.scan()
+
+    async def _make_scans(self) -> None:
+        """Make the scans that are asked for; those after some time are steps of the walk."""
+        scanner = self.agent.scanner
+        while True:
+            await scanner._requested.wait()
+            await scanner.read()
 
     async def compare(self, runtime: DriverRuntime, resource: str) -> None:
         """Compare a resource's devices with the evidence once (`DeviceReconciler.keep`)."""

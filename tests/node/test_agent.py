@@ -824,7 +824,7 @@ async def taken(agent: Agent, now: HolderSnapshot) -> None:
         return now
 
     agent.tracker.scan = scanned  # type: ignore[method-assign]
-    await agent.scanner.scan()
+    await agent.scanner.read()
 
 
 def scan(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -22,37 +21,36 @@ from deviceplugin.register.register import Register
 NEVER = 1000.0
 
 
-class Scans(HolderScanner):
-    """Counts its scans in place of reading evidence."""
+class Scans:
+    """Counts scans in place of reading evidence. failing: the exception that scans raise. answer: lets scans end."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, period: float, register: Register | None) -> None:
+        self.snapshot = HolderSnapshot()
         self.count = 0
         self.wanted_ids: list[Collection[tuple[str, str]]] = []
-        self.came = asyncio.Event()
+        self.came, self.answer = asyncio.Event(), asyncio.Event()
+        self.answer.set()
+        self.failing: Exception | None = None
+        tracker, claims = cast("HolderTracker", self), cast("OrphanedClaims", None)
+        always, self.wanted = register is None, asyncio.Event()
+        self.scanner = HolderScanner({}, tracker, register or Register(), self.wanted, period, claims, always=always)
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         self.wanted_ids.append(wanted)
         self.count += 1
         self.came.set()
+        await self.answer.wait()
+        if self.failing is not None:
+            raise self.failing
         return None
 
 
 @asynccontextmanager
 async def scanning_grants(period: float = NEVER, register: Register | None = None) -> AsyncIterator[Scans]:
-    tracker = cast("HolderTracker", SimpleNamespace(snapshot=HolderSnapshot()))
-    scanner = Scans(
-        {},
-        tracker,
-        register or Register(),
-        asyncio.Event(),
-        period,
-        cast("OrphanedClaims", None),
-        always=register is None,
-    )
-    task = asyncio.create_task(scanner.run())
+    scans = Scans(period, register)
+    task = asyncio.create_task(scans.scanner.run())
     try:
-        yield scanner
+        yield scans
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -128,26 +126,49 @@ async def test_a_device_that_somebody_waits_for_is_looked_at_often() -> None:
 
 async def test_calls_that_come_before_a_reading_begins_share_it() -> None:
     """A reading has the kubelet write its checkpoint: once for all resources that wait, after they have asked."""
-    asked: list[set[tuple[str, str]]] = []
-    begun, answer = asyncio.Event(), asyncio.Event()
-
-    async def scanned(wanted: Collection[tuple[str, str]]) -> HolderSnapshot | None:
-        asked.append(set(wanted))
-        begun.set()
-        await answer.wait()
-        return None
-
-    tracker = cast("HolderTracker", SimpleNamespace(snapshot=HolderSnapshot(), scan=scanned))
-    scanner = HolderScanner({}, tracker, Register(), asyncio.Event(), NEVER, cast("OrphanedClaims", None), always=False)
-    async with asyncio.timeout(20):
-        first = [asyncio.create_task(scanner.scan({(f"r{number}", "a")})) for number in range(3)]
-        await begun.wait()
-        assert asked == [{("r0", "a"), ("r1", "a"), ("r2", "a")}]
-        begun.clear()
-        late = [asyncio.create_task(scanner.scan({(f"late{number}", "a")})) for number in range(2)]
+    async with scanning_grants() as scanner, asyncio.timeout(20):
+        scanner.answer.clear()
+        first = [asyncio.create_task(scanner.scanner.scan({(f"r{number}", "a")})) for number in range(3)]
+        await scanner.came.wait()
+        assert scanner.wanted_ids == [{("r0", "a"), ("r1", "a"), ("r2", "a")}]
+        late = [asyncio.create_task(scanner.scanner.scan({(f"late{number}", "a")})) for number in range(2)]
         await asyncio.sleep(0)  # they wait
         late[0].cancel()
         await asyncio.wait(late[:1])
-        answer.set()
+        scanner.answer.set()
         await asyncio.gather(*first, late[1])
-    assert asked[1:] == [{("late0", "a"), ("late1", "a")}]
+    assert scanner.wanted_ids[1:] == [{("late0", "a"), ("late1", "a")}]
+
+
+async def test_a_failed_reading_fails_the_calls_that_wait_and_the_next_call_gets_another() -> None:
+    """Each caller gets the exception of its reading, without a wait for the period after it."""
+    async with scanning_grants() as scanner, asyncio.timeout(20):
+        scanner.failing = OSError("the disk hangs")
+        calls = [asyncio.create_task(scanner.scanner.scan()) for _ in range(2)]
+        assert await asyncio.gather(*calls, return_exceptions=True) == [scanner.failing] * 2
+        scanner.failing = None
+        assert await scanner.scanner.scan() is None
+    assert scanner.count == 2
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_calls_end_with_the_task_that_makes_the_readings(begun: bool) -> None:
+    """A caller waits for no reading that nobody makes any more, whether its reading has begun or not."""
+    async with scanning_grants() as scanner, asyncio.timeout(20):
+        scanner.answer.clear()
+        calls = [asyncio.create_task(scanner.scanner.scan())]
+        await scanner.came.wait()
+        if not begun:
+            calls.append(asyncio.create_task(scanner.scanner.scan()))
+            await asyncio.sleep(0)  # it waits
+    await asyncio.wait(calls, timeout=20)
+    assert all(call.cancelled() for call in calls)
+
+
+async def test_a_device_that_waits_for_its_last_holder_is_asked_about_in_each_reading() -> None:
+    """What the agent waits for does not depend on how often others ask for readings."""
+    register = Register()
+    await register.grant("example.com/r", {"a": "a"})
+    async with scanning_grants(register=register) as scanner, asyncio.timeout(20):
+        await scanner.scanner.scan({("example.com/r", "b")})
+    assert scanner.wanted_ids == [{("example.com/r", "a"), ("example.com/r", "b")}]
