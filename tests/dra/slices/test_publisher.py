@@ -125,14 +125,6 @@ def test_unhealthy_devices_are_tainted() -> None:
     assert slices(evicting)[0]["spec"]["devices"][0]["taints"][0]["effect"] == "NoExecute"
 
 
-def test_without_taints_such_devices_are_withheld() -> None:
-    """Where the server drops taints, unhealthy devices are not in the slices."""
-    wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"))
-    found = desired(wanted, without={"taints"})
-    assert found is not None
-    assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["b"]
-
-
 def test_only_devices_of_the_dra_side() -> None:
     """Only offered devices are in the slices; with none there is no slice, or an empty one where it is asked for."""
     wanted = pool(*many(3), offered={"gpu1"})
@@ -209,14 +201,6 @@ def test_shared_counters() -> None:
         {"counterSet": "card0", "counters": {"memory": {"value": "10Gi"}, "slices": {"value": "1"}}}
     ]
     assert {body["spec"]["pool"]["resourceSliceCount"] for body in bodies} == {2}
-
-
-def test_without_counters_partitions_are_withheld() -> None:
-    """Where the server has no counters, devices that exclude each other are not offered at all."""
-    found = desired(pool(*partitions()), without={"counters"})
-    assert found is not None
-    (body,) = found.slices
-    assert [one["name"] for one in body["spec"]["devices"]] == ["free"]
 
 
 @pytest.mark.parametrize(
@@ -301,16 +285,6 @@ def test_one_slice_is_changed_by_one_write() -> None:
     writes = plan(slices(pool(*many(4))), before)
     assert [verb for verb, _ in writes] == ["replace"]
     assert generations([writes[0].body]) == [generations(before)[0] + 1]
-
-
-def test_one_slice_of_several_is_changed_by_one_write() -> None:
-    """When only one slice of several differs, it alone is written, in the same generation."""
-    devices = many(300)
-    before = applied([], plan(slices(pool(*devices)), []))
-    devices[0] = Device("gpu0", attributes={"new": True})
-    writes = plan(slices(pool(*devices)), before)
-    assert len(writes) == 1
-    assert set(generations(applied(before, writes))) == {1}
 
 
 def test_fewer_slices_are_deleted_last() -> None:
@@ -814,14 +788,6 @@ async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
         now = server.get("resourceslices", slice_name(NODE, DRIVER, 0))
         assert now["metadata"]["annotations"] == {"someone.else/note": "x", f"{DRIVER}/progress": "1/2"}
         assert now["spec"] == body["spec"]
-
-
-async def test_disagreement_does_not_flood(server: FakeApiServer) -> None:
-    """Rounds of writes are limited: somebody who undoes each of them does not make a flood."""
-    async with publishing(server, pool(*many(3)), burst=3, per_second=1000.0) as publisher:
-        for count in range(4, 9):
-            await became(publisher, pool(*many(count)))
-        assert len(published(server)) == 8
 
 
 async def test_moves_are_not_slowed_down(server: FakeApiServer) -> None:
