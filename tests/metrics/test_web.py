@@ -196,13 +196,6 @@ class TestAnswers:
                 client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n" * count)
                 assert read(client).count(b"HTTP/1.0 200 OK") == 1
 
-    def test_a_body_ends_the_connection(self, serve: Callable[..., Server]) -> None:
-        """A body that nobody reads is not taken for the next request."""
-        server = serve()
-        with connect(server) as client:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nContent-Length: 28\r\n\r\nGET /long HTTP/1.1\r\n\r\n")
-            assert read(client).count(b"HTTP/1.0 200") == 1
-
     def test_a_route_that_fails_says_so_and_the_rest_goes_on(
         self, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
     ) -> None:

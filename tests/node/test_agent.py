@@ -115,25 +115,6 @@ def test_agent_that_is_stopped_before_it_runs_does_not_run() -> None:
 # Sources.
 
 
-def test_plain_generator_may_block(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A plain generator runs in a thread of its own: while it blocks, its last list is served."""
-    go = threading.Event()
-
-    class Blocking(DeviceSource):
-        resource = R
-
-        def watch(self) -> Iterator[Sequence[Device]]:
-            yield [Device("a")]
-            go.wait()
-            yield [Device("a"), Device("b")]
-
-    served(Blocking(), source(1, "example.com/s"))
-    fake_kubelet.wait_allocatable(R, 1)
-    fake_kubelet.wait_allocatable("example.com/s", 1)
-    go.set()
-    fake_kubelet.wait_allocatable(R, 2)
-
-
 @pytest.mark.parametrize("name", ["a%2Fb", "100%", "a b#c?d", "ä"])
 def test_sockets_may_lie_anywhere(name: str) -> None:
     """No character of the kubelet's directory means something else in a socket's address."""

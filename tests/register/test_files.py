@@ -23,9 +23,6 @@ from tests.register.node import (
     some,
 )
 
-# A register from before.
-
-
 # Agents of other names.
 
 

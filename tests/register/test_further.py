@@ -215,9 +215,6 @@ async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode
         assert [got(node, one) for one in (first, *others) if one.running].count({"d0"}) == 1
 
 
-# A hook that hangs, again and again.
-
-
 # Pods that cannot be listed.
 
 

@@ -84,9 +84,6 @@ def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
     return holders((), HolderEvidence([CheckpointVersion(frozenset(named), {})], True, PodProcesses(frozenset())), at)
 
 
-# Grants.
-
-
 # Restarts.
 
 
