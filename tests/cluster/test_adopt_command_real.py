@@ -116,7 +116,7 @@ def vendor_pod(node: Cluster, other_than: str = "") -> Pod:
 
 
 def test_a_daemonset_is_adopted_and_given_back(adopting: Adopting) -> None:
-    """Running just what is printed: pods run on with their devices; the way back waits until no claim has one."""
+    """Only the printed commands are run: pods keep their devices; the way back waits until no claim has a device."""
     node = adopting.cluster
     before = [node.start_pod(f"before-{number}", {RESOURCE: 1}).wait_running() for number in range(2)]
     held = {pod.name: (held_by(pod), pod.container_id()) for pod in before}

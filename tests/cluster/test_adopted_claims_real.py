@@ -113,7 +113,7 @@ def calls(vendor: Vendor, call: str) -> list[dict[str, Any]]:
 
 
 def test_what_a_pod_sees(scene: Scene) -> None:
-    """Through limits all as from the plugin alone; through a claim all but owner and mode of device nodes."""
+    """By limits a pod gets what the plugin alone gives; by a claim only owner and mode of device nodes differ."""
     cluster = scene.cluster
     scene.nodes("a", 1)
     library = isolate.DEVICES / "vendor-lib"
@@ -169,7 +169,7 @@ def test_what_a_pod_sees(scene: Scene) -> None:
 
 
 def test_a_mount_without_a_source(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """The agent is as in a pod here and cannot see it: the runtime says so, and the container does not start."""
+    """The agent cannot see a mount's missing source, as in a pod: the runtime reports it and starts no container."""
     scene.nodes("a", 1)
     scene.serve(adopted("a", "all"))
     missing = isolate.DEVICES / "not-there"
@@ -239,7 +239,7 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(
 def test_a_pod_is_deleted_while_its_plugin_hangs(
     scene: Scene, vendors: dict[str, Vendor], side: str, call: str, grace: int, then: str, how: str
 ) -> None:
-    """What the plugin answers later gives the device to nobody: the next pod or claim gets it, once."""
+    """A late response of a hanging plugin grants nothing: the next pod or claim gets the device, once."""
     cluster = scene.cluster
     scene.nodes("a", 1)
     hold = isolate.DEVICES / "hold"
@@ -287,7 +287,7 @@ def test_a_pod_is_deleted_while_its_plugin_hangs(
 def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_container(
     scene: Scene, vendors: dict[str, Vendor]
 ) -> None:
-    """The kubelet would want it for them, too, and start nothing; pods of the plugin's side have it afterwards."""
+    """A pod by limits starts through DRA although its plugin wants PreStartContainer for pods of the plugin side."""
     cluster = scene.cluster
     scene.nodes("a", 1)
     once = {"devices": [{"plugin": {"claims": True, "pre_start": "once"}}]}
@@ -313,7 +313,7 @@ def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_
 
 
 def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """Held devices on their way to either side stay with their holders while kubelet, plugins and agent restart."""
+    """Devices that move to either side stay with their holders while kubelet, plugins and agent restart."""
     plains, claimers = scene.both()
     allocated = {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
     for what in ("kubelet", "plugins", "agent", "plugins", "kubelet", "agent"):
@@ -399,7 +399,7 @@ def reverted(scene: Scene, vendor: Vendor) -> None:
 
 @pytest.mark.parametrize("agent", ["runs", "starts-later"])
 def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[str, Vendor], agent: str) -> None:
-    """The agent registers again, so that Allocates come to it, which it refuses; what claims have stays theirs."""
+    """The agent registers again, so that it gets and refuses Allocate calls; claims keep their devices."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -438,7 +438,7 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
 def test_a_reverted_path_after_the_config_has_dropped_the_resource(
     scene: Scene, vendors: dict[str, Vendor], monkeypatch: pytest.MonkeyPatch, *, adopts: bool
 ) -> None:
-    """An agent that starts then keeps from pods what claims have, which only its register knows of.
+    """An agent that starts gives pods no device of a claim, although only its register names these devices.
 
     What is made of a config without adopted resources has no `--adopt`.
     """
@@ -480,7 +480,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(
 
 
 def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """One that ends when the agent has registered again, as AMD's does, is noticed each time it is back."""
+    """A plugin that ends once the agent has registered again, as AMD's does, is noticed each time it returns."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -516,7 +516,7 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
 
 
 def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """One is with the agent, one with the kubelet: idle devices leave the slice, pods get nothing past the agent."""
+    """With one plugin at the agent and one at the kubelet, idle devices leave the slice and pods get none."""
     cluster = scene.cluster
     scene.nodes("a", 4)
     scene.serve(adopted("a", 2))
@@ -548,7 +548,7 @@ def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> 
 
 
 def test_an_allocation_past_the_agent(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """In the moment before the agent has noticed a pod may get anything: that is told, and goes to nobody else."""
+    """What a pod gets before the agent notices another plugin is reported, and is given to nobody else."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -573,7 +573,7 @@ def test_an_allocation_past_the_agent(scene: Scene, vendors: dict[str, Vendor]) 
 
 
 def test_adoption_while_pods_hold_devices(scene: Scene) -> None:
-    """Devices that pods have by the plugin alone stay theirs, and go to claims when the pods end; and back."""
+    """Pods keep devices that the plugin gave them; the devices move to claims when the pods end, and back later."""
     cluster = scene.cluster
     scene.nodes("a", 4)
     vendor = Vendor(scene, "a")

@@ -81,7 +81,7 @@ READY = "plugins can register"
 
 
 def test_adoption_and_the_way_back(scene: Scene) -> None:
-    """A plugin whose pods hold devices is adopted, and given back; nobody ever gets what others hold."""
+    """A plugin whose pods hold devices is adopted and given back; no device ever has two holders."""
     cluster = scene.cluster
     scene.nodes("a", 4)
     vendor, agent = Vendor(scene, "a"), Adopter(scene, "a")
@@ -140,7 +140,7 @@ needs_sample = pytest.mark.skipif(
 @needs_sample
 @pytest.mark.parametrize("how", ["registers", "is asked", "both"])
 def test_the_sample_plugin_of_kubernetes(scene: Scene, how: str) -> None:
-    """A finished program, whose directories are constants: mounted there, ours serve it, also after each restart.
+    """The Kubernetes sample plugin, with our directories mounted at its fixed paths, is served, also after restarts.
 
     It calls Register if the file DEPRECATION is not in the directory (kubelet 1.36.3 makes none), and is asked if its
     socket is in plugins_registry.

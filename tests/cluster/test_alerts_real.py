@@ -81,7 +81,7 @@ def wait_ended(prometheus: Prometheus, cluster: Cluster, *alerts: str) -> None:
 
 
 def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each alert is evaluated; those whose cause is made here fire for it, and end with it."""
+    """Alerts fire while the test makes their cause, and end when the cause ends."""
     cluster = bridge.cluster
     (group,) = prometheus.get("rules")["groups"]
     cluster.wait_for(
@@ -237,7 +237,7 @@ def without_account(bridge: Bridge) -> Iterator[None]:
 
 @pytest.mark.lengthy
 def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prometheus: Prometheus) -> None:
-    """Faults of sources and hooks, another plugin, a full disk, a checkpoint that cannot be read, lost rights."""
+    """Alerts: faults of sources and hooks, another plugin, a full disk, an unreadable checkpoint, lost rights."""
     cluster = bridge.cluster
     assert bridge.script is not None
     faults, ill = bridge.script.with_name("faults"), bridge.script.with_name("ill")
@@ -314,7 +314,7 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
 
 
 def test_a_token_that_is_not_renewed(bridge: Bridge, prometheus: Prometheus) -> None:
-    """The alert fires before the token expires, and ends with a newer one; an agent that starts reads it at once."""
+    """The alert fires before a token expires and ends with a new token, which an agent that starts reads at once."""
     for seconds, wait in ((600, wait_fires), (3600, wait_ended)):
         bridge.renew_token(seconds)
         bridge.stop()
@@ -403,7 +403,7 @@ def their_plugin(letter: str, *ids: str, node: Path) -> Iterator[BarePlugin]:
 
 
 def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
-    """Before the agent another plugin served, and the kubelet gave one id twice: what is held twice is told.
+    """A device that the kubelet gave to two pods, when another plugin served it, raises an alert.
 
     The kubelet does so if somebody calls `List` during an Allocate, after another pod's end (kubernetes#137534). The
     agent would refuse the second pod.
@@ -473,7 +473,7 @@ def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_alerts_about_what_an_operator_did(cluster: Cluster, tmp_path: Path) -> None:
-    """Shares that a kubelet restart would end pods for, a config file with a mistake, an adopted plugin that left."""
+    """A share with which a kubelet restart ends pods, a mistake in the file and a lost plugin raise alerts."""
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
     adopted = {"name": "example.net/v", "devices": [{"plugin": {}}]}
@@ -629,7 +629,7 @@ def labelled(node: Cluster) -> Iterator[Labelled]:
 
 
 def test_an_agent_that_has_gone(labelled: Labelled, tmp_path: Path) -> None:
-    """An agent that its DaemonSet has removed is told until it is back; not one whose Node is gone, nor the last."""
+    """A removed agent raises an alert until it is back, unless its Node is gone or it was the last agent."""
     cluster = labelled.cluster
     with (
         answering(OTHER_ADDRESS, 9410),

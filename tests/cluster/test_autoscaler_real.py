@@ -41,8 +41,11 @@ def group(cluster: Cluster) -> Iterator[Group]:
 
 
 def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
-    """None without slices, none with empty ones, a mixed group, partial, moving, all, and back: no used node is idle or
-    unready, and nothing is left of the marks."""
+    """No used node counts as idle or unready, whatever shares its group has.
+
+    The states: share none without slices and with empty slices, a mixed group, a partial share, moving devices, share
+    all, and back to none. Afterwards no mark of a rollout is left.
+    """
     names = [node.name for node in group.nodes]
 
     # None, without slices: agents that serve no claims change nothing for the autoscaler.
@@ -93,7 +96,7 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
 
 
 def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> None:
-    """`migrate` moves devices of one node without its group: the others are unready, that one is judged by a slice."""
+    """After `migrate` of one node without its group, the model counts the other nodes as unready."""
     status, out = group.run("migrate", group.nodes[0].name, "--driver", DRIVER, "--share", "1", "--wait")
     assert status == 0, out
     group.until(lambda: group.slices() == {group.nodes[0].name: 1}, "one node has a slice")
@@ -111,7 +114,7 @@ def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> No
     ids=["interrupted and undone", "killed and taken over"],
 )
 def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals, next_run: tuple[str, ...]) -> None:
-    """The nodes stay marked until another run takes the marks away, but for the one that an administrator has set."""
+    """Nodes keep the marks of an ended rollout until another run removes them; an administrator's mark stays."""
     theirs = {SCALE_DOWN_DISABLED: "true"}
     first, *_ = group.nodes
     group.cluster.api.patch("Node", first.name, {"metadata": {"annotations": theirs}})
@@ -129,7 +132,7 @@ def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals
 
 
 def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) -> None:
-    """`status` and `rollout` know nodes of former agents whose slices go with them, and last the marks of the group."""
+    """`status` and `rollout` read reports of former agents, whose slices and marks end when they are replaced."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     everywhere = ("--max-unavailable", str(COUNT), "--take-over")
@@ -182,7 +185,9 @@ def reported(group: Group) -> list[dict[str, int]]:
 
 
 def test_a_new_node_of_karpenter_serves_its_first_pods_by_limits(cluster: Cluster) -> None:
-    """With `share: all` its devices move once Karpenter has initialized the node. Until then its pool is empty.
+    """With `share: all`, a new node's devices move to claims once Karpenter has initialized the node.
+
+    Until then its pool is empty.
 
     With its option for DRA Karpenter waits for such a complete pool.
     """

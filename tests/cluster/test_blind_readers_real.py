@@ -45,7 +45,7 @@ def said(scene: Scene, pod: Pod) -> bool:
 
 @pytest.mark.parametrize("how", ["limits", "claim"])
 def test_a_pod_that_hangs_keeps_its_device(scene: Scene, how: str) -> None:
-    """It was deleted by force, and only its directory and its process are left."""
+    """A pod deleted by force, of which only directory and process are left, keeps its device."""
     scene.begin(a=(1, "none" if how == "limits" else "all"))
     pod = scene.pod("a0", "a") if how == "limits" else scene.claimer("a0", "a")
     scene.running(pod)
@@ -60,7 +60,7 @@ def test_a_pod_that_hangs_keeps_its_device(scene: Scene, how: str) -> None:
 
 
 def test_a_pod_that_ends_gives_its_device_on(scene: Scene) -> None:
-    """At once if it is deleted; one that has completed keeps the device until it is deleted, and that is said."""
+    """A deleted pod's device is free at once; a completed pod keeps its device until it is deleted, and is reported."""
     scene.begin(a=(1, "none"), b=(1, "all"))
     pod, user = scene.pod("a0", "a"), scene.claimer("b0", "b")
     scene.running(pod, user)
@@ -85,7 +85,7 @@ def test_a_pod_that_ends_gives_its_device_on(scene: Scene) -> None:
 
 
 def test_cgroups_end_while_pods_run_in_them(scene: Scene, make_cluster: Callable[..., Cluster]) -> None:
-    """A pod from before is seen to end; one from after that hangs keeps its device, although others are in the tree."""
+    """A pod in the cgroup tree is seen to end; a hanging pod outside of this tree keeps its device."""
     make_cluster()
     scene.begin(a=(2, "none"))
     former = scene.pod("a0", "a")
@@ -105,7 +105,7 @@ def test_cgroups_end_while_pods_run_in_them(scene: Scene, make_cluster: Callable
 
 
 def test_a_cgroup_that_is_made_later_ends_no_pod(scene: Scene, make_cluster: Callable[..., Cluster]) -> None:
-    """The kubelet gets the setting that the agent asks for, and makes an empty cgroup for a pod that runs elsewhere."""
+    """A pod in another cgroup keeps its device when the kubelet later makes an empty cgroup for the pod."""
     scene.begin(a=(1, "none"))
     pod = scene.make(plain("a0", "a", ignores_term=True, terminationGracePeriodSeconds=40))
     scene.running(pod)

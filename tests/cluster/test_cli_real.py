@@ -182,7 +182,7 @@ def held_by(pod: Pod) -> str:
 def test_migrate_waits_for_holders_there_and_back(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:
-    """`migrate --wait` names who holds what it waits for, and ends with 0 when the holder does, either way."""
+    """`migrate --wait` names the holder for which it waits, and exits with 0 once the holder ends, both ways."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     device = held_by(pod)
@@ -215,7 +215,7 @@ def test_migrate_waits_for_holders_there_and_back(
 
 
 def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """An operator forces a share, and `status` names pods by their ages, also where the agent does not know these."""
+    """After a forced share, `status` names the pods that a kubelet restart would end, by the pods' ages."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     first = cluster.start_pod("first", {RESOURCE: 2}).wait_running()
     waits = cluster.start_pod("waits", {RESOURCE: 3})
@@ -273,7 +273,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
 
 
 def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`rollout` stops where a node stalls and says why, goes on when run again, and --undo restores what was before."""
+    """`rollout` stops at a node that stalls and says why; a second run goes on, and --undo restores the shares."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
@@ -299,7 +299,7 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
 
 
 def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """Devices stay with claims while there is no Node, and when the kubelet has made another; who asks is heard."""
+    """Devices stay with claims while no Node object exists and after it is created anew; requests are followed."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     move = ("migrate", node, "--driver", DRIVER, "--wait", "--timeout", "60", "--share")
     assert ran(*move, "all")[0] == 0
@@ -330,7 +330,7 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
 
 
 def test_a_terminal_gets_no_control_characters(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """The API server takes control characters in annotations, which others may write; they are shown escaped."""
+    """Control characters in annotations, which others may write, are printed escaped."""
     clear = "\x1b[2J"
     record = {"share": f"1{clear}", "owner": f"eve{clear}"}
     annotate(bridge.cluster, {SHARE: f"all{clear}", BEFORE: json.dumps(record)}, {"pool": "boards"})
@@ -343,7 +343,7 @@ def test_a_terminal_gets_no_control_characters(bridge: Bridge, ran: Callable[...
 
 
 def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """An operator is told of a DeviceClass that takes pods away, which the API server accepts without a word."""
+    """An operator is warned of another DeviceClass that has the extended resource; the API server gives no warning."""
     selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
     spec = {"selectors": [selector], "extendedResourceName": RESOURCE}
     kind = {"apiVersion": bridge.api_version, "kind": "DeviceClass"}
@@ -364,7 +364,7 @@ def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable
 def test_two_operators_do_not_fight(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:
-    """The second of two contradicting rollouts stops, or takes over and the first one stops; --undo restores all."""
+    """One of two contradicting rollouts stops: the second, or the first if the second takes over; --undo works."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     other = cluster.kubeconfig_for(OTHER)
     annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
@@ -391,7 +391,7 @@ def test_two_operators_do_not_fight(
 def test_rollout_stops_when_a_pod_fails(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:
-    """A pod that fails for want of these devices while its node moves stops the rollout with the pod's own reason."""
+    """A pod that fails because its node's devices move stops the rollout, which prints the pod's reason."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     annotate(cluster, {}, {"pool": "boards"})
     holder = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
@@ -409,7 +409,7 @@ def test_rollout_stops_when_a_pod_fails(
 
 
 def test_status_says_which_move_lets_a_waiting_pod_start(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """Each side has too few devices free for a pod that wants three of four; after the move that is named it runs."""
+    """`status` names the move after which a pod runs that wants three of four devices, which no side has."""
     annotate(bridge.cluster, {SHARE: "2"})
     cluster = bridge.cluster
     cluster.wait_for(lambda: cluster.allocatable(RESOURCE) == 2 and len(bridge.offered()) == 2, 30, "two on each side")
@@ -451,7 +451,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> None:
-    """The policy restricts who has the operator's role, for its drivers; who has patched Nodes before goes on to."""
+    """The policy lets operators patch only their drivers' shares; users with other rights can still patch Nodes."""
     first, second = Deployment(name="first"), Deployment(name="second")
     other = CONFIG.replace(DRIVER, "other.example.com")
     patcher = {
@@ -531,7 +531,7 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
 
 
 def test_kubectl_runs_it(bridge: Bridge, kubeconfig: Path) -> None:
-    """`kubectl dra-bridge` is what `pip install` put beside Python, and shows what `dra-bridge` shows."""
+    """`kubectl dra-bridge` finds the program that `pip install` put beside Python, and prints the same."""
     programs = Path(sys.executable).parent
     assert (programs / "kubectl-dra_bridge").exists(), "installed before it was added: pip install -e '.[bridge,cli]'"
     bridge.wait_offered(0)

@@ -107,7 +107,7 @@ def test_the_api_server_takes_each_kind(cluster: Cluster) -> None:
 
 
 def test_older_versions_are_taken(cluster: Cluster) -> None:
-    """The templates of v1beta1 and v1beta2 are valid where the server has these."""
+    """Converted templates of v1beta1 and v1beta2 are valid on servers that serve these versions."""
     text = yaml.safe_dump(workload("Deployment"))
     for version, since in (("v1beta1", 32), ("v1beta2", 33)):
         if cluster.minor >= since:
@@ -158,7 +158,7 @@ SLEEP = ["sh", "-c", "trap 'exit 0' TERM; sleep 1000000 & wait"]
 
 
 def test_a_converted_pod_gets_what_limits_gave(bridge: Bridge) -> None:
-    """Device nodes, variables and mounts of each container are the same, and two containers share no device."""
+    """A converted pod's containers get the nodes, variables and mounts as by limits, and share no device."""
     cluster = bridge.cluster
     body = bare("user")
     for container in body["spec"]["containers"]:
@@ -188,7 +188,7 @@ def test_a_converted_pod_gets_what_limits_gave(bridge: Bridge) -> None:
 
 
 def test_kustomize_takes_the_patches(cluster: Cluster, tmp_path: Path) -> None:
-    """The component makes of a base what `convert` makes of its manifests, but for empty limits."""
+    """The Kustomize component changes a base as `convert` changes its manifests, except for empty limits."""
     base, component = tmp_path / "base", tmp_path / "component"
     base.mkdir()
     component.mkdir()
@@ -215,7 +215,7 @@ def test_kustomize_takes_the_patches(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_helm_takes_it_as_post_renderer(tmp_path: Path) -> None:
-    """A chart whose pods ask by limits comes out of Helm with claims."""
+    """With `convert` as post-renderer, Helm installs a chart whose pods ask by limits with claims."""
     chart = tmp_path / "chart"
     (chart / "templates").mkdir(parents=True)
     (chart / "Chart.yaml").write_text("apiVersion: v2\nname: boards\nversion: 1.0.0\n")

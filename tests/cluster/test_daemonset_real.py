@@ -259,7 +259,7 @@ def measured(pod: Pod, name: str, /, **labels: str) -> list[float]:
 
 
 def test_both_doors_of_a_pod(deployed: Deployed) -> None:
-    """Pods get a device by limits and by a claim from the agent's pod, which needs no other right than it has."""
+    """Pods get a device by limits and by a claim from an agent in a pod with the rights of its manifest."""
     agent = deployed.agent()
     _, user, _ = deployed.both_doors()
     assert held_by(user) in deployed.allocated("mine")
@@ -292,7 +292,7 @@ def tried(agent: Pod, *paths: str | Path) -> dict[str, str]:
 
 
 def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) -> None:
-    """A container of the agent has no capability, and can write to its own directories and the kubelet's sockets alone.
+    """The agent's container has no capability, and can write only to its own directories and the kubelet's sockets.
 
     That this is enough for both sides is what `test_both_doors_of_a_pod` and others show with the same agent.
     """
@@ -325,7 +325,7 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
 
 
 def test_a_stolen_token(deployed: Deployed) -> None:
-    """Who has taken the token of an agent's pod may do nothing to other nodes, pods and rights, and only while it runs.
+    """A stolen token of an agent's pod gives no rights to other nodes or pods, and is valid only while the pod runs.
 
     What it is for is refused elsewhere and to others: `tests.cluster.test_slices_real` has more of that.
     """
@@ -418,7 +418,7 @@ def test_a_stolen_token(deployed: Deployed) -> None:
 
 
 def test_hooks_write_to_sysfs_only_where_asked_for(deployed: Deployed) -> None:
-    """In a pod /sys is read-only; `--writable-sys` opens the devices' directories, also through links, and no other."""
+    """In a pod /sys is read-only; `--writable-sys` makes only the devices' directories writable, also through links."""
     device, link, other = (
         "/sys/devices/virtual/mem/null/uevent",
         "/sys/class/mem/null/uevent",
@@ -438,7 +438,7 @@ def test_hooks_write_to_sysfs_only_where_asked_for(deployed: Deployed) -> None:
 
 
 def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
-    """With `probe: open` the agent is privileged and says why; without the privilege it cannot tell the health."""
+    """With `probe: open` the printed agent is privileged, with the reason; unprivileged, health would be unknown."""
     numbers = [os.stat(path).st_rdev for path in ("/dev/fuse", "/dev/loop-control")]
     with deployment(Deployed, node, numbers, health={"probe": "open", "period": 1}) as deployed:
         agent = deployed.agent()
@@ -476,7 +476,7 @@ def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
 
 
 def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
-    """All probes of the manifest succeed, metrics tell the truth at its port, and it is far from its memory's limit."""
+    """The manifest's probes succeed, the metrics are right, and the agent stays far below its memory limit."""
     cluster, agent = deployed.cluster, deployed.agent()
     deployed.wait_offered(2)
     wanted = {("Startup", "successful"), ("Readiness", "successful"), ("Liveness", "successful")}
@@ -511,7 +511,7 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
 
 
 def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
-    """`status` of an operator asks the agents' pods, found by their binding, and no other pod that has their label."""
+    """An operator's `status` asks only pods of the agents' binding, and no other pod with the agents' label."""
     cluster = deployed.cluster
     _, _, held = deployed.both_doors()
     labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
@@ -543,7 +543,7 @@ def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
 
 
 def test_status_begins_with_what_is_wrong_with_the_agent(deployed: Deployed) -> None:
-    """While the kubelet is dead the agent is not ready, and `status` says so first and ends with 1."""
+    """While the kubelet does not run, the agent is not ready; `status` begins with that and exits with 1."""
     cluster, problem = deployed.cluster, f"it is not ready: {RESOURCE}: not registered with the kubelet"
     deployed.wait_offered(2)
     assert deployed.cli("status")[0] == 0
@@ -561,7 +561,7 @@ def test_status_begins_with_what_is_wrong_with_the_agent(deployed: Deployed) -> 
 
 
 def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
-    """After a restart of the agent `status` and a timeout of `migrate` name the pod that a device's move waits for."""
+    """After an agent's restart, `status` and `migrate` at its timeout name the pod for which a move waits."""
     cluster, agent = deployed.cluster, deployed.agent()
     cluster.wait_allocatable(RESOURCE, 2)
     cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
@@ -576,7 +576,7 @@ def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
 
 
 def test_the_page_names_pods_after_restarts(deployed: Deployed) -> None:
-    """Agent and kubelet have started again, which forgets the pods' names: the page has them on both sides."""
+    """After restarts of agent and kubelet, the page names the pods of both sides."""
     plain, user, _ = deployed.both_doors()
     delete(deployed, deployed.agent())
     deployed.cluster.restart_kubelet()
@@ -593,7 +593,7 @@ def test_the_page_names_pods_after_restarts(deployed: Deployed) -> None:
 
 
 def test_changed_config_map_is_taken(deployed: Deployed) -> None:
-    """A changed file, printed and applied again, is taken by the agent's pod as it runs."""
+    """A running agent reads its changed config file after the printed manifests were applied again."""
     cluster, agent = deployed.cluster, deployed.agent()
     deployed.wait_offered(2)
     deployed.share(1)
@@ -607,7 +607,7 @@ def test_changed_config_map_is_taken(deployed: Deployed) -> None:
 
 @pytest.mark.parametrize("how", ["reload", "rollout"])
 def test_driver_is_renamed(node: Cluster, how: str) -> None:
-    """A claim of the former driver keeps its device and ends as always; then the new driver has the device.
+    """After a driver's renaming, its claim keeps its device until it ends; then the new driver has the device.
 
     The file is printed and applied again, with another image too (rollout), or alone, which changes no pod (reload).
     """
@@ -690,7 +690,7 @@ def kill(deployed: Deployed, agent: Pod) -> None:
 
 @pytest.mark.parametrize("again", [delete, update, privilege, kill])
 def test_nothing_is_lost_with_a_pod(deployed: Deployed, again: Callable[[Deployed, Pod], None]) -> None:
-    """While the agent's pod is replaced holders keep their devices, nobody gets one twice, and its ledger stays."""
+    """While the agent's pod is replaced, holders keep their devices, none is given twice, and the ledger stays."""
     cluster, agent = deployed.cluster, deployed.agent()
     cluster.wait_allocatable(RESOURCE, 2)
     deployed.wait_offered(2)
@@ -725,7 +725,7 @@ def test_nothing_is_lost_with_a_pod(deployed: Deployed, again: Callable[[Deploye
 
 
 def test_example_of_a_plugin_alone(node: Cluster) -> None:
-    """examples/daemonset.yaml serves a device that is plugged in later, without capabilities, through its restart."""
+    """The agent of examples/daemonset.yaml serves, without capabilities, a device that is plugged in later."""
     objects = list(yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text()))
     (agent,) = (one for one in objects if one["kind"] == "DaemonSet")
     agent["spec"]["template"]["spec"]["containers"][0]["image"] = IMAGES[0]
@@ -768,7 +768,7 @@ def test_example_of_a_plugin_alone(node: Cluster) -> None:
 
 
 def test_orphans_of_probes_are_buried(node: Cluster) -> None:
-    """What probes of health leave behind when they end does not stay as zombies in the plugin's pod."""
+    """Processes that a health probe leaves behind do not stay as zombies in the plugin's pod."""
     map_, agent = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     orphan = "open('/tmp/orphans', 'a').write('x')"
     leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}])"

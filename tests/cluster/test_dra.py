@@ -127,7 +127,7 @@ def waiting(name: str, *claims: dict[str, str]) -> dict[str, Any]:
 
 
 def test_one_claim_for_two_containers(bridge: Bridge) -> None:
-    """Two containers of a pod share one claim's device; one without the claim gets nothing of it."""
+    """Two containers of a pod share one claim's device; a third container without the claim gets nothing."""
     bridge.claim("shared")
     containers = [waiting("a", {"name": "c"}), waiting("b", {"name": "c"}), waiting("none")]
     pod = bridge.pod("both", {"c": "shared"}, containers=containers).wait_running()
@@ -160,7 +160,7 @@ def test_two_requests_two_containers(cluster: Cluster) -> None:
 
 
 def test_selectors(bridge: Bridge) -> None:
-    """Claims select on attributes and capacity as a user writes them; what fits nowhere stays pending."""
+    """Claims select devices by attributes and capacity; a claim that fits no device stays pending."""
     family = f'device.attributes["{DRIVER}"].family == "Arc"'
     memory = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("16Gi")) >= 0'
     more = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("32Gi")) >= 0'
@@ -197,7 +197,7 @@ def test_match_attribute_and_counts(bridge: Bridge) -> None:
 
 
 def test_first_available(bridge: Bridge) -> None:
-    """Of alternatives the first that can be had is taken, and the container gets it under the request's name."""
+    """The first available alternative of a request is allocated, and the container gets it under the request's name."""
     if bridge.cluster.minor < 33:
         pytest.skip("prioritized lists came with 1.33")
     better = {"cel": {"expression": f'device.attributes["{DRIVER}"].speed > 10'}}
@@ -276,7 +276,7 @@ run(Fpga(), share="all")
 
 
 def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) -> None:
-    """The kubelet would ask for PreStartContainer of a pod that DRA serves, too, and start nothing of it."""
+    """A pod by limits starts through DRA although its source has `reset`: PreStartContainer is not requested."""
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
 
@@ -302,7 +302,7 @@ def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) 
 
 
 def test_a_pod_bound_by_name(bridge: Bridge) -> None:
-    """A pod that names its node itself gets an allocated claim's device; no scheduler looked at it."""
+    """A pod that names its node, past the scheduler, gets the device of an allocated claim."""
     bridge.claim("mine")
     first = bridge.pod("first", {"fpga": "mine"}).wait_running()
     second = bridge.pod("second", {"fpga": "mine"}, nodeName=bridge.cluster.node_name)
@@ -337,7 +337,7 @@ run(Fpga(), share="all")
 
 
 def test_parameters_are_refused(bridge: Bridge) -> None:
-    """Parameters for a driver that accepts none are an error, which the pod has an Event about."""
+    """Parameters for a driver that accepts none are an error, which an Event of the pod reports."""
     opaque = {"driver": DRIVER, "parameters": {"apiVersion": "x/v1", "kind": "X", "mode": "turbo"}}
     bridge.claim("configured", config=[{"requests": ["one"], "opaque": opaque}])
     pod = bridge.pod("one", {"fpga": "configured"})
@@ -362,7 +362,7 @@ def test_parameters(cluster: Cluster) -> None:
 
 
 def test_parameters_of_class_and_claim(cluster: Cluster) -> None:
-    """A claim's parameters are laid over those of its class, field by field."""
+    """A claim's parameters take precedence over its class's parameters, field by field."""
     with Bridge.running(cluster, fpga(), script=TUNED) as bridge:
         bridge.wait_offered(4)
         opaque = {"driver": DRIVER, "parameters": {"mode": "turbo", "volts": 7}}
@@ -383,7 +383,7 @@ def test_parameters_of_class_and_claim(cluster: Cluster) -> None:
 
 
 def test_conditions(cluster: Cluster) -> None:
-    """With --claim-status a claim's status tells that each of its devices is prepared, and on which node."""
+    """With --claim-status, a claim's status says that each of its devices is prepared, and on which node."""
     with Bridge.running(cluster, fpga(), claim_status=True) as bridge:
         bridge.wait_offered(4)
         bridge.claim("mine", bridge.one(allocationMode="ExactCount", count=2))
@@ -401,7 +401,7 @@ def test_conditions(cluster: Cluster) -> None:
 
 
 def test_a_claim_deleted_while_the_agent_is_down(bridge: Bridge) -> None:
-    """A pod and its claim can go while the agent is away; the next agent cleans up after them."""
+    """The next agent cleans up after a pod and claim that were deleted while no agent ran."""
     pod = claimant(bridge)
     bridge.kill()
     pod.delete()
@@ -414,7 +414,7 @@ def test_a_claim_deleted_while_the_agent_is_down(bridge: Bridge) -> None:
 
 
 def test_a_claim_recreated_under_its_name(bridge: Bridge) -> None:
-    """A claim that was replaced by one of the same name while the agent was away is another claim."""
+    """A claim that was replaced by a claim of the same name, while no agent ran, counts as another claim."""
     if bridge.cluster.minor < 34:
         pytest.skip("kubelets before 1.34 start the pod with the CDI devices of the claim's former namesake")
     pod = claimant(bridge)
@@ -441,7 +441,7 @@ def test_a_claim_recreated_under_its_name(bridge: Bridge) -> None:
 
 
 def test_a_late_prepare(bridge: Bridge) -> None:
-    """A Prepare for a claim that was deleted, or replaced by its namesake, is refused and leaves nothing behind."""
+    """A Prepare for a claim that was deleted, or replaced under the same name, is refused and leaves no files."""
     pod = claimant(bridge)
     uid = bridge.get_claim("mine")["metadata"]["uid"]
     assert bridge.call("Prepare", "mine", uid) == ""
@@ -464,7 +464,7 @@ def test_a_late_prepare(bridge: Bridge) -> None:
 
 
 def test_the_agent_is_killed(bridge: Bridge) -> None:
-    """Pods run on when the agent is killed; the next one knows their claims and serves others."""
+    """Pods run on when the agent is killed; the next agent knows their claims and serves new ones."""
     pod = claimant(bridge)
     bridge.kill()
     for file in CDI.glob("*.json"):
@@ -479,7 +479,7 @@ def test_the_agent_is_killed(bridge: Bridge) -> None:
 
 
 def test_a_rolling_update(bridge: Bridge) -> None:
-    """A second agent stands by until the first has gone; claims and slices stay, pods can come all the while."""
+    """A second agent waits until the first has ended; claims and slices stay, and new pods are served meanwhile."""
     pod = claimant(bridge)
     slices = {one["metadata"]["uid"] for one in bridge.slices()}
     bridge.start_another()
@@ -528,7 +528,7 @@ class Former(Bridge):
 @pytest.mark.parametrize("rename", [False, True])
 @pytest.mark.parametrize("ended", ["killed", "stopped"])
 def test_the_former_layout_of_sockets(cluster: Cluster, ended: str, rename: bool) -> None:
-    """After an upgrade from directories by drivers claims end as always, also if it renames the driver."""
+    """After an upgrade from a socket directory for each driver, claims end as usual, also if a driver is renamed."""
     with Former.running(cluster, fpga(1)) as bridge:
         bridge.wait_offered(1)
         bridge.claim("mine")
@@ -554,7 +554,7 @@ def test_the_former_layout_of_sockets(cluster: Cluster, ended: str, rename: bool
 
 
 def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
-    """The former driver may delete all its slices, not only the first, and may write none."""
+    """The agent may delete all slices of a driver's former name, not only the first, and may write none."""
     with Bridge.running(cluster, fpga(130)) as bridge:
         bridge.wait_offered(130)
         assert len(bridge.slices()) == 3
@@ -566,7 +566,7 @@ def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
 
 
 def test_the_registry_is_recreated(bridge: Bridge) -> None:
-    """A driver registers again when the kubelet's directory for registrations was removed and made anew."""
+    """A driver registers again when the kubelet's directory for registrations was removed and created again."""
     bridge.cluster.stop_kubelet()
     shutil.rmtree(PLUGINS_REGISTRY)
     bridge.cluster.start_kubelet()
@@ -575,7 +575,7 @@ def test_the_registry_is_recreated(bridge: Bridge) -> None:
 
 
 def test_the_kubelet_restarts(bridge: Bridge) -> None:
-    """The kubelet deletes the node's slices when it starts; they are back within 2 s, and pods run on."""
+    """The node's slices, which the kubelet deletes at its start, are back within 2 s, and pods run on."""
     pod = claimant(bridge)
     known = {one["metadata"]["uid"] for one in bridge.slices()}
     gone: list[float] = []
@@ -629,7 +629,7 @@ run(Fpga(), share="all")
 
 
 def test_the_api_server_is_away(cluster: Cluster) -> None:
-    """An API server that goes away during Prepare, for a minute, costs a wait: the agent finishes without it."""
+    """The agent finishes a Prepare although the API server goes away meanwhile; later claims are served again."""
     with Bridge.running(cluster, fpga(), script=SLOW) as bridge:
         bridge.wait_offered(4)
         bridge.claim("mine")
@@ -650,7 +650,7 @@ def test_the_api_server_is_away(cluster: Cluster) -> None:
 
 
 def test_an_unhealthy_device(cluster: Cluster) -> None:
-    """A device that turns unhealthy carries a taint, its pod's status says so, and it recovers."""
+    """An unhealthy device has a taint, and its health is in its pod's status, until the device recovers."""
     sick = Path("/run/deviceplugin-cluster/devices/sick-fpga")
     sick.write_text("")
     resource = fpga(devices=[{"simulated": {"count": 2, "unhealthy_file": str(sick)}}])
@@ -774,7 +774,7 @@ def _forty_claims(bridge: Bridge) -> None:
 
 
 def test_steady_state(bridge: Bridge) -> None:
-    """At rest nothing is written. A node costs four watches: its slices, those without a node, its Node, its Lease."""
+    """While nothing changes, the agent writes nothing and has four watches: slices (two), its Node, its Lease."""
     cluster = bridge.cluster
 
     def counts(name: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -848,7 +848,7 @@ def test_steady_state(bridge: Bridge) -> None:
 
 
 def test_plugin_only(cluster: Cluster) -> None:
-    """`deviceplugin run` with the same file serves the plugin side alone, and loads no client.
+    """`deviceplugin run` with the same file serves the plugin side alone, and loads no API client.
 
     What the claim of a running container holds it gives to nobody, although no bridge is there to say so.
     """
@@ -884,7 +884,7 @@ def test_plugin_only(cluster: Cluster) -> None:
 
 
 def test_extended_and_claims_agree(bridge: Bridge) -> None:
-    """The share's change moves devices to the plugin side, and what a pod gets there is the same."""
+    """After a move to the plugin side, a pod gets the same from a device as a claim's pod got."""
     bridge.share("none")
     bridge.cluster.wait_allocatable(RESOURCE, 4)
     assert seconds_until(bridge.cluster, lambda: not bridge.offered(), 30, "nothing is offered to claims") < 30

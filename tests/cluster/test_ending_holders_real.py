@@ -100,7 +100,7 @@ def shown(record: Record, **figures: object) -> None:
 def test_a_deployments_pods_by_claim_are_deleted_by_force(
     scene: Replaced, record_property: Record, *, ignores_term: bool
 ) -> None:
-    """The next pod gets the device soon after the last process of the one before."""
+    """A Deployment's next pod gets the device soon after the last process of the forcibly deleted pod."""
     scene.begin(a=(1, "all"))
     grace = {"terminationGracePeriodSeconds": 8} if ignores_term else {}
     scene.deploy(claimer("pod", "a", ignores_term=ignores_term, **grace))
@@ -112,7 +112,7 @@ def test_a_deployments_pods_by_claim_are_deleted_by_force(
 def test_a_deployments_pods_by_limits_are_deleted_by_force(
     scene: Replaced, record_property: Record, *, ignores_term: bool
 ) -> None:
-    """The next pod gets the device soon, and other pods of the node start meanwhile."""
+    """The next pod by limits gets the device soon, and other pods of the node start meanwhile."""
     scene.begin(a=(1, "none"))
     grace = {"terminationGracePeriodSeconds": 15} if ignores_term else {}
     scene.deploy(plain("pod", "a", ignores_term=ignores_term, **grace))
@@ -130,7 +130,7 @@ def test_a_deployments_pods_by_limits_are_deleted_by_force(
 
 @pytest.mark.parametrize("how", ["by-force", "with-grace"])
 def test_a_pod_that_waits_is_deleted(scene: Replaced, record_property: Record, how: str) -> None:
-    """The kubelet ends it soon once its claim is gone, though the holder hangs, else when the holder has ended."""
+    """A deleted pod that waits ends soon once its claim is gone, else when the device's holder has ended."""
     scene.begin(a=(1, "all"))
     held = scene.claimer("held", "a", ignores_term=True)
     scene.running(held)

@@ -31,7 +31,7 @@ def containers(objects: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("example", CLAIMS, ids=[path.stem for path in CLAIMS])
 def test_example_runs(cluster: Cluster, example: Path) -> None:
-    """What an example of claims makes starts, with a device in each container."""
+    """The pods of each claim example start, with a device in each container."""
     if cluster.minor < 34:
         pytest.skip("the examples are written in resource.k8s.io/v1, which came with 1.34")
     with Bridge.running(cluster, resources("all")) as bridge:

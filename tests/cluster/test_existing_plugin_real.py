@@ -110,7 +110,7 @@ def restart_container(scene: Scene, pod: Pod) -> None:
 
 @pytest.mark.parametrize("answer", ["nodes", "variables"])
 def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
-    """With the same resource name and ids, pods of the former plugin run on, and nobody gets what they hold.
+    """With the same resource name and ids, pods of the former plugin run on, and their devices are given to nobody.
 
     However the former plugin's containers got their devices: the kubelet's checkpoint has the ids. So it stays through
     restarts of agent, kubelet and container, and through the move to claims.
@@ -163,7 +163,7 @@ def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
 
 
 def test_another_plugin_had_other_ids(scene: Scene) -> None:
-    """Under other ids, what pods of the former plugin hold is known by their device nodes, until they end."""
+    """Under other ids, devices of the former plugin's pods are found by the pods' device nodes, until the pods end."""
     cluster = scene.cluster
     held = held_from_another_plugin(scene, "nodes")
     cluster.wait_allocatable(named("a"), 2)
@@ -179,7 +179,7 @@ def test_another_plugin_had_other_ids(scene: Scene) -> None:
 
 
 def test_another_plugin_had_other_ids_and_gave_no_nodes(scene: Scene) -> None:
-    """Under other ids, no device of the resource is given while a pod of the former plugin may have any of them.
+    """Under other ids, no device is given while a pod of the former plugin has unidentified devices.
 
     So it is for what was given by variables, mounts or directories, which name no device node.
     """
@@ -205,7 +205,7 @@ def uninstall(scene: Scene, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def test_back_to_the_former_plugin(scene: Scene) -> None:
-    """Once claims hold nothing, a plugin with the same resource name and ids takes over; pods by limits run on."""
+    """Once no claim has a device, a plugin with the same resource name and ids takes over; pods by limits run on."""
     cluster = scene.cluster
     scene.nodes("a", 3)
     agents = scene.serve(resource("a", 1))
@@ -300,7 +300,7 @@ class OtherDriver(BareDriver):
 
 
 def test_to_another_vendors_driver(scene: Scene) -> None:
-    """With both classes in the pods' template, pods that are made anew are served by the driver that comes next."""
+    """With both drivers' classes in the pods' template, new pods are served by the next driver."""
     cluster = scene.cluster
     if cluster.minor < 34:
         pytest.skip("a prioritized list came with 1.34")
@@ -337,7 +337,7 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
 
 
 def test_agents_are_just_deleted(scene: Scene) -> None:
-    """Pods run on without the agents, through restarts; pods with claims cannot end before an agent is there again."""
+    """Pods run on and restart without agents; pods with claims cannot end until an agent runs again."""
     cluster = scene.cluster
     scene.nodes("a", 3)
     agents = scene.serve(resource("a", 2))

@@ -55,8 +55,10 @@ def counted(claim: str) -> int:
 
 
 def test_a_driver_that_fails_beside_another(cluster: Cluster) -> None:
-    """However often it fails, the other claim's device is counted once since 1.37, and at each try before; the pod runs
-    with both when the driver is mended."""
+    """A pod with claims of a failing and of a working driver runs with both once the failing driver works.
+
+    Until then, the kubelet counts the working driver's device once since 1.37, and once for each try before.
+    """
     with Bridge.running(cluster, served("good"), served("bad"), script=AGENT) as bridge:
         bridge.wait_offered(1, GOOD)
         bridge.wait_offered(1, BAD)

@@ -71,7 +71,7 @@ def test_components_are_killed_at_many_points(scene: Scene) -> None:
 
 
 def test_containerd_is_killed(scene: Scene) -> None:
-    """Held devices stay with their containers, which no runtime can end, and move once they have ended."""
+    """While containerd is dead, devices stay with their containers; they move once the containers have ended."""
     plains, claimers = scene.both()
     ending = [plains[0], claimers[0]]
     scene.cluster.kill("containerd")
@@ -84,7 +84,7 @@ def test_containerd_is_killed(scene: Scene) -> None:
 
 
 def test_agent_hangs(scene: Scene) -> None:
-    """An agent that is stopped, for a minute at length, and goes on knows who has ended meanwhile and who has not."""
+    """An agent that was stopped, for up to a minute, finds out which holders have ended meanwhile."""
     plains, claimers = scene.both()
     agent = scene.agents.process
     assert agent is not None
@@ -101,7 +101,7 @@ def test_agent_hangs(scene: Scene) -> None:
 
 
 def test_agents_overlap(scene: Scene) -> None:
-    """Of two bridges one stands by; it goes on with held devices and their moves when the other is killed or ends."""
+    """Of two agents one waits; when the other ends, it takes over the held devices and their moves."""
     plains, claimers = scene.both()
     for end in ("killed", "terminated") if LONG else ("killed",):
         scene.agents.start_another()
@@ -119,7 +119,7 @@ def test_agents_overlap(scene: Scene) -> None:
 
 
 def test_share_flaps(scene: Scene) -> None:
-    """Shares that change twice a second give away no held device, and devices move where they stop."""
+    """Shares that change twice a second give away no held device; the devices follow the last share."""
     plains, claimers = scene.both()
 
     def annotate(letter: str, share: str | None) -> None:
@@ -143,7 +143,7 @@ def test_share_flaps(scene: Scene) -> None:
 
 
 def test_hot_plug(scene: Scene) -> None:
-    """Devices that are unplugged and plugged in again while held, claimed and moving stay with their holders."""
+    """Devices that are unplugged and plugged in again stay with their holders, also while they move."""
     plains, claimers = scene.both()
     numbers = {path: path.stat().st_rdev for letter in "ab" for path in sorted((locks.NODES / letter).iterdir())}
 
@@ -186,7 +186,7 @@ def test_hot_plug(scene: Scene) -> None:
 
 @pytest.mark.parametrize("moving", [False, True], ids=["at-rest", "moving"])
 def test_replicas_change_while_held(scene: Scene, moving: bool) -> None:
-    """Who has a device alone goes on having it alone when it is to be shared, until its end."""
+    """A pod that has a device alone keeps it alone until the pod ends, although the config now shares the device."""
     pods = scene.one_each()
     scene.before = len(locks.holders())
     shares: list[tuple[str, str | int]] = [("a", "all"), ("b", "none")] if moving else [("a", "none"), ("b", "all")]
@@ -247,14 +247,14 @@ def many(scene: Scene, devices: int, each: int) -> None:
 
 
 def test_odd_names(scene: Scene) -> None:
-    """Devices with names that no tool likes are had through both sides, and move."""
+    """Devices with unusual names are allocated by limits and by claims, and move."""
     for minor, name in enumerate(ODD_NAMES, 1):
         locks.make_node(locks.NODES / "a" / name, minor)
     many(scene, len(ODD_NAMES), len(ODD_NAMES) // 2)
 
 
 def test_three_hundred_devices(scene: Scene) -> None:
-    """300 devices on both sides: pods and claims have some alone, and all others move."""
+    """Of 300 devices, those of pods and claims have one holder each, and all others move."""
     for minor in range(1, 301):
         locks.make_node(locks.NODES / "a" / f"a{minor}", minor)
     many(scene, 300, 24)

@@ -44,7 +44,10 @@ class WithoutWatches(WithoutInstances):
 
 @pytest.mark.parametrize("kind", [WithoutInstances, pytest.param(WithoutWatches, marks=long)])
 def test_nothing_can_be_watched(scene: Scene, kind: type[WithoutInstances]) -> None:
-    """Devices are had on both sides and move, also after a kubelet restart; the agent says why it reads again."""
+    """Without file events, devices are allocated on both sides and move, also after a kubelet restart.
+
+    The agent logs why it reads the files periodically.
+    """
     scene.kind = kind
     plains, claimers = scene.both()
     assert f"left (user.max_inotify_{kind.lacking} is 0)" in " ".join(problems(scene))
@@ -64,7 +67,7 @@ def problems(scene: Scene) -> list[str]:
 
 
 def test_events_of_a_kubelet_restart_are_lost(scene: Scene) -> None:
-    """An agent that is stopped while events overflow and the kubelet restarts is registered again, and devices move."""
+    """An agent that loses the file events of a kubelet restart registers again, and its devices move."""
     plains, claimers = scene.both()
     agent = scene.agents.process
     assert agent is not None
@@ -96,5 +99,5 @@ def node(cluster: Cluster) -> Iterator[RealNode]:
     ],
 )
 def test_the_plugin_alone(node: RealNode, scenario: Callable[[PluginScenarios, RealNode], None]) -> None:
-    """Without any inotify instance, pods by limits get devices as with them."""
+    """Without any inotify instance, `deviceplugin run` serves pods by limits."""
     scenario(PluginScenarios(), node)

@@ -77,7 +77,7 @@ def serve(scene: Scene, devices: int) -> None:
 
 @pytest.mark.parametrize("same", [False, True], ids=["other-ids", "the-same-ids"])
 def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
-    """The agent says so within seconds and registers again; pods get its devices meanwhile and ever after."""
+    """The agent reports another plugin within seconds and registers again; pods get its devices all the time."""
     cluster = scene.cluster
     serve(scene, 3)
     running = scene.pod("before", "a")
@@ -106,7 +106,7 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
 
 
 def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
-    """Until the kubelet has taken the agent's registration again the agent is not ready, and says why."""
+    """The agent is not ready, and gives the reason, until the hanging kubelet has accepted its registration again."""
     cluster = scene.cluster
     serve(scene, 2)
     kubelet, agent = cluster.components["kubelet"].pid, scene.agents.process
@@ -135,7 +135,7 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
 
 @pytest.mark.parametrize("side", ["pods", "claims"])
 def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
-    """A pod has what a pod or claim has by the agent: that is told, and the device goes to nobody else."""
+    """A device that another plugin gave to a second pod is reported, and is given to nobody else."""
     cluster = scene.cluster
     if side == "pods":
         serve(scene, 2)
@@ -184,7 +184,7 @@ def sleeper() -> dict[str, object]:
 
 
 def test_what_it_gave_without_saying_which(scene: Scene) -> None:
-    """A pod may have any device by another plugin: none is given to anybody until that pod ends."""
+    """While a pod of another plugin may have any device, the agent gives no device until that pod ends."""
     cluster = scene.cluster
     serve(scene, 2)
     scene.agents.kill()

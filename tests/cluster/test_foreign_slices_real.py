@@ -133,7 +133,7 @@ def edit(bridge: Bridge, change: dict[str, Any]) -> None:
     ids=["nodeName-high", "nodeName-highest", "allNodes-high", "allNodes-highest", "nodeSelector-highest"],
 )
 def test_a_slice_in_the_pool(bridge: Bridge, where: str, generation: int) -> None:
-    """A slice of others in the pool is deleted, whatever its generation and node selection; claims and moves go on."""
+    """A foreign slice in the pool is deleted, whatever its generation and node selection; claims and moves go on."""
     hostname = {"key": "kubernetes.io/hostname", "operator": "In", "values": [bridge.cluster.node_name]}
     wheres: dict[str, dict[str, Any]] = {
         "nodeName": {},
@@ -154,7 +154,7 @@ def test_a_slice_that_selects_nodes_for_each_device(bridge: Bridge) -> None:
 
 
 def test_another_count(bridge: Bridge) -> None:
-    """A slice of others of the same generation, which makes the pool incomplete, is outgrown and deleted."""
+    """A foreign slice of the pool's generation is deleted; the agent publishes a higher generation meanwhile."""
     generation = own(bridge)["spec"]["pool"]["generation"]
     bridge.cluster.api.create(foreign(bridge, generation=generation, count=7))
     healed(bridge, counted={"slice": 1.0})
@@ -162,7 +162,7 @@ def test_another_count(bridge: Bridge) -> None:
 
 @pytest.mark.parametrize("what", ["generation", "count", "devices", "all"])
 def test_the_own_slice_is_edited(bridge: Bridge, what: str) -> None:
-    """An own slice that others edit is put right: its generation, its count, its devices, or all of them."""
+    """The agent restores its own slice after others have edited generation, count or devices."""
     changes = {
         "generation": {"pool": {"generation": MOST}},
         "count": {"pool": {"resourceSliceCount": 7}},
@@ -174,7 +174,7 @@ def test_the_own_slice_is_edited(bridge: Bridge, what: str) -> None:
 
 
 def test_what_is_written_while_no_agent_runs(bridge: Bridge) -> None:
-    """Slices of others, and an own one edited to the highest generation, are overcome by the next agent."""
+    """The next agent removes foreign slices, and replaces an own slice that was edited to the highest generation."""
     bridge.kill()
     edit(bridge, {"pool": {"generation": MOST}})
     bridge.cluster.api.create(foreign(bridge, "one", MOST))
@@ -186,7 +186,7 @@ def test_what_is_written_while_no_agent_runs(bridge: Bridge) -> None:
 
 
 def test_the_name_is_taken(bridge: Bridge) -> None:
-    """Where another driver's slice has the name of the agent's, it publishes under another one."""
+    """If another driver's slice has the name of the agent's slice, the agent publishes under another name."""
     bridge.kill()
     body = foreign(bridge, own(bridge)["metadata"]["name"])
     body["spec"]["driver"] = "other.example.com"
@@ -204,7 +204,7 @@ def test_the_name_is_taken(bridge: Bridge) -> None:
 
 
 def test_a_claim_for_a_device_that_does_not_exist(bridge: Bridge) -> None:
-    """A claim that was allocated from a slice of others is refused by name; claims made afterwards are served."""
+    """A claim for a device that only a foreign slice has is refused by name; later claims are served."""
     cluster = bridge.cluster
     with stopped(bridge):
         cluster.api.create(foreign(bridge, generation=MOST))
@@ -241,7 +241,7 @@ def stopped(bridge: Bridge) -> Iterator[None]:
 
 
 def test_a_device_of_a_slice_of_others_does_not_return(bridge: Bridge) -> None:
-    """While a slice of others offers a device, it is not given to the plugin side; then it is."""
+    """While a foreign slice offers a device, the device does not return to the plugin side; afterwards it does."""
     cluster = bridge.cluster
     body = foreign(bridge, generation=MOST, device="sim-1")
     body["metadata"]["finalizers"] = ["example.com/stays"]
@@ -262,7 +262,7 @@ def test_a_device_of_a_slice_of_others_does_not_return(bridge: Bridge) -> None:
 
 
 def test_somebody_who_writes_again_and_again(bridge: Bridge) -> None:
-    """The writes of the agent are bounded, moves go on, and `problems` says what happens until it is over."""
+    """If others write slices again and again, the agent's writes are limited, moves go on, and `problems` says so."""
     cluster, end, written = bridge.cluster, threading.Event(), 0
     before = len(events(bridge))
 

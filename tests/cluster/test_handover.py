@@ -258,7 +258,7 @@ def test_idle_devices_move_fast(bridge: Bridge) -> None:
 
 
 def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
-    """A device in a pod's hands is withdrawn at once and moves when the pod ends; a claim's device likewise back."""
+    """A pod's device is withdrawn at once and moves when the pod ends; a claim's device moves back in the same way."""
     cluster = bridge.cluster
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     annotate(cluster, "all")
@@ -281,7 +281,7 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
 
 
 def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
-    """While a pod has a device through DRA by its limits none returns; when it has ended, all do."""
+    """While DRA serves a pod by its limits no device returns; when this pod has ended, all devices return."""
     cluster = bridge.cluster
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -302,7 +302,7 @@ def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
 
 @pytest.mark.lengthy
 def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
-    """While each side keeps room for its pods, devices move back and forth under churn and no pod fails at all."""
+    """No pod fails while devices move under churn, if each side keeps enough devices for its pods."""
     start_churn(bridge, replicas=2)
     annotate(bridge.cluster, "2")
     wait_at_rest(bridge, 2)
@@ -412,7 +412,7 @@ AS_BY_DEFAULT = {"nodeStatusUpdateFrequency": "10s", "syncFrequency": "1m"}
 @pytest.mark.lengthy
 @pytest.mark.parametrize("may_write", [False, True], ids=["kubelet-reports", "agent-reports"])
 def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Cluster], may_write: bool) -> None:
-    """While pods of both kinds always wait, at most 0.1 pods fail a share change; without the right it is as before.
+    """While pods always wait, at most 0.1 pods fail a share change if the agent may write the Node's status.
 
     With CLUSTER_LONG there are twice as many changes: 20, and 6 without the right.
     """
@@ -435,7 +435,7 @@ def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Clus
 
 
 def test_waiting_pods_start_when_devices_come_back(make_cluster: Callable[..., Cluster]) -> None:
-    """The scheduler knows of devices that came back before the kubelet's next report. The figures are printed."""
+    """The scheduler knows of returned devices before the kubelet's next report. The figures are printed."""
     cluster = make_cluster(kubelet_config={"nodeStatusUpdateFrequency": "20s"})
     with serving_cards(cluster) as bridge:
         annotate(cluster, "6")

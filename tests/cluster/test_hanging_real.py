@@ -106,7 +106,7 @@ def timeouts(resource: str = "") -> float:
 
 
 def test_device_paths_hang(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """Allocate and Prepare of that resource fail with the path; its devices are unhealthy until the paths answer."""
+    """While device paths hang, Allocate and Prepare fail with the path, and the devices are unhealthy."""
     system = hanging(files, isolate.DEVICES / "paths")
     for name in ("a0", "a1", "a2", "a3"):
         os.mknod(system.point / name, stat.S_IFCHR | 0o600, os.makedev(240, int(name[1])))
@@ -152,7 +152,7 @@ run(Quick(4), Card(PciConfig(), sysfs_root={sys!r}, dev={dev!r}, rescan=1.0), sh
 
 
 def test_sysfs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """The devices below it are unhealthy until it answers."""
+    """Devices below a sysfs that hangs are unhealthy until reads of it end again."""
     system = hanging(files, isolate.DEVICES / "sysfs")
     tree = Tree(system.point)
     for number in range(4):
@@ -175,7 +175,7 @@ def test_sysfs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
 
 
 def test_the_directory_of_cdi_specs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """A claim fails in time, pods with limits and without devices start; afterwards the claim is prepared."""
+    """While the CDI directory hangs, a claim fails in time and other pods start; afterwards the claim is prepared."""
     system = hanging(files, Path("/run/cdi"))
     cluster.kill("containerd")  # it watches the directory that was there before
     cluster.start_component("containerd")
@@ -199,7 +199,7 @@ def test_the_directory_of_cdi_specs_hangs(cluster: Cluster, files: contextlib.Ex
 
 
 def test_the_ledgers_directory_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """Grants are refused in time, with the reason; pods without devices start, and afterwards all is as before."""
+    """While the ledger's directory hangs, grants are refused in time with the reason; other pods start."""
     system = hanging(files, LEDGER.parent)
     with MeasuredBridge.running(cluster, simulated(QUICK, "quick")) as bridge:
         cluster.wait_allocatable(QUICK, 2)
