@@ -138,7 +138,7 @@ def kill(*pods: Pod) -> None:
 @pytest.mark.parametrize("agent", ["runs", "restarts"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, form: str, agent: str) -> None:
-    """It stays with its pod, is healthy again, and a container that restarts has its new node."""
+    """A stick that returns under another number stays with its pod; a restarted container gets its new node."""
     sticks.plug("A", 1)
     serve(scene, form, 1)
     pod = holder(scene, form, "holder")
@@ -246,7 +246,7 @@ def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: S
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: str) -> None:
-    """It is another device, and goes to nobody before the pod has ended that was given the number."""
+    """Another stick with a held number is given to nobody before the pod that got the number has ended."""
     first = sticks.plug("A", 1)
     serve(scene, form, 1)
     pod = holder(scene, form, "holder")
@@ -302,7 +302,7 @@ def has_own(pods: list[Pod], had: list[str]) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) -> None:
-    """The pods keep their own sticks, whatever the numbers: a container that restarts has its stick's node."""
+    """After two sticks swap their numbers, each restarted container gets the node of its pod's stick."""
     pods, had = swapped(scene, sticks, form)
     kill(*pods)
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
@@ -357,7 +357,7 @@ def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form: str) -> None:
-    """A link by port means the port: its pod keeps it, and a container that restarts has the stick that is there."""
+    """A device by port stays with its pod, and a restarted container gets the stick that is now in the port."""
     sticks.plug("A", 1, "1-2")
     serve(scene, form, 1, "by-path/*")
     pod = holder(scene, form, "holder")
@@ -373,7 +373,7 @@ def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_program_knows_which_device_it_has(scene: Scene, form: str) -> None:
-    """By the path that the config gives it in the container, and by variables."""
+    """A program finds its device by the configured path in the container, and by environment variables."""
     for number, name in enumerate(("front", "back"), 1):
         locks.make_node(locks.NODES / "cameras" / name, number)
     device = {"path": f"{locks.NODES}/cameras/*", "container": f"{locks.NODES}/inside/{{name}}"}
@@ -420,7 +420,9 @@ def tree(scene: Scene) -> Tree:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, tree: Tree, form: str) -> None:
-    """It is one device, with one holder. The container of a claim sees its second node when it restarts.
+    """A device whose ids change when its firmware is loaded stays one device with one holder.
+
+    The container of a claim sees its second node when it restarts.
 
     By limits the kubelet has the first node in its answer, and the container does not start again: its pod is deleted.
     """

@@ -54,7 +54,7 @@ def only_holder(name: str) -> None:
 @pytest.mark.parametrize("entries", ["of two resources", "of one resource"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_with_two_names_comes_back(scene: Scene, sticks: Sticks, form: str, entries: str, first: str) -> None:
-    """It stays with its pod: no other pod gets it by its other name, whichever link udev makes first."""
+    """A stick with two names that returns stays with its pod, whichever link udev makes first."""
     sticks.plug("A", 1)
     two = entries == "of two resources"
     serve(scene, form, **({"a": [f"{ID}/*"], "b": [f"{PORT}/*"]} if two else {"a": [f"{ID}/*", f"{PORT}/*"]}))
@@ -83,7 +83,7 @@ def refused(pod: Pod, text: str) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks, form: str) -> None:
-    """Neither pod has it there; each pod has its device again once the stick is back in a port of its own."""
+    """No pod gets a stick that moved into another pod's port; each has its device again once the stick is back."""
     sticks.plug("A", 1)
     sticks.plug("T", 2)
     serve(scene, form, a=[f"{ID}/A"], b=[f"{PORT}/port-T"])
@@ -116,7 +116,7 @@ def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks
 
 
 def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, sticks: Sticks) -> None:
-    """It does not start while the other container, which has the number, still runs; then both have their sticks."""
+    """After a swap, a container does not start while another container that has its stick's number runs."""
     pods, had = swapped(scene, sticks, "limits")
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
@@ -163,7 +163,7 @@ def with_init(scene: Scene, form: str, name: str) -> Pod:
 
 
 def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
-    """The kubelet gives the id of an init container to the main one; both pods have their own sticks after restarts."""
+    """Pods whose init and main containers share a stick have their own sticks after a swap and restarts."""
     pods, had = two_pods(scene, sticks, "limits", start=with_init)
     swap(sticks)
     kill(*pods)
@@ -182,7 +182,7 @@ def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
 
 
 def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: Sticks) -> None:
-    """A container whose device has another name by now is checked as well when it starts."""
+    """A starting container is checked also if its device was renamed in the config meanwhile."""
     pods, had = two_pods(scene, sticks, "limits")
     scene.agents.stop()
     scene.agents.resources[0] = {**scene.agents.resources[0], "devices": [{"path": f"{PORT}/*"}]}

@@ -145,7 +145,7 @@ def test_life_of_a_release(released: Released) -> None:
 
 
 def test_groups_by_label(released: Released) -> None:
-    """The label of a node decides which group's agent it has; with another one another agent serves its devices."""
+    """A node's label selects the group whose agent runs there; with another label, another agent serves its devices."""
     cluster = released.cluster
     released.agent()
 
@@ -198,7 +198,7 @@ def test_groups_by_label(released: Released) -> None:
 
 
 def test_plugin_alone(released: Released) -> None:
-    """With `bridge: false` the same devices are there by limits alone, from an agent without a token; and back."""
+    """With `bridge: false`, an agent without a token serves the same devices by limits alone, and back."""
     cluster, both = released.cluster, released.agent()
     released.wait_offered(2)
     values = {"config": {"resources": released.resources}, **released.node_values()}

@@ -68,7 +68,7 @@ def why_it_waits(cluster: Cluster, queue: Kueue, job: str) -> str:
 
 
 def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> None:
-    """A job of each kind is admitted and runs, one too many of either kind waits, and the end of one admits another."""
+    """Jobs by limits and by claim share one quota: a job too many waits until another job ends."""
     cluster, queue = kueued
     template = {"resourceClaimTemplateName": "one"}
     with Bridge.running(cluster, {**SERVED, "dra": {"share": 2}}) as bridge:

@@ -26,7 +26,7 @@ def files(bridge: Bridge) -> int:
 
 @pytest.mark.lengthy
 def test_a_hundred_claims_at_once(cluster: Cluster) -> None:
-    """All are prepared, by different devices; when they are gone, nothing of them is left in the agent or its files."""
+    """A hundred claims get different devices; after their end, nothing of them is left in the agent or its files."""
     resource = {
         "name": "example.com/large",
         "driver": "large.example.com",

@@ -33,7 +33,7 @@ def published(bridge: Bridge) -> dict[str, int]:
 
 @pytest.mark.lengthy
 def test_all_are_served_on_both_sides(cluster: Cluster) -> None:
-    """Each registers once, and once after a restart of the kubelet: none takes its own list for another plugin's."""
+    """Each of 64 resources registers once, and once more after a restart of the kubelet."""
     resources = [
         {
             "name": resource,

@@ -31,7 +31,7 @@ def on_the_host() -> list[Path]:
 
 @pytest.mark.parametrize("form", ["limits", "template", "claim"])
 def test_a_program_reads_what_its_device_is(scene: Scene, form: str) -> None:
-    """At a path that it knows from the pod's spec, also after a restart of its container and of the agent."""
+    """A program reads its device's metadata at a path known from the pod's spec, also after restarts."""
     locks.make_node(locks.NODES / "a" / "a0", 1)
     by_limits = form == "limits"
     more: dict[str, Any] = {"attributes": {"model": "u280"}, "metadata": True}

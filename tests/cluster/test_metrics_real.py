@@ -171,7 +171,7 @@ def start_all(bridge: Bridge) -> dict[str, Pod]:
 
 
 def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
-    """On every side, for shared devices and init containers: each holder is a series while it holds."""
+    """Each holder of a device, on both sides, shared or an init container, is a series while it has the device."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = (
@@ -270,7 +270,7 @@ def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Promethe
 
 
 def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each panel has data on a node where all of it exists, and the figures are those of the node."""
+    """Each panel of the dashboard has data, and the figures are those of the node."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     cluster.wait_for(lambda: len(prometheus.holders()) == 6, 30, "all holders are seen")

@@ -149,7 +149,7 @@ def stopped(cluster: Cluster, component: str) -> Iterator[None]:
 
 
 def test_a_kubelet_that_falls_silent(bridge: Bridge) -> None:
-    """A kubelet that hangs keeps its streams and sockets open, and is a problem; nothing is registered anew for it."""
+    """A kubelet that hangs is reported as a problem, and no resource is registered again because of it."""
     cluster = bridge.cluster
     before = metric("registrations_total"), metric("dra_registrations_total")
     with stopped(cluster, "kubelet"):

@@ -165,7 +165,7 @@ def left(cluster: Cluster, bodies: Sequence[Object]) -> list[str]:
 
 
 def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], plan: Plan) -> None:
-    """The kubelet's own configuration says its policy."""
+    """`plan` finds the topology manager's policy in the kubelet's configuration."""
     cluster = make_cluster(kubelet_config={"topologyManagerPolicy": "best-effort"})
     if cluster.minor < 36:
         pytest.skip("there are other findings before 1.36")
@@ -176,7 +176,7 @@ def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], pla
 
 
 def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
-    """Who may read but not patch is warned; who may not read is told what was not read, and gets no 0."""
+    """A user without the right to patch is warned; without rights to read, the unread kinds are listed."""
     rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}]
     subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
     head = {"apiVersion": "rbac.authorization.k8s.io/v1"}

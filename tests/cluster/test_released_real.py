@@ -45,7 +45,7 @@ def calls() -> list[str]:
 @SIDES
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: str, how: str) -> None:
-    """A hook that raises twice, or hangs after its timeout, is called again; nobody gets the device meanwhile."""
+    """Nobody gets a device until `released`, which raises twice or hangs past its timeout, was called again."""
     make = scene.start(side)
     first = make("first", "a")
     scene.running(first)
@@ -68,7 +68,7 @@ def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: st
 
 @SIDES
 def test_a_device_is_released_before_its_first_grant_after_a_start(scene: OneDevice, side: str) -> None:
-    """It is not known what happened before: the node is new, or a holder has ended while no agent ran."""
+    """A device is released before its first grant after an agent's start, as a holder may have ended before."""
     make = scene.start(side)
     first = make("first", "a")
     scene.running(first)

@@ -104,7 +104,7 @@ def wait_states(bridge: Bridge, **wanted: int) -> None:
 
 @pytest.mark.lengthy
 def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
-    """There, back and there again: pods of the plugin side, unchanged ones through DRA, and claims all go on."""
+    """A kubelet restart after each step of a migration, there and back, ends no pod."""
     cluster = bridge.cluster
     # There. The first pod is older than all those that DRA serves.
     first = by_limits(bridge, "first")
@@ -210,7 +210,7 @@ def one_waits(bridge: Bridge) -> tuple[Pod, Pod, Pod]:
 
 
 def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge) -> None:
-    """What `cordon` does not prevent, and the pages say so: DRA serves it beside a younger pod of the plugin side."""
+    """With `cordon`, DRA serves a pod that waited beside a younger pod of the plugin side, as documented."""
     first, waits, younger = one_waits(bridge)
     wait_states(bridge, dra=5, to_dra=3)
     first.delete()
@@ -220,7 +220,7 @@ def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge
 
 
 def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridge: Bridge) -> None:
-    """So a pod that waited is served beside no pod of the plugin side, as long as agent and kubelet run."""
+    """With `wait`, DRA serves a pod by limits only when the plugin side has no pods, while agent and kubelet run."""
     cluster = bridge.cluster
     bridge.resources[0]["dra"] = {"share": "none", "drain": "wait"}
     bridge.write()

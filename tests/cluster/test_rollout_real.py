@@ -94,7 +94,7 @@ def killed_again_and_again(group: Group, look: Callable[[], None], *arguments: s
 
 
 def test_a_rollout_that_is_killed_after_each_write(group: Group) -> None:
-    """The same command goes on wherever it was killed, one node at a time, and --undo restores every node."""
+    """A rollout that was killed anywhere goes on when run again, one node at a time; --undo restores every node."""
     former = metadata(group)
     names = [node.name for node in group.nodes]
 

@@ -155,7 +155,7 @@ def test_pod_whose_devices_are_on_different_numa_nodes_is_refused(restricted: Cl
 def test_numa_node_that_the_machine_has_not_is_refused_and_can_be_left_out(
     restricted: Cluster, directory: Path
 ) -> None:
-    """A device that claims node 7 cannot be had under the restricted policy; with `topology: false` it can."""
+    """A device on a NUMA node that does not exist cannot be allocated by `restricted`, but with `topology: false`."""
     tree = Tree(directory)
     pci(tree, "0000:01:00.0", 7)
     anywhere = pci_source(tree, "example.com/anywhere", "03")
@@ -180,7 +180,7 @@ class NumaPaths(PathSource):
 
 
 def test_path_devices_are_aligned_with_each_other(restricted: Cluster, directory: Path) -> None:
-    """Two resources of paths: of both the kubelet takes the ones of a common NUMA node."""
+    """The kubelet allocates path devices of two resources from one NUMA node."""
     for name in ("in-0", "in-1", "out-1"):
         null(directory / name)
     entries = [NumaPaths(f"{directory}/{kind}-*", resource=f"example.com/{kind}") for kind in ("in", "out")]
@@ -212,7 +212,7 @@ def test_pci_device_of_this_machine_reaches_a_container(cluster: Cluster) -> Non
 
 
 def test_probe_withdraws_a_device_of_the_real_node_and_gives_it_back(cluster: Cluster, directory: Path) -> None:
-    """A health probe's verdict reaches the node's allocatable, while capacity stays, and is taken back."""
+    """A failed health probe lowers the node's allocatable, not its capacity, until the probe succeeds again."""
     null(directory / "a")
     null(directory / "b")
     bad = directory / "bad"

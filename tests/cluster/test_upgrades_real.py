@@ -160,7 +160,7 @@ def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
 
 
 def test_upgrade_and_rollback_in_the_middle_of_a_move(deployed: Deployed) -> None:
-    """Moves that wait for holders go on with the next image, either way, and with the former one after a rollback."""
+    """Moves that wait for holders go on after an upgrade of the agent and after its rollback."""
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, held = deployed.both_doors()
     containers = plain.container_id(), user.container_id()

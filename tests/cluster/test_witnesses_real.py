@@ -554,7 +554,7 @@ class TestSides(SidesScenarios):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count: int) -> None:
-    """The kubelet asks for a device again: the container takes over from itself, and others may have the rest."""
+    """A container that restarts after the checkpoint's loss gets a device again; others get only other devices."""
     scene.begin(a=(count, "none"))
     pod = scene.pod("a0", "a", restartPolicy="Always")
     scene.running(pod)
@@ -664,7 +664,7 @@ def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str)
 
 
 def test_a_second_agent_of_another_name(scene: Scene) -> None:
-    """It has a resource and a driver of its own; the first one's claims are prepared and unprepared as before."""
+    """A second agent, with its own resource and driver, does not change how the first agent serves claims."""
     scene.nodes("a", 2)
     scene.nodes("b", 1)
     scene.stack.callback(remove_ledger, "two")
@@ -811,7 +811,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("how", "successor"), DAMAGED)
 def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
-    """Whoever serves the devices next, without a ledger that can be read, gives nobody what others hold."""
+    """An agent that starts with a damaged ledger gives nobody a device that another pod or claim has."""
     pod, user = one_of_each(scene)
     scene.wait(plain("wants-plain", "a"))
     scene.wait(claimer("wants-claim", "a"))
@@ -842,7 +842,7 @@ def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
 
 @pytest.mark.parametrize("how", ["reload", pytest.param("restart", marks=long)])
 def test_driver_is_renamed(scene: Scene, how: str) -> None:
-    """What claims of a former driver hold goes neither to pods nor to claims of the new one."""
+    """Devices of a renamed driver's claims go neither to pods nor to claims of the new driver."""
     pod, _ = one_of_each(scene)
     before = scene.agents.resources[:]
     scene.wait(plain("wants-plain", "a"))
@@ -942,7 +942,7 @@ def test_plugin_alone_has_another_name_for_a_device(scene: Scene, how: str) -> N
 
 
 def test_aliases_of_a_node(scene: Scene) -> None:
-    """However a device is called, before and after its links change, it has one holder."""
+    """A device with several names has one holder, before and after its links change."""
     directory = locks.NODES
 
     def link(path: str, target: str) -> None:

@@ -144,7 +144,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_pod_that_ends_without_kubelet_and_agent(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A pod that ended while kubelet and agent were down, and is not deleted, holds nothing."""
+        """A pod that ended while kubelet and agent were down, and is not deleted, has no device any more."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.stop_kubelet()
@@ -155,7 +155,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_flooded_kubelet(self, node: FaultyNode, plugin: Plugin) -> None:
-        """Where other clients use up the rate limit of PodResources, an end is noticed all the same."""
+        """A pod's end is noticed although other clients use up the rate limit of PodResources."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.flood_pod_resources()

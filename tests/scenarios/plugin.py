@@ -122,7 +122,7 @@ class PluginScenarios:
         assert not pod.has(path)
 
     def test_plain_files_are_mounted(self, node: Node) -> None:
-        """What is no device node is in the container all the same, as a mount."""
+        """A file that is no device node is mounted into the container."""
         license_ = node.directory / "licenses" / "seat-1"
         license_.parent.mkdir()
         license_.write_text("valid for one")
@@ -187,7 +187,7 @@ class PluginScenarios:
         assert first.phase() == "Running"
 
     def test_the_agent_is_stopped(self, node: Node) -> None:
-        """An agent that is told to end does so, and leaves its socket's place clean for the next one."""
+        """An agent that gets SIGTERM ends, and removes its socket for the next agent."""
         self.devices(node, 1)
         for _ in range(2):
             agent = node.start_agent(config=self.config(node))
@@ -227,7 +227,7 @@ class PluginScenarios:
         assert [p.phase() for p in (pod, *others)] == ["Running"] * 3
 
     def test_a_device_gets_sick_and_well(self, node: Node) -> None:
-        """A sick device is not given to new pods and stays with its holder; well again, it is."""
+        """An unhealthy device stays with its holder, and new pods get it only after it is healthy again."""
         sick = node.directory / "sick"
         simulated = {"count": 2, "unhealthy_file": str(sick)}
         node.start_agent(config=self.config(node, {"name": RESOURCE, "devices": [{"simulated": simulated}]}))
@@ -285,7 +285,7 @@ class PluginScenarios:
         assert self.held(pod, other_paths)
 
     def test_reload(self, node: Node) -> None:
-        """A changed config adds and removes resources; those it leaves alone, and their pods, do not notice."""
+        """A changed config adds and removes resources; unchanged resources and their pods are not affected."""
         paths = self.devices(node, 2)
         spare = {"name": "example.com/spare", "devices": [{"simulated": {"count": 3}}]}
         more = {"name": "example.com/more", "devices": [{"simulated": {"count": 4}}]}
@@ -319,7 +319,7 @@ class PluginScenarios:
         assert third.wait_running().has(path)
 
     def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
-        """A reload that changes how many may share a device spares those who have it; they have it as was said then."""
+        """A reload that changes a device's sharing does not affect its holders."""
         (path,) = self.devices(node, 1)
         agent = node.start_agent(config=self.config(node))
         node.wait_allocatable(RESOURCE, 1)

@@ -345,7 +345,7 @@ class SidesScenarios:
         scene.handed_on(lambda: delete_all(scene, pods), [pod.uid for pod in pods], *wanting)
 
     def test_ledger_and_checkpoint_are_lost(self, scene: Scene) -> None:
-        """With both, all is lost that names pods with devices, but for the copy of the ledger's allocations."""
+        """After the loss of ledger and checkpoint, the copy of the ledger's allocations still names the holders."""
         scene.begin(a=(2, "none"))
         pods = [scene.pod(f"a{number}", "a") for number in range(2)]
         scene.running(*pods)

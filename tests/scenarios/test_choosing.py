@@ -44,7 +44,7 @@ def given(kubelet: FakeKubelet, size: int, name: str = "pod") -> list[str]:
 
 
 def test_pod_gets_devices_that_are_closely_linked(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """By default links decide: two pods of two get pairs with two NVLinks, which NUMA nodes alone would not."""
+    """By default, links decide: two pods with two devices each get pairs with two NVLinks."""
     served(Boards())
     for name in ("one", "two"):
         first, second = (int(device[3:]) for device in given(fake_kubelet, 2, name))
@@ -62,7 +62,7 @@ def test_without_links_numa_nodes_decide(fake_kubelet: FakeKubelet, served: Serv
 def test_replicas_are_chosen_by_policy(
     fake_kubelet: FakeKubelet, served: Serve, policy: str, devices: int, linked: bool
 ) -> None:
-    """Four replicas are of four devices with links and distributed, of one with packed and none."""
+    """Four replicas are of four devices by `links` and `distributed`, of one device by `packed` and `none`."""
     served(Boards(policy, 4, linked=linked))
     chosen = given(fake_kubelet, 4)
     assert len({name.partition("::")[0] for name in chosen}) == devices

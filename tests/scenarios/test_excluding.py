@@ -134,7 +134,7 @@ def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet
 
 
 def test_links_that_swap_while_one_is_held(fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path) -> None:
-    """Neither is given away until the holder ends: it has the hardware that the other id stands for now."""
+    """After two links swap, neither device is given to others until the holder of one of them ends."""
     for name in ("x", "y", "z"):
         (tmp_path / name).touch()
     links = tmp_path / "by-id"
@@ -179,7 +179,7 @@ def test_a_reload_that_renames_a_resource_knows_who_holds_its_devices(
 def test_a_device_that_is_another_thing_than_listed_is_refused(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """A grant checks again what is there; the next one gets the new hardware."""
+    """A grant is refused if a path leads to other hardware than listed; the next grant gets the new hardware."""
     (tmp_path / "node").touch()
     source = PathSource(f"{tmp_path}/node", resource=A)
     (device,) = source.scan()
