@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any, TypeVar
 
 import pytest
@@ -381,27 +380,6 @@ async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name:
     await here.grant("a")
 
 
-async def test_what_other_plugins_hold_is_withheld() -> None:
-    """How much of it they have is not known, so that nothing is left of it; also what was allocated just now."""
-    here = RegisterInMemory(a="n1", b="n2")
-    here.foreign = (other("n1"),)
-    await here.refused("a", why="what pod default/p has, which counts as held, are the same hardware")
-    assert here.withheld() == here.withheld("dra") == {"a"}
-    assert [here.register.is_free(key(one)) for one in "ab"] == [False, True]
-    here.foreign = ()
-    await here.grant("a")
-
-
-async def test_what_another_agent_granted_leaves_the_rest() -> None:
-    """Our answers say how much a holder has: beside a half there is a half."""
-    here = RegisterInMemory(a="n1", replicas=2)
-    here.foreign = (other("n1", part=Fraction(1, 2)),)
-    await here.grant("a::0")
-    await here.refused("a::1", why="the same hardware|is held by")
-    here.foreign = (other("n1", part=Fraction(1)),)
-    assert here.withheld() == {"a::0", "a::1"}
-
-
 async def test_what_is_granted_is_read_anew() -> None:
     """The checkpoint and the claim state may have changed since the last look."""
     here = RegisterInMemory(a="n1")
@@ -413,13 +391,17 @@ async def test_what_is_granted_is_read_anew() -> None:
     await here.refused("a", why="the same hardware")
 
 
-async def test_what_an_orphaned_claim_holds_is_withheld() -> None:
-    """The reason names the claim; when it has ended, subscribers hear of it."""
+async def test_what_others_hold_is_withheld() -> None:
+    """How much they have is not known, so nothing is left; the reason names them, and subscribers hear of the end."""
     here = RegisterInMemory(a="n1", b="n2")
     calls: list[None] = []
     here.register.subscribe(lambda: calls.append(None))
     here.foreign = (other("n1", unit=("claim", "old.example.com", "u"), title="claim ml/train of old.example.com"),)
-    await here.refused("a", why=r"claim ml/train of old\.example\.com")
+    await here.refused(
+        "a", why=r"what claim ml/train of old\.example\.com has, which counts as held, are the same hardware"
+    )
+    assert here.withheld() == here.withheld("dra") == {"a"}
+    assert [here.register.is_free(key(one)) for one in "ab"] == [False, True]
     here.register.notify()
     here.foreign = ()
     before = len(calls)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.register import identification, operations
 from deviceplugin.register.question import part_of, takes_recorded, uses
 from deviceplugin.register.records import (
@@ -80,17 +79,6 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
 
 
 # Prepare
-
-
-def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: DirectLedger, path: str) -> None:
-    """Also after a restart, also if the driver asks with another result."""
-    to_dra(store)
-    first = store.do(prepare(claim("1", "a", result="first")))
-    assert isinstance(first, Claim)
-    store.close()
-    with DirectLedger(path) as again:
-        second = again.do(prepare(claim("1", "a", result="second")))
-        assert second == first
 
 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
@@ -314,32 +302,7 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
     assert store.snapshot.device(R, "a").driver == OTHER
 
 
-def test_a_claim_that_pulls_a_device_pulls_it_to_its_driver(store: DirectLedger) -> None:
-    """A claim of another driver waits until the device is back."""
-    store.do(prepare(claim("1", "a"), move_idle=True))
-    assert (state(store), store.snapshot.device(R, "a").driver) == (State.TO_DRA, D)
-    refusal = store.do(prepare(by(OTHER, claim("2", "a")), move_idle=True))
-    assert isinstance(refusal, Refused)
-    assert not refusal.moving
-
-
 # What a device is, and how much of it somebody has
-
-
-def test_what_a_holder_got_is_recorded_and_survives(store: DirectLedger, path: str) -> None:
-    """Moves and restarts do not change it; the device's present name says nothing of it."""
-    part, half = Amount("1/2", (("memory", "bytes", "5"),)), Amount("1/2", (("links", "lanes", "4"),))
-    store.do(grant(R, {"a::0": "a"}, amount=part, identity=N1))
-    to_dra(store, "b")
-    store.do(prepare(claim("1", "b", amount=half, identity=N2)))
-    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
-    store.close()
-    with DirectLedger(path) as again:
-        allocation, held = again.snapshot.allocations[R, "a::0"], again.snapshot.claims[D, "1"].devices
-        assert (allocation.identity, allocation.amount) == (N1, part)
-        assert held == (ClaimDevice(R, "b", "", False, N2, half),)
-        counters = {("memory", "bytes"), ("links", "lanes")}
-        assert again.snapshot.index.keys() == {(R, "a"), (R, "b"), *counters, "char:240:1", "char:240:2"}
 
 
 def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:
@@ -390,49 +353,6 @@ def test_an_id_given_again_counts_as_its_larger_amount(
     store.do(operations.observe(R, seen(store, a="u2/main"), T0))
     (use,) = uses(store.snapshot, [(R, "a")], VIEW)
     assert (use.part, use.takes) == (part_of(now), takes_recorded(now, R))
-
-
-def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: DirectLedger) -> None:
-    """Once in a boot: what is known of this boot stays, administrative access has none."""
-    to_dra(store, "b")
-    store.do(grant(R, {"a": "a", "c": "c"}))
-    for one in (claim("1", "b"), claim("admin", "b", admin=True)):
-        store.do(prepare(one))
-    sequence = store.snapshot.sequence
-    store.do(identification.adopt({(R, "z"): N1, (R, "c"): UNIDENTIFIED}, "1"))
-    assert store.snapshot.sequence == sequence, "nothing new is not written"
-
-    def recorded() -> list[Identity]:
-        allocations, claims = store.snapshot.allocations, store.snapshot.claims
-        held = [claims[D, uid].devices[0] for uid in ("1", "admin")]
-        return [*(allocations[R, name].identity for name in "ac"), *(one.identity for one in held)]
-
-    for now, boot, expected in (
-        (
-            (seen_as("1", "n1"), seen_as("1", "n2")),
-            "1",
-            [seen_as("1", "n1"), UNIDENTIFIED, seen_as("1", "n2"), UNIDENTIFIED],
-        ),
-        (
-            (seen_as("1", "n3"), seen_as("1", "n4")),
-            "1",
-            [seen_as("1", "n1"), UNIDENTIFIED, seen_as("1", "n2"), UNIDENTIFIED],
-        ),
-        (
-            (seen_as("2", "n5"), seen_as("2", "n6")),
-            "2",
-            [seen_as("2", "n5"), UNIDENTIFIED, seen_as("2", "n6"), UNIDENTIFIED],
-        ),
-        (
-            (seen_as("2", "n7"), seen_as("2", "n8")),
-            "2",
-            [seen_as("2", "n5"), UNIDENTIFIED, seen_as("2", "n6"), UNIDENTIFIED],
-        ),
-    ):
-        store.do(identification.adopt({(R, "a"): now[0], (R, "b"): now[1]}, boot))
-        assert recorded() == expected
-    assert {"n5", "n6"} <= store.snapshot.index.keys()
-    assert "n1" not in store.snapshot.index
 
 
 def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger) -> None:

@@ -173,16 +173,6 @@ def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: Dire
     assert store.do(operations.adopt_claims(files)) == (), "its file may be older than that"
 
 
-def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: DirectLedger) -> None:
-    """Its record says itself what it holds; seen devices among it."""
-    to_dra(store)
-    store.do(prepare(claim("1", "a")))
-    known = store.snapshot.claims[D, "1"]
-    found = ClaimEvidence(D, "1", frozenset({"b"}), prepared=True)
-    store.do(operations.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
-    assert store.snapshot.claims[D, "1"] == known
-
-
 def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectLedger) -> None:
     """It was read before the Unprepare, or the kubelet has not noted it yet; only a new Prepare counts."""
     to_dra(store)
@@ -215,12 +205,3 @@ def test_only_the_last_unprepared_claims_are_remembered(store: DirectLedger, mon
     found = [ClaimEvidence(D, uid, frozenset({"a"}), prepared=True) for uid in ("1", "2", "3")]
     store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["a"], Side.PLUGIN, T0))
     assert list(store.snapshot.claims) == [(D, "1")]
-
-
-def test_a_ledger_that_is_whole_is_corrected_by_holders_only(store: DirectLedger) -> None:
-    """An allocation is a scheduler's wish and may be late; a CDI file is a holder."""
-    wish = ClaimEvidence(D, "1", frozenset({"a"}), prepared=False)
-    assert store.do(operations.reconcile_evidence(R, Evidence({}, [wish]), [], Side.PLUGIN, T0)).changed == {}
-    filed = replace(wish, prepared=True)
-    found = store.do(operations.reconcile_evidence(R, Evidence({}, [filed]), [], Side.PLUGIN, T0))
-    assert found.changed == {"a": State.QUARANTINED}

@@ -386,11 +386,6 @@ def test_figures_are_those_of_the_parts() -> None:
     assert not any(name.startswith(f"handover_waits {RESOURCE} a") for name in found)
 
 
-def test_ready_when_registered_and_published() -> None:
-    """With all of it in place there is nothing to wait for."""
-    assert status_of(bridge()).report().unready == []
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
