@@ -1632,21 +1632,6 @@ async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve:
     assert await here.unprepare("1") is not None, "an agent that starts does not know what ran before"
 
 
-async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(serve: Serve) -> None:
-    """A pod that the kubelet does not list may be one that it has dropped from any claim."""
-    pods = Pods("forgotten", "listed", unlisted=["forgotten"])
-    here = await serve(host=pods)
-    await here.give("1", "d0")
-    assert "processes of pod forgotten run" in str(await here.unprepare("1"))
-    del here.claims.claims["claim-1"]
-    running = PodProcesses(frozenset({"forgotten", "listed"}))
-    assert await here.driver.reconciler.reconcile((), running, pods.now.unlisted) == {}
-    assert (D, "1") in here.async_ledger.snapshot.claims
-    pods.now = RunningPods(frozenset({"listed"}))
-    assert await here.unprepare("1") is None
-    assert not here.async_ledger.snapshot.claims
-
-
 @pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), LedgerError("full")])
 async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(serve: Serve, error: Exception) -> None:
     """Also a claim of which some pods are known: others may have come to share it."""
