@@ -403,7 +403,10 @@ class Device:
 
 def in_order(devices: Iterable[Device]) -> list[Device]:
     """Return devices in the natural order of their ids."""
-    return sorted(devices, key=lambda device: natural(device.id))
+    listed = [*devices]
+    if len(listed) > 1:
+        listed.sort(key=lambda device: natural(device.id))
+    return listed
 
 
 MAX_ID: Final = 63

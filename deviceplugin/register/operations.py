@@ -243,8 +243,7 @@ def reserve(
     ):
         return Decision(recorded)
     durable = durable or (recorded is not None and recorded.durable)
-    wanted = replace(claim, result=None, durable=durable)
-    return rules.with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
+    return _take(state, replace(claim, result=None, durable=durable), view, move_idle=move_idle, along=along)
 
 
 @_operation
@@ -260,8 +259,7 @@ def prepare(
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and recorded.result is not None:
         return Decision(recorded)
-    wanted = replace(claim, durable=True)
-    return rules.with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
+    return _take(state, replace(claim, durable=True), view, move_idle=move_idle, along=along)
 
 
 def _take(
@@ -272,17 +270,18 @@ def _take(
         if not one.admin:
             refused = rules.prepare_refusal(state, claim.driver, one.resource, one.device)
             if refused is not None:
-                return _moves_begun(state, claim, refused, along) if move_idle else Decision(refused)
+                decision = _moves_begun(state, claim, refused, along) if move_idle else Decision(refused)
+                return rules.with_outlook(decision, state, claim, view)
             uses.append(wanted_use(unit, Wanted((one.resource, one.device), one.identity, one.amount), view))
     if why := refusal(uses, state, view) or rules.other_parameters(state, claim):
-        return Decision(rules.Excluded(why))
+        return rules.with_outlook(Decision(rules.Excluded(why)), state, claim, view)
     record = replace(claim, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
 
 
 def _moves_begun(
     state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
-) -> Decision[Claim | rules.Refused | rules.Excluded]:
+) -> Decision[rules.Refused | rules.Excluded]:
     """Begin to move a refused claim's idle devices to DRA. The returned refusal states whether the devices move.
 
     No move begins if pods have devices of the resource by `limits` from the plugin and from DRA. The same condition

@@ -115,6 +115,8 @@ def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
 
 def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
     """Return (counter set, counter, quantity) for each counter that a device consumes, sorted."""
+    if not device.consumes:
+        return ()
     taken = ((name, counter, str(value)) for name, of in device.consumes.items() for counter, value in of.items())
     return tuple(sorted(taken))
 
@@ -275,7 +277,8 @@ def refusal(
             points.add(counter[1:])
             count += 2  # Several uses may take from one counter.
     held = uses(state, points, view)
-    held += _unreleased(wanted, held, view)
+    if view.unreleased:
+        held += _unreleased(wanted, held, view)
     if not held and not beside and count == len(points):
         return ""  # This is the usual case: no device is requested twice or has a holder.
     units = {use.unit for use in wanted}
@@ -311,7 +314,7 @@ def refusal(
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:
     """Return the requested devices (as uses) that have no holder, and whose hook `released` must succeed first."""
     due: list[Use] = []
-    for use in wanted if view.unreleased else ():
+    for use in wanted:
         key = use.key
         if key in view.unreleased and key is not None and all(use.points.isdisjoint(one.points) for one in held):
             due.append(Use((RELEASE, *key), view.unreleased[key], key, frozenset(), None))

@@ -332,11 +332,9 @@ def _utc(seconds: float) -> str:
 
 
 def with_outlook(
-    decision: Decision[Claim | Refused | Excluded], state: RegisterSnapshot, claim: Claim, view: View
+    decision: Decision[Refused | Excluded], state: RegisterSnapshot, claim: Claim, view: View
 ) -> Decision[Claim | Refused | Excluded]:
-    """Return a decision, with the claim's outlook added to a refusal."""
-    if isinstance(decision.answer, Claim):
-        return decision
+    """Return a refusal with the claim's outlook."""
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
     # FREE contradicts the refusal. The device cannot move, say, because pods have devices by limits from plugin and
     # DRA.

@@ -4,7 +4,7 @@ A device that is found by a symlink has the link's name, because /dev/serial/by-
 but /dev/ttyUSB0 does not. The runtime resolves the symlink each time that it creates a container (containerd 2.1,
 internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
 specAddContainerConfigDevices), so a container that restarts gets the link's target at that time. No runtime resolves a
-symlink in a CDI file (`dra_bridge.driver.cdi_files`). A plain file, a socket or a pipe is mounted into the container,
+symlink in a CDI file (`dra_bridge.driver.claim_files`). A plain file, a socket or a pipe is mounted into the container,
 because runtimes accept only device nodes as devices. A directory is no device.
 """
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from deviceplugin.tasks import Tasks
 from dra_bridge import kube
-from dra_bridge.driver.claims import ClaimRef
-from dra_bridge.driver.records import ClaimRecords, Prepared
+from dra_bridge.driver.claims import ClaimRecords, ClaimRef, Prepared
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -83,7 +82,8 @@ class ClusterClaims:
 class ClaimEvents:
     """Writes Events and conditions of claims in background tasks. A failed write is not repeated.
 
-    report: whether to write `status.devices`. refusals: for each claim UID, the kind of the last refusal with an Event.
+    report: whether to write `status.devices`. refusals: for each claim UID, the kind of the last refusal with an Event,
+    so that the next refusal of this kind gets no Event.
     """
 
     records: ClaimRecords
@@ -98,14 +98,8 @@ class ClaimEvents:
             self.refusals[ref.uid] = kind
             self._start(self.api.claim_event, ref, "DeviceNotAvailable", message)
 
-    def forget(self, uid: str) -> None:
-        """Forget a claim's last refusal, so that the next refusal of any kind gets an Event."""
-        self.refusals.pop(uid, None)
-
     def prepared(self, ref: ClaimRef, prepared: Prepared) -> None:
-        """Write the condition Ready into the claim's `status.devices`, if that is configured."""
-        if not self.report:
-            return
+        """Write the condition Ready into the claim's `status.devices`; only called if `report` is true."""
         ready = {
             "type": "Ready",
             "status": "True",

@@ -1,33 +1,157 @@
-"""Grants devices to claims through the register, and calls sources' hooks before and after their use."""
+"""Finds and grants the devices of claims, and calls sources' hooks before and after the use of the devices."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from deviceplugin import naming
 from deviceplugin.adoption.answers import AnswerError
 from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.device import ContainerEdits, Device, EditConflictError
+from deviceplugin.device import ContainerEdits, Device, EditConflictError, Health, in_order
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, titled
 from deviceplugin.identity import agree, identified, shown
+from deviceplugin.inventory import GONE, Inventory, InventorySnapshot
 from deviceplugin.register import operations
 from deviceplugin.register.question import View, takes_of
-from deviceplugin.register.records import Amount, Claim, ClaimDevice, Operation
+from deviceplugin.register.records import Amount, Claim, ClaimDevice, Operation, Outlook
 from deviceplugin.register.register import HookWorksError, Register
 from deviceplugin.register.rules import Excluded, Refused, outlook
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents
-from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, ClaimRef, Reason, Result
+from dra_bridge.driver.claims import (
+    Awaited,
+    ClaimAllocation,
+    ClaimError,
+    ClaimRecords,
+    ClaimRef,
+    Reason,
+    Result,
+    decoded_config,
+)
 from dra_bridge.driver.host import DriverHost
-from dra_bridge.driver.records import ClaimRecords
-from dra_bridge.driver.served import RequestDevices, ServedDevices
 from dra_bridge.driver.statistics import ClaimStatistics
+
+
+class ServedResource(NamedTuple):
+    """One resource whose devices a driver gives to claims."""
+
+    source: DeviceSource
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDevices:
+    """The devices that one request of a claim gets from one source. request: the name without the subrequest."""
+
+    request: str
+    served: ServedResource
+    members: tuple[tuple[Device, Result], ...]
+    config: Any
+    admin: bool
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of the request in natural order, each once, even if the claim has several shares of a device."""
+        devices: dict[str, Device] = {}
+        for device, _ in self.members:
+            devices[device.id] = device
+        return tuple(in_order(devices.values()))
+
+    @property
+    def parameters(self) -> str:
+        """The parameters for the source's hook `prepare`, as JSON; "" if there are none or the hook is not called."""
+        if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
+            return ""
+        return msgspec.json.encode(self.config, order="sorted").decode()
+
+
+_Names = dict[str, tuple[ServedResource, Device]]
+"""Devices by their published names."""
+
+
+@dataclass(slots=True)
+class ServedDevices:
+    """The devices of a driver's resources. host: the agent that the driver belongs to."""
+
+    driver: str
+    resources: Sequence[ServedResource]
+    host: DriverHost
+    _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
+        default=(None, {}, (), {}), init=False
+    )
+    """The last result of `by_name`, and before it the resources, qualifiers and snapshots from which it was made."""
+
+    def replace(self, resources: Sequence[ServedResource]) -> None:
+        """Replace the driver's resources."""
+        self.resources = resources
+
+    @property
+    def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
+        """The devices by their published names."""
+        resources, snapshots = self.resources, dict[str, InventorySnapshot]()
+        for served in resources:
+            snapshots[served.source.resource] = served.inventory.snapshot
+        qualifiers, now = self.host.qualifiers(list(snapshots)), tuple(snapshots.values())
+        # All elements are read from one tuple, because another thread may replace the tuple.
+        made_of, called, listed, names = self._named
+        if made_of is not resources or qualifiers != called or any(map(operator.is_not, now, listed)):
+            published = naming.published_names(qualifiers, {name: each.devices for name, each in snapshots.items()})
+            by_resource = {served.source.resource: served for served in resources}
+            names = {name: (by_resource[of], snapshots[of].devices[one]) for name, (of, one) in published.items()}
+            self._named = resources, dict(qualifiers), now, names
+        return names
+
+    def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
+        """Return the devices that each request gets from each source, with the request's decoded parameters.
+
+        Raises ClaimError if a device is unknown, unplugged or unhealthy, if the parameters are wrong, or if a request
+        for administrative access has a device of a vendor's plugin.
+        """
+        by_request: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
+        by_name = self.by_name
+        for result in allocation.results:
+            if result.device not in by_name:
+                what = f"driver {self.driver} has no device {result.device!r} here"
+                raise ClaimError(Reason.MISSING, f"request {result.request!r}: {what}")
+            served, device = by_name[result.device]
+            admin = bool(result.admin_access)
+            if not admin:
+                self._check_usable(served, device, result)
+            elif isinstance(served.source, AdoptedSource):
+                what = "administrative access is not possible: the vendor's plugin would allocate what others hold"
+                raise ClaimError(Reason.ADMIN, f"request {result.request!r}: {served.source.resource}: {what}")
+            by_request.setdefault((result.request, served.source.resource, admin), []).append((device, result))
+        groups: list[RequestDevices] = []
+        for (request, _, admin), members in by_request.items():
+            served = by_name[members[0][1].device][0]
+            config = decoded_config(served.source.config_type, allocation.config, request)
+            groups.append(RequestDevices(request.partition("/")[0], served, tuple(members), config, admin))
+        return groups
+
+    def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:
+        what = f"request {result.request!r}: device {result.device!r}"
+        if not device.health.usable:
+            accepted = {None, "", f"{self.driver}/unhealthy"}
+            tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
+            if device.message == GONE or not tolerated:
+                raise ClaimError(Reason.UNHEALTHY, f"{what} is unhealthy: {device.message or 'no reason was given'}")
+        if self.host.bypassed(served.source.resource):
+            why = "another plugin of its resource has registered with the kubelet instead of this agent"
+            raise ClaimError(Reason.PLUGIN, f"{what}: {why}; pods with limits may be getting the device now")
+        if not self.host.ready(served.source.resource, device.id):
+            key = served.source.resource, device.id
+            awaited = Awaited((key,), lambda: Outlook.FREE if self.host.ready(*key) else Outlook.UNKNOWN)
+            text = f"{what}: its holder is not known yet: the agent has just started"
+            raise ClaimError(Reason.STARTING, text, awaited)
+
 
 Made = Sequence[tuple[RequestDevices, ContainerEdits]]
 """A list of pairs: the devices that one request gets from one source, and the container edits for these devices."""
@@ -73,14 +197,6 @@ class ClaimDevices:
                 return True
         return False
 
-    async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
-        """Reserve a claim's devices in the register, before their setup. `confirm` completes the grant.
-
-        durable: see `operations.reserve`. Raises ClaimError if a device cannot be granted, or is set up with other
-        parameters.
-        """
-        await self._decide(ref, record, sorted(record.held), partial(operations.reserve, durable=durable))
-
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a reserved claim with its Prepare response, if each device is still the reserved hardware.
 
@@ -90,25 +206,37 @@ class ClaimDevices:
             await self.register.verify_granted(record.held)
         except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._decide(ref, record, (), operations.prepare)
+        await self.grant(ref, record, operations.prepare, ())
 
-    async def grant(self, ref: ClaimRef, record: Claim) -> None:
-        """Verify a claim's devices, then record the claim with its Prepare response, unless other holders exclude it.
-
-        Raises ClaimError if a device cannot be granted, or is set up with other parameters.
-        """
-        await self._decide(ref, record, sorted(record.held), operations.prepare)
-
-    async def _decide(
-        self, ref: ClaimRef, record: Claim, verified: Collection[DeviceKey], operation: Callable[..., _Decided]
+    async def grant(
+        self,
+        ref: ClaimRef,
+        record: Claim,
+        operation: Callable[..., _Decided],
+        verified: Collection[DeviceKey] | None = None,
     ) -> None:
+        """Verify a claim's devices, then record the claim, unless other holders exclude it.
+
+        operation: `operations.prepare`, which records the claim with its Prepare response, or `operations.reserve`
+        before the setup of the devices; then `confirm` completes the grant. verified: the devices to verify; None for
+        all. Raises ClaimError if a device cannot be granted, or is set up with other parameters.
+        """
+        verified = sorted(record.held) if verified is None else verified
         along: set[DeviceKey] = set()
         for key in record.held:
             along.update(self.register.listed.group(*key))
 
         def decide(view: View) -> _Decided:
-            if verified:
-                self._check_identities(record)
+            for device in record.devices if verified else ():
+                # The inventory may have changed since the claim's devices were found.
+                key, was = (device.resource, device.device), device.identity.tokens
+                served = self.register.listed.served.get(device.resource)
+                if device.admin or not was or served is None or device.device not in served.inventory.snapshot.devices:
+                    continue
+                if not agree(was, now := self.register.tokens(key)):
+                    raise DeviceConflictError(
+                        f"{titled(key)} has just become {shown(now)}; before, it was {shown(was)}"
+                    )
             return operation(record, view, move_idle=True, along=frozenset(along))
 
         try:
@@ -123,16 +251,6 @@ class ClaimDevices:
             self.host.claims_changed()
         kind = answer.message if isinstance(answer, Excluded) else answer.record.state.value
         raise self._refused(ref, kind, answer.message, self._awaited(record) if answer.outlook.waits else None)
-
-    def _check_identities(self, record: Claim) -> None:
-        """Raise DeviceConflictError if a device is other hardware now than when the claim was read."""
-        for device in record.devices:
-            key, was = (device.resource, device.device), device.identity.tokens
-            served = self.register.listed.served.get(device.resource)
-            if device.admin or not was or served is None or device.device not in served.inventory.snapshot.devices:
-                continue
-            if not agree(was, now := self.register.tokens(key)):
-                raise DeviceConflictError(f"{titled(key)} has just become {shown(now)}; before, it was {shown(was)}")
 
     def _awaited(self, record: Claim) -> Awaited:
         return Awaited(record.held, lambda: outlook(self.register.snapshot, record, self.register.view()))
@@ -224,9 +342,14 @@ class ClaimDevices:
 
         Raises HookError if a hook failed.
         """
-        for (source, _), devices in self.served.of_claim(claim):
-            if "unprepare" in source.hooks and (alone := self._alone(claim.uid, source, devices)):
-                await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
+        for source, inventory in self.served.resources:
+            if "unprepare" in source.hooks:
+                listed, held = inventory.snapshot.devices, list[Device]()
+                for resource, name in claim.held:
+                    if resource == source.resource:
+                        held.append(listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE))
+                if alone := self._alone(claim.uid, source, in_order(held)):
+                    await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
 
     def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
         """Return those of these devices that no other claim holds. Claims that are being unprepared do not count."""
@@ -253,7 +376,9 @@ def granted_device(
     """
     now, admin = asked.served.inventory.snapshot, asked.admin
     tokens = now.identities.get(device.id, frozenset())
-    part = "0" if admin else _part(times or now.replicas.get(device.id, 1), result)
+    part = "0" if admin else "1"
+    if result.share_id and not admin:
+        part = _part(times or now.replicas.get(device.id, 1), result)
     return ClaimDevice(
         now.resource,
         device.id,
@@ -268,8 +393,6 @@ def granted_device(
 
 def _part(times: int, result: Result) -> str:
     """Return the fraction of a device that a claim has: its consumed shares divided by all shares; "" if unknown."""
-    if not result.share_id:
-        return "1"
     capacity = result.consumed_capacity or {}
     consumed = {naming.qualified(name, result.driver): amount for name, amount in capacity.items()}
     try:

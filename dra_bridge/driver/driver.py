@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import grpc.aio
 
 from deviceplugin import cdi
 from deviceplugin.kubelet.claim_state import PreparedClaim
@@ -16,17 +18,16 @@ from deviceplugin.register.rules import ClaimEvidence
 from deviceplugin.tasks import Tasks
 from dra_bridge.driver import evidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
-from dra_bridge.driver.claim_devices import ClaimDevices
+from dra_bridge.driver.claim_devices import ClaimDevices, ServedDevices, ServedResource
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimError, ClaimRef, Reason
+from dra_bridge.driver.claims import ClaimError, ClaimRecords, ClaimRef, Prepared, Reason
 from dra_bridge.driver.host import DriverHost
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.reconciliation import ClaimReconciler
-from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.renewal import ClaimRenewal
-from dra_bridge.driver.served import ServedDevices, ServedResource
 from dra_bridge.driver.statistics import ClaimStatistics
 from dra_bridge.driver.waiting import MARGIN, WaitLimit
+from dra_bridge.wire import dra_v1_pb2_grpc, dra_v1beta1_pb2_grpc
 
 _T = TypeVar("_T")
 
@@ -194,3 +195,47 @@ class Driver:
     async def close(self) -> None:
         """End the driver's background tasks."""
         await self.tasks.close()
+
+
+class ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
+    """The gRPC service DRAPlugin in one version. pb: the module with the messages of this version.
+
+    Both versions have the same messages, but v1beta1 has no `share_id`.
+    """
+
+    def __init__(self, driver: Driver, pb: Any) -> None:
+        self._driver = driver
+        self._pb = pb
+        self._shares = "share_id" in pb.Device.DESCRIPTOR.fields_by_name
+
+    # The names of the methods below are those of the kubelet's API.
+
+    async def NodePrepareResources(  # noqa: N802
+        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
+        """Prepare the claims of a request; the response has the devices or the error of each claim."""
+        claims = [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
+        response = self._pb.NodePrepareResourcesResponse()
+        for uid, answer in (await self._driver.prepare(claims, context.time_remaining())).items():
+            entry = response.claims[uid]
+            if isinstance(answer, ClaimError):
+                entry.error = str(answer)
+                continue
+            for device in answer.devices:
+                listed = entry.devices.add(
+                    request_names=[device.request],
+                    pool_name=device.pool,
+                    device_name=device.device,
+                    cdi_device_ids=device.cdi_ids,
+                )
+                if device.share and self._shares:
+                    listed.share_id = device.share
+        return response
+
+    async def NodeUnprepareResources(self, request: Any, context: object) -> Any:  # noqa: N802
+        """Unprepare the claims of a request; the response has the error of each claim, or ""."""
+        claims = [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
+        response = self._pb.NodeUnprepareResourcesResponse()
+        for uid, answer in (await self._driver.unprepare(claims)).items():
+            response.claims[uid].error = "" if answer is None else str(answer)
+        return response

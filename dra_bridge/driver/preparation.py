@@ -34,10 +34,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,11 +52,18 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, LedgerError, Outlook
 from deviceplugin.tasks import Tasks, ended
 from dra_bridge.driver.claim_api import ClusterClaims
-from dra_bridge.driver.claim_devices import ClaimDevices
+from dra_bridge.driver.claim_devices import ClaimDevices, RequestDevices
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, ClaimRef, Reason, check_ref, parse_allocation
-from dra_bridge.driver.records import Prepared, prepared_of
-from dra_bridge.driver.served import RequestDevices
+from dra_bridge.driver.claims import (
+    Awaited,
+    ClaimError,
+    ClaimRef,
+    Prepared,
+    Reason,
+    check_ref,
+    parse_allocation,
+    prepared_of,
+)
 from dra_bridge.driver.statistics import CallStatistics
 from dra_bridge.driver.waiting import WaitLimit, wait
 
@@ -116,45 +124,56 @@ class ClaimPreparation:
 
         limit: the time limit for waits of this call.
         """
+        register, answer = self.devices.register, None
         try:
-            async with self._working("prepare", self.statistics.prepare, ref) as work:
+            with self._working("prepare", self.statistics.prepare, ref) as work:
                 self.preparing.add(work)
                 try:
-                    answer = await self._prepared_when_free(work, limit)
+                    while answer is None:
+                        seen = register.store.changes.count
+                        try:
+                            async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
+                                answer = await self._prepared(ref)
+                        except ClaimError as error:
+                            if error.awaited is None or limit.is_over:
+                                raise
+                            await self._wait(work, error, error.awaited, limit, seen)
                 finally:
                     self.preparing.discard(work)
                 self.statistics.prepare.done += 1
         except ClaimError as error:
             return error
-        self.events.forget(ref.uid)
+        self.events.refusals.pop(ref.uid, None)
         return answer
 
-    async def _prepared_when_free(self, work: _Work, limit: WaitLimit) -> Prepared:
-        """Try to prepare a claim until no further try is useful. Raises the ClaimError of the last try."""
-        register, ref = self.devices.register, work.ref
-        while True:
-            seen = register.store.changes.count
-            try:
-                async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
-                    return await self._prepared(ref)
-            except ClaimError as error:
-                if error.awaited is None or limit.is_over:
-                    raise
-                if not work.waited:
-                    self._log_wait(ref, error)
-                awaited, began = error.awaited, time.monotonic()
-            try:
-                await wait(register, awaited, limit, seen)
-            finally:
-                work.waited += time.monotonic() - began
+    async def _wait(self, work: _Work, refused: ClaimError, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
+        """Wait for the devices of a refused claim; log the first wait."""
+        ref, began = work.ref, time.monotonic()
+        if not work.waited:
+            extra = {"driver": self.records.driver, "claim": ref.title}
+            _LOG.info("claim %s waits for its devices: %s", ref.title, refused, extra=extra)
+            if refused.reason is not Reason.REFUSED:  # For a refusal, `ClaimDevices` has already written an Event.
+                self.events.refused(ref, refused.reason, str(refused))
+        try:
+            await wait(self.devices.register, awaited, limit, seen)
+        finally:
+            work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
         """Try once to prepare a claim, or return its recorded response. The caller has its lock. Raises ClaimError."""
         check_ref(ref)
-        allocation = await self._read(ref)
+        began = time.perf_counter()
+        self.statistics.claim_reads += 1
+        try:
+            claim = await self.api.get_claim(ref.namespace, ref.name)
+        finally:
+            self.statistics.claim_read_seconds += time.perf_counter() - began
+        allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
+        if not allocation.reserved:
+            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not reserved for a pod")
         recorded = self.records.get(ref.uid)
         former = prepared_of(recorded) if recorded is not None else None
-        if recorded is not None and former is not None and self._stands(former, allocation):
+        if recorded and former and (former.boot, former.named) == (self.files.boot, allocation.named):
             await self.files.write(recorded, former)
             self.statistics.prepared_again += 1
             return former
@@ -171,7 +190,8 @@ class ClaimPreparation:
         set_up = self._set_up_by_others if self.devices.changed_by(groups) else self._set_up
         prepared = await set_up(ref, record, groups, allocation.pod_claim)
         self.host.claims_changed()
-        self.events.prepared(ref, prepared)
+        if self.events.report:
+            self.events.prepared(ref, prepared)
         _log("prepared", record)
         return prepared
 
@@ -191,17 +211,13 @@ class ClaimPreparation:
             if work.ref.uid == ref.uid:
                 work.overtaken = True
                 work.task.cancel()
-        locked = self.records.locked(ref.uid)
         try:
-            async with (
-                self._working("unprepare", self.statistics.unprepare, ref),
-                asyncio.timeout(self.deadline),
-                locked,
-            ):
-                users, unlisted = await self.users(ref)
-                if not (users or unlisted):
-                    await self.end(ref.uid)
-                else:
+            with self._working("unprepare", self.statistics.unprepare, ref):
+                async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
+                    users, unlisted = await self.users(ref)
+                    if not (users or unlisted):
+                        await self.end(ref.uid)
+                        return None
                     now = time.monotonic()
                     error = _still_running(ref, users, unlisted)
                     if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
@@ -215,21 +231,15 @@ class ClaimPreparation:
         except ClaimError as failure:
             return failure
         finally:
-            self.events.forget(ref.uid)
+            self.events.refusals.pop(ref.uid, None)
         return None
 
     def prepares(self, uid: str) -> bool:
         """Return whether a claim is being prepared now."""
         return any(work.ref.uid == uid for work in self.preparing)
 
-    def _log_wait(self, ref: ClaimRef, error: ClaimError) -> None:
-        extra = {"driver": self.records.driver, "claim": ref.title}
-        _LOG.info("claim %s waits for its devices: %s", ref.title, error, extra=extra)
-        if error.reason is not Reason.REFUSED:  # For a refusal, `ClaimDevices` has already written an Event.
-            self.events.refused(ref, error.reason, str(error))
-
-    @contextlib.asynccontextmanager
-    async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[_Work]:
+    @contextlib.contextmanager
+    def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> Iterator[_Work]:
         """Count and log the call for a claim that is made inside this context manager.
 
         Raise each failure as a ClaimError.
@@ -254,23 +264,6 @@ class ClaimPreparation:
             statistics.durations.add(time.perf_counter() - began - work.waited)
             if work.waited:
                 self.statistics.waits.add(work.waited)
-
-    async def _read(self, ref: ClaimRef) -> ClaimAllocation:
-        """Read a claim, return its devices. Raises ClaimError if it has no devices here, or is reserved for no pod."""
-        began = time.perf_counter()
-        self.statistics.claim_reads += 1
-        try:
-            claim = await self.api.get_claim(ref.namespace, ref.name)
-        finally:
-            self.statistics.claim_read_seconds += time.perf_counter() - began
-        allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
-        if not allocation.reserved:
-            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not reserved for a pod")
-        return allocation
-
-    def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:
-        """Return whether a recorded response is from this boot and for the claim's present allocation."""
-        return former.boot == self.files.boot and former.named == allocation.named
 
     async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
         """Release a claim's former devices. former: the recorded response. anew: whether the claim's allocation is new.
@@ -306,7 +299,7 @@ class ClaimPreparation:
         prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
         try:
             # The grant verifies that the device numbers in the CDI file are still those of the devices.
-            await self.devices.grant(ref, _answered(record, prepared))
+            await self.devices.grant(ref, _answered(record, prepared), operations.prepare)
             newest = self.records.get(ref.uid)  # The newest record also has the pods that were recorded meanwhile.
             await self.files.write(newest or record, prepared)
         except ClaimError:
@@ -324,7 +317,7 @@ class ClaimPreparation:
         If a step fails, all steps are undone.
         """
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
-        await self.devices.reserve(ref, record, durable=traces)
+        await self.devices.grant(ref, record, functools.partial(operations.reserve, durable=traces))
         try:
             prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
             await self.files.write(record, prepared)

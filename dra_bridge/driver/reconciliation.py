@@ -15,9 +15,8 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import NONE, Claim, LedgerError
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimError, ClaimRef, Reason, parse_allocation
+from dra_bridge.driver.claims import ClaimError, ClaimRecords, ClaimRef, Reason, is_over, parse_allocation, prepared_of
 from dra_bridge.driver.preparation import ClaimPreparation
-from dra_bridge.driver.records import ClaimRecords, is_over, prepared_of
 
 _LOG: Final = logging.getLogger(__name__)
 

@@ -49,8 +49,7 @@ from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
 from deviceplugin.wire import pluginregistration_pb2 as pb
 from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
-from dra_bridge.driver.claims import ClaimError, ClaimRef
-from dra_bridge.driver.driver import Driver
+from dra_bridge.driver.driver import ClaimService, Driver
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
 from dra_bridge.wire import (
     dra_health_v1_pb2_grpc,
@@ -95,46 +94,6 @@ class RegistrarStatistics:
     registrations: int = 0
     failures: int = 0
     error: str = ""
-
-
-class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
-    """The gRPC service DRAPlugin in one version. pb: the module with the messages of this version.
-
-    Both versions have the same messages, but v1beta1 has no `share_id`.
-    """
-
-    def __init__(self, driver: Driver, pb: Any) -> None:
-        self._driver = driver
-        self._pb = pb
-        self._shares = "share_id" in pb.Device.DESCRIPTOR.fields_by_name
-
-    async def NodePrepareResources(  # noqa: N802  # the API's name
-        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Any:
-        claims = [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
-        response = self._pb.NodePrepareResourcesResponse()
-        for uid, answer in (await self._driver.prepare(claims, context.time_remaining())).items():
-            entry = response.claims[uid]
-            if isinstance(answer, ClaimError):
-                entry.error = str(answer)
-                continue
-            for device in answer.devices:
-                listed = entry.devices.add(
-                    request_names=[device.request],
-                    pool_name=device.pool,
-                    device_name=device.device,
-                    cdi_device_ids=device.cdi_ids,
-                )
-                if device.share and self._shares:
-                    listed.share_id = device.share
-        return response
-
-    async def NodeUnprepareResources(self, request: Any, context: object) -> Any:  # noqa: N802
-        claims = [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
-        response = self._pb.NodeUnprepareResourcesResponse()
-        for uid, answer in (await self._driver.unprepare(claims)).items():
-            response.claims[uid].error = "" if answer is None else str(answer)
-        return response
 
 
 def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesResponse:
@@ -192,8 +151,8 @@ class HealthService(
 
 def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:
     """Add a driver's gRPC services for claims and health, in all versions of the kubelet's API, to a server."""
-    dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1_pb2), server)
-    dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(_ClaimService(driver, dra_v1beta1_pb2), server)
+    dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(ClaimService(driver, dra_v1_pb2), server)
+    dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(ClaimService(driver, dra_v1beta1_pb2), server)
     dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
     dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health, server)
 

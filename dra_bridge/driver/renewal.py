@@ -38,12 +38,11 @@ from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register.identification import leave, renew
 from deviceplugin.register.records import Claim, LedgerError
 from deviceplugin.register.register import Register
-from dra_bridge.driver import cdi_files
+from dra_bridge.driver import claim_files
+from dra_bridge.driver.claim_devices import ServedDevices
 from dra_bridge.driver.claim_files import CHECK
-from dra_bridge.driver.claims import ClaimError, ClaimRef
+from dra_bridge.driver.claims import ClaimError, ClaimRef, Prepared, prepared_of
 from dra_bridge.driver.preparation import ClaimPreparation
-from dra_bridge.driver.records import Prepared, prepared_of
-from dra_bridge.driver.served import ServedDevices
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -331,7 +330,7 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
 
 
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
-    """Return the CDI spec `spec` of `cdi_files.build`, with the present nodes of the devices.
+    """Return the CDI spec `spec` of `claim_files.build`, with the present nodes of the devices.
 
     If the nodes have not changed, the text stays the same. nodes: for each request, the present nodes, as `described`
     returns them. held: the tokens of the nodes that belonged to the devices until now: such a node stays in the spec
@@ -340,7 +339,7 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)
     for device in decoded["devices"]:
-        if (now := nodes.get(cdi_files.request_of(device["name"]))) is not None:
+        if (now := nodes.get(claim_files.request_of(device["name"]))) is not None:
             edits = device["containerEdits"]
             former = {node["path"]: node for node in edits.get("deviceNodes", ())}
             other = {path for path, node in former.items() if _token(node) not in held}
@@ -350,8 +349,8 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
             edits["deviceNodes"] = list(after.values())
             if not after:
                 del edits["deviceNodes"]
-    decoded["cdiVersion"] = cdi_files.version(decoded["devices"])
-    after_all = cdi_files.encode(decoded)
+    decoded["cdiVersion"] = claim_files.version(decoded["devices"])
+    after_all = claim_files.encode(decoded)
     return spec if after_all == before else after_all.decode()
 
 
@@ -367,7 +366,7 @@ def _by_request(spec: str) -> dict[str, Tokens]:
     """Return, for each request, the tokens of its device nodes in a CDI spec."""
     tokens: dict[str, Tokens] = {}
     for device in msgspec.json.decode(spec)["devices"]:
-        request = cdi_files.request_of(device["name"])
+        request = claim_files.request_of(device["name"])
         its = {_token(node) for node in device["containerEdits"].get("deviceNodes", ())} - {""}
         tokens[request] = tokens.get(request, frozenset()) | its
     return tokens

@@ -388,7 +388,8 @@ class Cluster:
                         warned = False
                         position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
                         if event.type in ("ADDED", "MODIFIED", "DELETED"):
-                            forms.trimmed(kind, event.object)
+                            if kind is api.NODES:
+                                forms.trim_node(event.object)
                             yield event
                 if time.monotonic() - opened < seconds - 1.0:
                     raise UnavailableError(f"watch {kind.plural}: the server ended it before the requested time")
@@ -446,7 +447,9 @@ class Cluster:
         metadata = answer.get("metadata")
         if not isinstance(metadata, dict) or answer.get("kind") != kind.kind or (name and metadata.get("name") != name):
             raise UnavailableError(f"{method} {kind.plural} {name}: the answer is not the requested object")
-        return forms.trimmed(kind, answer)
+        if kind is api.NODES:
+            forms.trim_node(answer)
+        return answer
 
     async def _exchange(self, asked: _Asked, form: Form[T], most: int | None = None) -> T:
         method, kind, name, namespace, parameters, body, subresource = asked

@@ -76,15 +76,10 @@ def smaller_limit(limit: int) -> int:
 JSON: Final[Form[Object]] = Form("application/json", msgspec.json.Decoder(dict[str, Any]).decode)
 
 
-def trimmed(kind: Kind, body: Object) -> Object:
-    """Remove the images and managed fields of a Node, which are most of its bytes and are never used.
-
-    Return the same object.
-    """
-    if kind is NODES:
-        body["metadata"].pop("managedFields", None)
-        (body.get("status") or {}).pop("images", None)
-    return body
+def trim_node(node: Object) -> None:
+    """Remove the images and managed fields of a Node, which are most of its bytes and are never used."""
+    node["metadata"].pop("managedFields", None)
+    (node.get("status") or {}).pop("images", None)
 
 
 def page_of(kind: Kind) -> Form[Page[Object]]:
@@ -100,7 +95,9 @@ def page_of(kind: Kind) -> Form[Page[Object]]:
         ):
             raise ValueError("it is not the requested list")
         more = str(metadata.get("continue") or "")
-        items = [trimmed(kind, item) for item in answer.get("items") or ()]
+        items = answer.get("items") or []
+        for node in items if kind is NODES else ():
+            trim_node(node)
         return Page(items, str(metadata["resourceVersion"]), more, len(body))
 
     return Form(JSON.accept, decode)

@@ -19,8 +19,8 @@ from deviceplugin.node.service import Service
 from deviceplugin.register import claim_files, copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode, cdi_files
-from dra_bridge.driver.claim_files import CHECK
+from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode
+from dra_bridge.driver.claim_files import CHECK, is_deleted
 from dra_bridge.driver.evidence import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
@@ -279,7 +279,7 @@ class Bridge(ClaimSide):
             await asyncio.sleep(CHECK)
             # If the read times out, it is unknown whether the directory was deleted, so the next check reads again.
             with contextlib.suppress(LookTimeoutError):
-                deleted = await looks.at("claim file", cdi_files.is_deleted, directory)
+                deleted = await looks.at("claim file", is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
         _LOG.error("%s, so no claim can be prepared; the agent ends, and its next container mounts a new one", what)
         self.agent.stop()

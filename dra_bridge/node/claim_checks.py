@@ -19,7 +19,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.waits import PROMPT
 from dra_bridge.driver import ClaimRef, Driver
-from dra_bridge.driver.records import is_over
+from dra_bridge.driver.claims import is_over
 from dra_bridge.kube import ClusterError, ListedClaim
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.claim_pods import ClaimPods

@@ -531,7 +531,7 @@ def _lasting(pod: FakePod) -> list[FakeContainer]:
 
 
 def _edits(listed: Object) -> ContainerEdits:
-    """Return the edits in a CDI device that `dra_bridge.driver.cdi_files` has written."""
+    """Return the edits in a CDI device that `dra_bridge.driver.claim_files` has written."""
     return ContainerEdits(
         dict(variable.split("=", 1) for variable in listed.get("env", ())),
         [

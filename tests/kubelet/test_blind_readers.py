@@ -28,7 +28,7 @@ from deviceplugin.register.copies import AllocationCopies, Copy, write
 from deviceplugin.register.records import Allocation
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.cgroups import CgroupTree
-from dra_bridge.driver.cdi_files import ClaimFileStore
+from dra_bridge.driver.claim_files import ClaimFileStore
 from tests.kubelet import test_orphaned_claims as claims
 
 UID, OTHER, THIRD = "uid-held", "uid-other", "uid-third"

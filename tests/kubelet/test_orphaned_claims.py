@@ -27,7 +27,7 @@ from deviceplugin.register.store import MemoryStore
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
-from dra_bridge.driver.cdi_files import ClaimFileStore
+from dra_bridge.driver.claim_files import ClaimFileStore
 from tests.identities import seen_as
 from tests.programs import running
 

@@ -14,7 +14,7 @@ from deviceplugin import cdi
 from deviceplugin.register import claim_files
 from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.records import Amount, ClaimDevice
-from dra_bridge.driver.cdi_files import CdiStore, ClaimFileStore
+from dra_bridge.driver.claim_files import CdiStore, ClaimFileStore
 from tests.identities import seen_as
 
 D = "fpga.example.com"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from deviceplugin import cdi
 from deviceplugin.cdi import CdiError
 from deviceplugin.device import ContainerEdits, DeviceNode, Mount
-from dra_bridge.driver import cdi_files
-from dra_bridge.driver.cdi_files import CdiStore
+from dra_bridge.driver import claim_files
+from dra_bridge.driver.claim_files import CdiStore
 
 DRIVER = "fpga.example.com"
 UID = "0f9c1e2a-7c1d-4a55-9d7e-0a1b2c3d4e5f"
@@ -27,7 +27,7 @@ def test_a_spec_has_what_the_plugin_door_would_give() -> None:
     edits = ContainerEdits(
         env={"FPGA": "0"}, nodes=["/dev/null"], mounts=[Mount("/opt", "/opt/fpga", readonly=False), Mount("/a", "/b")]
     )
-    assert cdi_files.build(DRIVER, {"claim_1_fpga": edits}) == {
+    assert claim_files.build(DRIVER, {"claim_1_fpga": edits}) == {
         "cdiVersion": "0.3.0",
         "kind": "fpga.example.com/claim",
         "devices": [
@@ -56,14 +56,14 @@ def test_a_spec_has_what_the_plugin_door_would_give() -> None:
 )
 def test_the_version_is_as_low_as_the_content_allows(name: str, nodes: list[DeviceNode | str], version: str) -> None:
     """A runtime refuses a spec of a version that it does not know, and one that claims too low a one."""
-    assert cdi_files.build(DRIVER, {name: ContainerEdits(nodes=nodes)})["cdiVersion"] == version
+    assert claim_files.build(DRIVER, {name: ContainerEdits(nodes=nodes)})["cdiVersion"] == version
 
 
 def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Path) -> None:
     """Runtimes refuse links (containerd#12060); the container keeps the udev name."""
     link = tmp_path / "by-id"
     link.symlink_to("/dev/zero")
-    spec = cdi_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
+    spec = claim_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
     assert spec["devices"][0]["containerEdits"]["deviceNodes"] == [
         {"path": str(link), "hostPath": "/dev/zero", "type": "c", "major": 1, "minor": 5, "permissions": "rm"}
     ]
@@ -85,7 +85,7 @@ def test_a_node_has_the_numbers_of_when_it_was_prepared(
 
     monkeypatch.setattr("deviceplugin.cdi.os.lstat" if directory else "deviceplugin.cdi.os.stat", status)
     node = DeviceNode(str(tmp_path if directory else host), "/dev/disk")
-    spec = cdi_files.build(DRIVER, {"a": ContainerEdits(nodes=[node])})
+    spec = claim_files.build(DRIVER, {"a": ContainerEdits(nodes=[node])})
     (found,) = spec["devices"][0]["containerEdits"]["deviceNodes"]
     assert (found["hostPath"], found["type"], found["major"], found["minor"]) == (str(host), "b", 259, 7)
 
@@ -95,7 +95,7 @@ def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     os.mkfifo(tmp_path / "sub" / "pipe")
     (tmp_path / "file").write_text("")
-    spec = cdi_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(tmp_path), "/dev/all")])})
+    spec = claim_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(tmp_path), "/dev/all")])})
     assert spec["devices"][0]["containerEdits"]["deviceNodes"] == [
         {"path": "/dev/all/sub/pipe", "hostPath": f"{tmp_path}/sub/pipe", "permissions": "rw"}
     ]
@@ -119,13 +119,13 @@ def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
 def test_what_a_runtime_would_refuse_is_refused_with_a_reason(devices: dict[str, ContainerEdits], message: str) -> None:
     """One bad file would take all devices of its vendor out of use."""
     with pytest.raises(CdiError, match=message):
-        cdi_files.build(DRIVER, devices)
+        claim_files.build(DRIVER, devices)
 
 
 def test_text_that_is_not_unicode_is_refused() -> None:
     """JSON has no way to say it."""
     with pytest.raises(CdiError, match="JSON"):
-        cdi_files.encode(cdi_files.build(DRIVER, {"a": ContainerEdits(env={"A": "\udc80"})}))
+        claim_files.encode(claim_files.build(DRIVER, {"a": ContainerEdits(env={"A": "\udc80"})}))
 
 
 def test_a_driver_that_begins_with_a_digit_is_a_vendor_all_the_same() -> None:
@@ -138,7 +138,7 @@ def test_a_driver_that_begins_with_a_digit_is_a_vendor_all_the_same() -> None:
 def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path) -> None:
     """Also where its directory does not exist yet."""
     store = CdiStore(DRIVER, str(tmp_path / "run" / "cdi"))
-    data = cdi_files.encode(cdi_files.build(DRIVER, {"claim_x_r": ContainerEdits(env={"A": "1"})}))
+    data = claim_files.encode(claim_files.build(DRIVER, {"claim_x_r": ContainerEdits(env={"A": "1"})}))
     assert store.list() == frozenset()
     assert store.write(UID, data)
     assert not store.write(UID, data)
@@ -241,7 +241,7 @@ def test_any_edits_become_a_valid_spec_or_an_error(
     """By the rules of the CDI library: names, non-empty edits, NAME=value, permissions, absolute paths."""
     edits = ContainerEdits(env, nodes, [Mount(f"/{host}", f"/{inside}") for host, inside in paths])
     try:
-        spec = json.loads(cdi_files.encode(cdi_files.build(DRIVER, {name: edits})))
+        spec = json.loads(claim_files.encode(claim_files.build(DRIVER, {name: edits})))
     except CdiError:
         return
     (device,) = spec["devices"]

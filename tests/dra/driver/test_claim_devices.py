@@ -15,10 +15,9 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.claim_devices import granted_device
+from dra_bridge.driver.claim_devices import RequestDevices, ServedResource, granted_device
 from dra_bridge.driver.claim_files import filed
 from dra_bridge.driver.claims import Result
-from dra_bridge.driver.served import RequestDevices, ServedResource
 from tests.identities import seen_as
 
 R = "example.com/fpga"

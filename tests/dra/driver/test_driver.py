@@ -44,13 +44,12 @@ from dra_bridge.driver import (
     Prepared,
     RunningPods,
     ServedResource,
-    cdi_files,
     claim_api,
+    claim_files,
     preparation,
     registrar,
 )
-from dra_bridge.driver.claims import ClaimConfig, Opaque, Reason, decoded_config
-from dra_bridge.driver.records import is_over
+from dra_bridge.driver.claims import ClaimConfig, Opaque, Reason, decoded_config, is_over
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -705,9 +704,9 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
-    writing, go, write = threading.Event(), threading.Event(), cdi_files.CdiStore.write
+    writing, go, write = threading.Event(), threading.Event(), claim_files.CdiStore.write
 
-    def slow(store: cdi_files.CdiStore, uid: str, data: bytes) -> bool:
+    def slow(store: claim_files.CdiStore, uid: str, data: bytes) -> bool:
         writing.set()
         assert go.wait(20)
         return write(store, uid, data)
@@ -716,7 +715,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     if known:
         await here.prepared("1")
         (here.cdi / here.files[0]).unlink()
-    monkeypatch.setattr(cdi_files.CdiStore, "write", slow)
+    monkeypatch.setattr(claim_files.CdiStore, "write", slow)
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     preparing = asyncio.create_task(here.prepare("1"))
     await asyncio.to_thread(writing.wait)
@@ -734,16 +733,16 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An Unprepare that took too long removes nothing of the Prepare that follows."""
-    removing, go, remove = threading.Event(), threading.Event(), cdi_files.CdiStore.remove
+    removing, go, remove = threading.Event(), threading.Event(), claim_files.CdiStore.remove
 
-    def slow(store: cdi_files.CdiStore, uid: str) -> bool:
+    def slow(store: claim_files.CdiStore, uid: str) -> bool:
         removing.set()
         assert go.wait(20)
         return remove(store, uid)
 
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
-    monkeypatch.setattr(cdi_files.CdiStore, "remove", slow)
+    monkeypatch.setattr(claim_files.CdiStore, "remove", slow)
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.to_thread(removing.wait)

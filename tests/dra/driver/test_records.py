@@ -8,16 +8,16 @@ import sys
 FIRST_READERS = """
 import importlib, sys, threading
 from deviceplugin.register.records import Claim
-from dra_bridge.driver import records
+from dra_bridge.driver import claims
 
 CLAIM = Claim("fpga", "uid", "", "", (), '{"devices":[{"request":"r","pool":"p","device":"fpga0"}]}', 0.0)
 sys.setswitchinterval(1e-6)
 for _ in range(100):
-    importlib.reload(records)
+    importlib.reload(claims)
     together = threading.Barrier(4)
     def read():
         together.wait()
-        assert records.prepared_of(CLAIM).devices[0].device == "fpga0"
+        assert claims.prepared_of(CLAIM).devices[0].device == "fpga0"
     readers = [threading.Thread(target=read) for _ in range(4)]
     for one in readers: one.start()
     for one in readers: one.join()

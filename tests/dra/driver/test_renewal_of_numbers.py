@@ -23,7 +23,7 @@ from deviceplugin.kubelet.containers import Starts
 from deviceplugin.register.records import Change, Claim, Decision
 from dra_bridge.driver import DriverHost, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.records import prepared_of
+from dra_bridge.driver.claims import prepared_of
 from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
 
 NODES = ("/dev/tty", "/dev/ptmx")
