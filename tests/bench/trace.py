@@ -69,8 +69,8 @@ class Size(NamedTuple):
 
 LIMITS: Final = {
     "Allocate": Size(112, 23),
-    "NodePrepareResources": Size(198, 42),
-    "NodeUnprepareResources": Size(105, 27),
+    "NodePrepareResources": Size(189, 36),
+    "NodeUnprepareResources": Size(100, 22),
     "move": Size(205, 43),
     "evidence": Size(303, 44),
 }
