@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from deviceplugin import filewatch
 from deviceplugin.filewatch import Gather
 from deviceplugin.looks import Looks, LookTimeoutError
-from deviceplugin.tasks import SharedCall
+from deviceplugin.tasks import SharedCall, in_time
 
 _T = TypeVar("_T")
 
@@ -21,9 +21,12 @@ POLL: Final = 10.0
 
 
 class DirectoryReader:
-    """Waits for changes of directories. unwatched: the present wait's argument `unwatched`."""
+    """Waits for changes of directories. unwatched: the present wait's argument `unwatched`.
 
-    def __init__(self, directories: tuple[DirectoryWatch[Any], ...]) -> None:
+    directories: for each directory, a function that returns the part of the content whose changes end a wait.
+    """
+
+    def __init__(self, directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> None:
         self.unwatched = math.inf
         self._directories = directories
         self._changed = asyncio.Event()
@@ -33,9 +36,14 @@ class DirectoryReader:
         """End the present or the next wait. Any thread may call this method."""
         self._watcher.call(self._changed.set)
 
-    def changed(self) -> None:
-        """End the present or the next wait. Call this method in the loop."""
-        self._changed.set()
+    def changed(self, directory: DirectoryWatch[Any], before: Any, now: Any) -> None:
+        """End the present or the next wait if the reader's part of the content has changed. Call it in the loop.
+
+        before: the former content; None if the content was not read before.
+        """
+        part = self._directories[directory]
+        if before is None or part(before) != part(now):
+            self._changed.set()
 
     async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
         """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
@@ -45,12 +53,7 @@ class DirectoryReader:
         self.unwatched = unwatched
         for directory in self._directories:
             directory.hurry(unwatched)
-        changed = True
-        try:
-            async with asyncio.timeout(None if timeout == math.inf else timeout):
-                await self._changed.wait()
-        except TimeoutError:
-            changed = False
+        changed = await in_time(self._changed.wait(), timeout)
         self._changed.clear()
         return changed
 
@@ -80,14 +83,21 @@ class DirectoryWatch(Generic[_T]):
         """The seconds, for the present wait, between two reads of directories on file systems without events."""
 
     async def now(self) -> _T:
-        """Read the directories now. Calls that arrive before the read begins get the same result.
+        """Read the directories now. Raises LookTimeoutError.
 
-        Raises LookTimeoutError.
+        While a read takes long, calls that arrive before the next read begins get the same result.
         """
-        return await self._call()
+        if (look := self.looks.brief("socket", self._contents)) is None:
+            return await self._call()
+        self.latest = latest = look.result
+        return latest
+
+    async def seen(self) -> _T:
+        """Return the content at the last read, which follows each file event. Raises LookTimeoutError if reads hang."""
+        return self.latest if self.latest is not None and not self.looks.hanging else await self.now()
 
     async def _look(self) -> _T:
-        self.latest = latest = await self.looks.at("socket", self._contents, brief=True)
+        self.latest = latest = await self.looks.at("socket", self._contents)
         return latest
 
     def add(self, reader: DirectoryReader) -> None:
@@ -116,16 +126,16 @@ class DirectoryWatch(Generic[_T]):
                 with contextlib.suppress(LookTimeoutError):  # Readers get this error from their own calls of `now`.
                     now = await self.now()
                     if now != shown:
-                        shown = now
+                        before, shown = shown, now
                         for reader in self._readers:
-                            reader.changed()
+                            reader.changed(self, before, now)
                 self._unwatched = min((reader.unwatched for reader in self._readers), default=math.inf)
                 await self._watch.wait(self._poll, unwatched=self._unwatched)
 
 
 @contextlib.contextmanager
-def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
-    """Provide a new reader of these directories while the context manager is active."""
+def reading(directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> Iterator[DirectoryReader]:
+    """Provide a new reader of these directories while the context manager is active; see `DirectoryReader`."""
     reader = DirectoryReader(directories)
     for directory in directories:
         directory.add(reader)
@@ -134,3 +144,8 @@ def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
     finally:
         for directory in directories:
             directory.remove(reader)
+
+
+def all_of(content: object) -> object:
+    """Return a directory's content: for a reader that waits for any change."""
+    return content

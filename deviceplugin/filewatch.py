@@ -37,6 +37,7 @@ from watchdog.observers.api import ObservedWatch
 
 from deviceplugin import unwatched
 from deviceplugin.backoff import Backoff
+from deviceplugin.tasks import in_time
 from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure, files_left
 
 _LOG: Final = logging.getLogger(__name__)
@@ -549,12 +550,7 @@ class Watch:
         unwatched: the timeout instead of `timeout` while any directory has no events, so that hints may be missing.
         """
         watched = all(place.watched for place in self.places.values())
-        try:
-            async with asyncio.timeout(timeout if watched else min(timeout, unwatched)):
-                await self._hinted.wait()
-            hinted = True
-        except TimeoutError:
-            hinted = False
+        hinted = await in_time(self._hinted.wait(), timeout if watched else min(timeout, unwatched))
         self._hinted.clear()
         self._watcher.check(self, hinted=hinted)
         return hinted

@@ -166,21 +166,20 @@ class Looks:
             await self.until_ended(look)
         return look.result
 
-    def brief(self, kind: str, function: Callable[..., object], *arguments: object, place: str = "") -> bool:
-        """Call a function that usually takes microseconds; return whether it has ended.
+    def brief(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T] | None:
+        """Call a function that usually takes microseconds; return the ended look, or None if it has not ended.
 
-        If not, it continues in a thread. The function is not called while an earlier look has not ended. The function's
-        result is dropped, and its exception is raised.
+        If it has not ended, it continues in a thread, and its result is dropped. The function is not called while an
+        earlier look has not ended.
         """
         if self.hanging or self._outstanding:
-            return False
+            return None
         look = self.begin(kind, function, *arguments, place=place)
         if self.ended_at_once(look):
-            look.result  # noqa: B018  # raises the exception
-            return True
+            return look
         with contextlib.suppress(RuntimeError):  # If the loop is closed, no caller waits.
             asyncio.get_running_loop().call_later(TIMEOUT, self._note_late, look, TIMEOUT)
-        return False
+        return None
 
     def within(self, seconds: float, kind: str, function: Callable[..., _T], *arguments: object) -> _T:
         """Call a function, and block until it returns, for at most `seconds`. Return its result.
@@ -234,21 +233,27 @@ class Looks:
 
         If the caller is cancelled, a look that has not begun is cancelled too.
         """
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
-                loop.call_soon_threadsafe(ended.set)
+                loop.call_soon_threadsafe(end)
 
         look.when_ended(wake, self._lock)
+        timer = loop.call_later(timeout, end) if timeout is not None else None
         try:
-            async with asyncio.timeout(timeout):
-                await ended.wait()
-        except TimeoutError:
-            pass
+            await ended
         except asyncio.CancelledError:
             self.give_up(look)
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def give_up(self, look: Look[Any]) -> bool:
         """Cancel a look if it has not begun, because no caller needs it; return whether it was cancelled."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+import math
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Final, Generic, TypeVar
 
 _LOG: Final = logging.getLogger(__name__)
@@ -72,6 +73,16 @@ class SharedCall(Generic[_T]):
     async def close(self) -> None:
         """Cancel the running call and the waiting call."""
         await cancel_all(self._tasks)
+
+
+async def in_time(work: Awaitable[object], timeout: float | None = None) -> bool:
+    """Wait for an awaitable; return whether it finished within `timeout` seconds. None and inf set no limit."""
+    try:
+        async with asyncio.timeout(None if timeout == math.inf else timeout):
+            await work
+    except TimeoutError:
+        return False
+    return True
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from pathlib import Path
 
-from deviceplugin.directory_watch import DirectoryWatch, reading
+from deviceplugin.directory_watch import DirectoryWatch, all_of, reading
 from deviceplugin.filewatch import AT_ONCE
 from deviceplugin.looks import Looks
 
@@ -20,19 +21,46 @@ class Names(DirectoryWatch[frozenset[str]]):
         super().__init__(Looks(str(path)), self._names, (path,), AT_ONCE, poll)
         self.path = path
         self.count = 0
+        self.begun = threading.Event()
+        self.hold: threading.Event | None = None
 
     def _names(self) -> frozenset[str]:
         self.count += 1
+        self.begun.set()
+        if self.hold is not None:
+            self.hold.wait(20)
         return frozenset(entry.name for entry in self.path.iterdir())
 
 
-async def test_a_look_serves_all_who_ask_before_it_begins(tmp_path: Path) -> None:
-    """However many resources there are, and each sees what was there when it asked."""
+async def test_while_a_read_hangs_the_next_read_serves_all_callers(tmp_path: Path) -> None:
+    """However many resources there are; each gets the content after its call."""
+    names, go_on = Names(tmp_path), threading.Event()
+    names.hold = go_on
+    first = asyncio.create_task(names.now())
+    others = [asyncio.create_task(names.now()) for _ in range(READERS)]
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(names.begun.wait, 20)
+        (tmp_path / "a").touch()
+        go_on.set()
+        assert set(await asyncio.gather(*others)) == {frozenset({"a"})}
+        await first
+    assert names.count <= 3
+    (tmp_path / "b").touch()
+    assert await names.now() == {"a", "b"}
+
+
+async def test_a_reader_is_not_woken_by_changes_of_another_part(tmp_path: Path) -> None:
+    """It names the part of the content that it waits for."""
     names = Names(tmp_path)
-    assert set(await asyncio.gather(*(names.now() for _ in range(READERS)))) == {frozenset()}
-    assert names.count == 1
-    (tmp_path / "a").touch()
-    assert await names.now() == {"a"}
+    async with asyncio.timeout(20):
+        with reading({names: lambda content: "a" in content}) as reader, reading({names: all_of}) as other:
+            await asyncio.gather(reader.wait(), other.wait())  # the first read
+            wait = asyncio.create_task(reader.wait())
+            (tmp_path / "b").touch()
+            await other.wait()
+            assert not wait.done()
+            (tmp_path / "a").touch()
+            assert await wait
 
 
 async def test_readers_are_woken_when_something_has_changed(tmp_path: Path) -> None:
@@ -40,7 +68,7 @@ async def test_readers_are_woken_when_something_has_changed(tmp_path: Path) -> N
     names = Names(tmp_path, poll=0.05)
     async with asyncio.timeout(20):
         with contextlib.ExitStack() as stack:
-            readers = [stack.enter_context(reading(names)) for _ in range(READERS)]
+            readers = [stack.enter_context(reading({names: all_of})) for _ in range(READERS)]
             await asyncio.gather(*(reader.wait() for reader in readers))  # the first look
             before = names.count
             waits = [asyncio.create_task(reader.wait()) for reader in readers]
@@ -56,7 +84,7 @@ async def test_a_reader_is_woken_by_hand_and_by_its_deadline(tmp_path: Path) -> 
     """A wake that comes before the wait ends it, too."""
     names = Names(tmp_path)
     async with asyncio.timeout(20):
-        with reading(names) as reader:
+        with reading({names: all_of}) as reader:
             await reader.wait()
             assert not await reader.wait(0.01)
             await asyncio.to_thread(reader.wake)

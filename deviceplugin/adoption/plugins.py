@@ -33,7 +33,7 @@ from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, u
 from deviceplugin.kubelet.registration import VERSION, InstanceLock, RegistrationError
 from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.looks import Looks, LookTimeoutError
-from deviceplugin.tasks import cancel_all
+from deviceplugin.tasks import cancel_all, in_time
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
@@ -506,6 +506,4 @@ class VendorPlugins(RegistrationServicer):
                 shown = wanted
                 yield wanted
             due = [at + GRACE - now for at in absent.values()] + ([began + GRACE - now] if shown is None else [])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, min(due)) if due else None):
-                    await changed.wait()
+            await in_time(changed.wait(), max(0.0, min(due)) if due else None)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -16,6 +16,7 @@ from deviceplugin.kubelet.foreign_plugin import LATE, SentList
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.sharing import device_of, replicas_of, shares
 from deviceplugin.source import DeviceSource
+from deviceplugin.tasks import in_time
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
 _LOG: Final = logging.getLogger(__name__)
@@ -312,13 +313,3 @@ class ListStreams:
                 self._none_open.set()
                 _LOG.debug("the kubelet no longer listens", extra={"resource": self._resource})
                 self._on_end()
-
-
-async def in_time(work: Awaitable[object], timeout: float) -> bool:
-    """Wait for an awaitable; return whether it finished within `timeout` seconds."""
-    try:
-        async with asyncio.timeout(timeout):
-            await work
-    except TimeoutError:
-        return False
-    return True

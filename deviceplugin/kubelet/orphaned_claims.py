@@ -8,7 +8,6 @@ drivers have other names for devices.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.kubelet.holders import EvidenceSource
-from deviceplugin.looks import Looks, LookTimeoutError
+from deviceplugin.looks import Looks
 from deviceplugin.register import claim_files
 from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
@@ -160,24 +159,20 @@ class OrphanedClaims:
         """
         return self._current().uses
 
-    async def reread(self) -> None:
-        """Check the files now, so that the next result of `uses` is not older than this call.
-
-        If the file system hangs, the known uses stay: no agent can write other claim files there meanwhile.
-        """
-        with contextlib.suppress(LookTimeoutError):
-            await self.looks.at("claims", self._refresh, frozenset(self.served), True, brief=True)
-
     def _current(self) -> _Held:
         """Return the claims' device uses. Check the files unless the last check is less than `fresh` seconds old."""
         now, served = time.monotonic(), frozenset(self.served)
         ending = self._unnamed and now - self._made_at >= ENDING
-        if now - self._looked_at >= self.fresh or served != self._read_for or ending:
-            self.looks.brief("claims", self._refresh, served)
+        due = now - self._looked_at >= self.fresh or served != self._read_for or ending
+        if due and (look := self.looks.brief("claims", self.refresh, served)) is not None:
+            look.result  # noqa: B018  # raises the exception
         return self._held
 
-    def _refresh(self, served: frozenset[str], again: bool = False) -> None:
-        """Read the changed files, in a thread of `looks`. again: whether to read even within `fresh` seconds."""
+    def refresh(self, served: frozenset[str], again: bool = False) -> None:
+        """Read the changed files, in a thread of `looks`. again: whether to read even within `fresh` seconds.
+
+        If the file system hangs, the known uses stay: no agent can write other claim files there meanwhile.
+        """
         now = time.monotonic()
         if again or now - self._looked_at >= self.fresh or served != self._read_for:
             state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)

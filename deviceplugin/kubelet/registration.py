@@ -33,7 +33,7 @@ import grpc.aio
 from deviceplugin import filewatch, looked_at
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
-from deviceplugin.directory_watch import DirectoryReader, reading
+from deviceplugin.directory_watch import DirectoryReader, all_of, reading
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
 from deviceplugin.kubelet.foreign_plugin import LATE, Finding, ForeignPluginWatch, foreign_sockets
 from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET, DirectoryContents, PluginDirectory
@@ -336,7 +336,7 @@ class PluginRegistration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the socket. Raises RegistrationError."""
         try:
-            with reading(self._directory) as watch:
+            with reading({self._directory: all_of}) as watch:
                 self.wake = self.endpoint.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
                 await self._loop(watch)
@@ -359,7 +359,8 @@ class PluginRegistration:
     async def _next(self, watch: DirectoryReader) -> None:
         """Execute the next step, then wait for a change. Raises LookTimeoutError if a read of the directory hangs."""
         timing = self._timing
-        now = await self._directory.now()
+        # A kubelet that listens is still the kubelet of the last read.
+        now = await (self._directory.seen() if self.endpoint.streams.live else self._directory.now())
         seen = self._seen(now, await self._look(now))
         step = next_step(seen, timing.patience)
         self.statistics.awaits_kubelet &= step is not Step.WAIT_FOR_DEVICES

@@ -25,7 +25,7 @@ from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
 from deviceplugin.kubelet.checkpoint import annotate
-from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_time
+from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
@@ -34,6 +34,7 @@ from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.source import DeviceSource
+from deviceplugin.tasks import in_time
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer, add_DevicePluginServicer_to_server
 
@@ -411,11 +412,12 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raise Refusal if another pod still holds one of these ids, or if that holder cannot be recorded.
+        """Read the evidence again; raise Refusal if another pod still holds one of these ids, or if its record fails.
 
         If the kubelet counts the holder as ended, this method waits for the real end, but only for a short time and
         once.
         """
+        await self._register.reread()
         if self._holders is None:
             return
         began, waited = time.monotonic(), False
@@ -444,14 +446,14 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
-        """Record a grant of ids. Raises Refusal if other holders exclude the grant, or if the device is for claims.
+        """Record a grant of ids, after `_refuse_held`. Raises Refusal if other holders or the device's side exclude it.
 
         ids: the device of each id. asked: for each id, the identity and amount for which the response was made.
         """
         try:
             # PreStartContainer waits for a running `reset`. Allocate does not wait for it, because that would delay all
             # pods of the node.
-            await self._register.grant(self.resource, ids, asked)
+            await self._register.grant(self.resource, ids, asked, reread=False)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:

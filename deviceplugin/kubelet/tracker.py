@@ -95,7 +95,6 @@ class HolderTracker:
         self._checkpoint = CheckpointReader(
             paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
         )
-        self._newest_read = SharedCall(self._read_newest)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
         self.in_flight = AllocationsInFlight()
@@ -187,7 +186,9 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return, for each of these ids that another pod still holds, the reason; called before an Allocate is granted.
+        """Return, for each of these ids that another pod still holds, the reason.
+
+        Called before an Allocate is granted, after `reread`.
 
         The kubelet allocates an id again only when it counts the former holder as ended. This can be wrong in three
         cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
@@ -196,7 +197,8 @@ class HolderTracker:
         init container had the device before.
         """
         wanted = frozenset(device_ids)
-        if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
+        possible = self._possibly_held(resource, wanted)
+        if not possible or not await self.looks.at("holders", self._any_may_exist, possible, brief=True):
             for name in wanted:
                 self._refused.pop((resource, name), None)
             return {}
@@ -228,19 +230,20 @@ class HolderTracker:
         """Return those of these ids whose holding pods have running processes."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
-    def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
-        """Return whether any of these ids may have a holder; quick, because each Allocate calls this method."""
-        with contextlib.suppress(CheckpointError):
-            self._checkpoint.newest(nodes=True)  # The kubelet may have written its checkpoint just now.
-        named = self._checkpoint.known.last.allocations
+    def _possibly_held(self, resource: str, device_ids: frozenset[str]) -> set[str]:
+        """Return the UIDs of the pods that may have any of these ids, by the evidence that `reread` has read."""
+        named, found = self._checkpoint.known.last.allocations, set[str]()
         for holder in self._known | named:
             # If the kubelet has lost the allocations of the container that it now allocates for, the former instance of
             # that container has ended.
             lost = holder.container and holder not in named
-            mine = holder.resource == resource and holder.device_id in device_ids
-            if (mine or lost) and self.pods.may_exist(holder.pod_uid):
-                return True
-        return False
+            if lost or (holder.resource == resource and holder.device_id in device_ids):
+                found.add(holder.pod_uid)
+        return found
+
+    def _any_may_exist(self, uids: Collection[str]) -> bool:
+        """Return whether any of these pods may have cgroups. Blocks."""
+        return any(map(self.pods.may_exist, uids))
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
@@ -307,10 +310,11 @@ class HolderTracker:
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
         """Return the checkpoint's present entries of a resource; None if the checkpoint cannot be read.
 
-        served: the resources of this process. All resources call this method at the same time, so a new checkpoint is
-        read once for all of them.
+        served: the resources of this process.
         """
-        now = await self._newest_read()
+        now = None
+        with contextlib.suppress(CheckpointError, LookTimeoutError):
+            now = await self.looks.at("checkpoint", self._checkpoint.newest, brief=True)
         if now is None or now.file is None:
             return None
         grants = self._checkpoint.known.grants
@@ -324,24 +328,24 @@ class HolderTracker:
             frozenset(allocation for allocation in answered if not ours(grants[allocation][1])),
         )
 
-    async def _read_newest(self) -> CheckpointVersion | None:
-        with contextlib.suppress(CheckpointError, LookTimeoutError):
-            return await self.looks.at("checkpoint", self._checkpoint.newest, brief=True)
-        return None
-
     async def reread(self) -> None:
-        """Read the checkpoint and other agents' copies if they have changed; they may name new allocations."""
-        if await self._read_copies():
-            self._scan_wanted.set()
+        """Read the checkpoint if it has changed; it may name new allocations."""
         with contextlib.suppress(CheckpointError):
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
-    async def _read_copies(self) -> bool:
-        """Read the changed copies of other agents; return whether any has changed. False if the read hangs."""
-        copied: Mapping[Allocation, Wanted] = {}
+    async def _read_copies(self) -> None:
+        """Read the changed copies of other agents. If the read hangs, the known grants stay."""
         with contextlib.suppress(LookTimeoutError):
-            copied = await self.copy_looks.at("copies", self._copies.changed, brief=True)
-        if copied:
+            await self.copy_looks.at("copies", self._copies.read, brief=True)
+        self._note_copies()
+
+    def take_copies(self) -> None:
+        """Use the copies of other agents that were read since the last call; request a scan if there are any."""
+        if self._note_copies():
+            self._scan_wanted.set()
+
+    def _note_copies(self) -> bool:
+        if copied := self._copies.changed():
             self._copied = {**self._copied, **copied}
             self._unscanned |= copied.keys()
         return bool(copied)

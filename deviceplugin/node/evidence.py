@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from deviceplugin.kubelet.checkpoint import DeviceLists
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.looks import LookTimeoutError
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.register.copies import AllocationCopies
 from deviceplugin.register.question import Use
@@ -79,9 +81,19 @@ class NodeEvidence(RegisterHost):
         return self._foreign[2]
 
     async def reread(self) -> None:
-        """Read the kubelet's checkpoint, other agents' copies of allocations, and claim files again, if changed."""
+        """Read the kubelet's checkpoint, other agents' copies of allocations, and claim files again, if changed.
+
+        Raises LookTimeoutError if the read of the checkpoint hangs.
+        """
+        with contextlib.suppress(LookTimeoutError):
+            await self.claims.looks.at("claims", self._read_others, frozenset(self.claims.served), brief=True)
+        self.tracker.take_copies()
         await self.tracker.reread()
-        await self.claims.reread()
+
+    def _read_others(self, served: frozenset[str]) -> None:
+        """Read the files of other agents and of other drivers' claims: one look, because each grant waits for it."""
+        self._copies.read()
+        self.claims.refresh(served, again=True)
 
     async def keep_copies(self) -> None:
         """Write copies of allocations if this process has no ledger, until cancelled."""

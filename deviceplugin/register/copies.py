@@ -76,7 +76,10 @@ class AllocationCopies:
     def __init__(self, directory: Path, own: str = "") -> None:
         self._directory = Path(cdi.own_directory(str(directory)))
         self._own = {f"{own}{SUFFIX}"}
-        self._read: dict[str, FileIdentity] = {}
+        self._read: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
+        """For each copy, the file and its grants. Each read that finds a change makes a new mapping."""
+        self._taken: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
+        """The value of `_read` at the last call of `changed`."""
 
     async def keep(self, store: Store, looks: Looks) -> None:
         """Until cancelled, write a copy of the allocations of each resource whose devices can get other numbers.
@@ -106,8 +109,8 @@ class AllocationCopies:
         write(str(self._directory / f"{agent}{SUFFIX}"), copy)
         self._own.add(f"{agent}{SUFFIX}")
 
-    def changed(self) -> Mapping[Allocation, Wanted]:
-        """Return the grants in the copies that are new or have changed since the last call. May block.
+    def read(self) -> None:
+        """Read the copies that are new or have changed since the last read. Blocks.
 
         A grant without a holder is left out: its agent ended before a checkpoint named the container. The kubelet's
         present checkpoint names that container.
@@ -115,14 +118,22 @@ class AllocationCopies:
         try:
             names = os.listdir(self._directory)
         except OSError:
-            return {}
-        copied: dict[Allocation, Wanted] = {}
+            return
         for name in names:
             if name.endswith(SUFFIX) and name not in self._own:
-                file = file_identity(self._directory / name)
-                if file is not None and file != self._read.get(name):
-                    self._read[name] = file
-                    copied |= _allocations(self._directory / name)
+                file, (last, _) = file_identity(self._directory / name), self._read.get(name, (None, NONE))
+                if file is not None and file != last:
+                    self._read = {**self._read, name: (file, _allocations(self._directory / name))}
+
+    def changed(self) -> Mapping[Allocation, Wanted]:
+        """Return the grants in the copies that were read for the first time, or anew, since the last call."""
+        read, before = self._read, self._taken
+        if read is before:
+            return NONE
+        self._taken, copied = read, dict[Allocation, Wanted]()
+        for name, found in read.items():
+            if before.get(name) is not found:
+                copied |= found[1]
         return copied
 
 

@@ -333,16 +333,21 @@ class Register:
 
     # Grants.
 
-    async def grant(self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE) -> None:
+    async def grant(
+        self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE, *, reread: bool = True
+    ) -> None:
         """Record a grant of kubelet ids to a container. ids: for each id, its device.
 
-        asked: what each id stood for at the request; by default what it stands for now.
+        asked: what each id stood for at the request; by default what it stands for now. reread: False if the caller has
+        just called `reread`.
 
         Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side exclude
         the grant, or if the device's holder is not known yet; LookTimeoutError if a read of the device's paths hangs;
         the store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
+        if reread:
+            await self.reread()
         hardware = await self.verify(keys, resets=False)
         wanted: dict[str, Wanted] = {}
         for name, device in ids.items():
@@ -386,6 +391,7 @@ class Register:
         Raises DeviceConflictError as `verify` does, and the store's errors.
         """
         if keys:  # For an already prepared claim there are no devices to verify.
+            await self.reread()
             await self.verify(keys)
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
@@ -409,8 +415,12 @@ class Register:
         """Return these devices, and the devices that share hardware with any of them."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
+    async def reread(self) -> None:
+        """Read the files about other holders again; needed before each grant. Raises LookTimeoutError."""
+        await self._host.reread()
+
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
-        """Prepare a grant of devices: read the evidence of other holders, and wait for the devices' hooks.
+        """Prepare a grant of devices: compare them with their hardware, and wait for the devices' hooks.
 
         Returns the tokens of all devices. A grant must be refused if the devices have other tokens by then.
 
@@ -419,7 +429,6 @@ class Register:
         resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
-        await self._host.reread()
         if self.listed.has_released:
             self.releases.begin(keys)
         if self._adopted is not self.listed.now():

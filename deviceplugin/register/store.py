@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from deviceplugin.register.records import Decision, Operation, RegisterSnapshot
+from deviceplugin.tasks import in_time
 
 _T = TypeVar("_T")
 
@@ -17,23 +17,18 @@ class Changes:
 
     def __init__(self) -> None:
         self.count = 0
-        self._next: asyncio.Future[None] | None = None
+        self._next = asyncio.Event()
 
     def note(self) -> None:
         """Count a change, and wake all waiters."""
         self.count += 1
-        if self._next is not None:
-            self._next.set_result(None)
-            self._next = None
+        self._next.set()
+        self._next = asyncio.Event()
 
     async def after(self, count: int, timeout: float) -> None:
         """Wait until more than `count` changes are counted, at most `timeout` seconds."""
         if self.count == count and timeout > 0:
-            if self._next is None:
-                self._next = asyncio.get_running_loop().create_future()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await asyncio.shield(self._next)
+            await in_time(self._next.wait(), timeout)
 
 
 class Store(Protocol):

@@ -29,6 +29,7 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ import grpc.aio
 
 from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
-from deviceplugin.directory_watch import POLL, DirectoryReader, DirectoryWatch, reading
+from deviceplugin.directory_watch import POLL, DirectoryReader, DirectoryWatch, all_of, reading
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.filewatch import AT_ONCE
 from deviceplugin.kubelet.plugin_directory import PluginDirectory, sockets_in
@@ -270,7 +271,10 @@ class Registrar:
         Raises ValueError if the path of `plugins_registry` is too long for a socket in it.
         """
         try:
-            with reading(self._directories, *([self._kubelet] if self._kubelet is not None else ())) as watch:
+            watched: dict[DirectoryWatch[Any], Callable[[Any], object]] = {self._directories: all_of}
+            if self._kubelet is not None:
+                watched[self._kubelet] = operator.attrgetter("kubelet")
+            with reading(watched) as watch:
                 while True:
                     try:
                         await self._serve(watch)

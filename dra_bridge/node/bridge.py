@@ -20,7 +20,7 @@ from deviceplugin.register import claim_files, copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode
-from dra_bridge.driver.claim_files import CHECK, is_deleted
+from dra_bridge.driver.claim_files import is_deleted
 from dra_bridge.driver.evidence import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
@@ -38,6 +38,8 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 
+CDI_CHECK: Final = 5.0
+"""Seconds between two checks whether the directory of CDI specs was deleted."""
 STANDBY: Final = 2.0
 """Seconds after which the agent logs a warning that it still waits, because another agent has the ledger file open."""
 
@@ -276,7 +278,7 @@ class Bridge(ClaimSide):
         looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
         deleted = False
         while not deleted:
-            await asyncio.sleep(CHECK)
+            await asyncio.sleep(CDI_CHECK)
             # If the read times out, it is unknown whether the directory was deleted, so the next check reads again.
             with contextlib.suppress(LookTimeoutError):
                 deleted = await looks.at("claim file", is_deleted, directory)

@@ -13,6 +13,7 @@ import time
 from contextlib import aclosing
 from typing import Final
 
+from deviceplugin.tasks import in_time
 from dra_bridge.kube import (
     LEASES,
     ApiError,
@@ -80,9 +81,7 @@ class NodeLease:
 
     async def attempted(self, seconds: float) -> None:
         """Wait until the first write of the Lease has succeeded or failed, at most this number of seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._attempted.wait()
+        await in_time(self._attempted.wait(), seconds)
 
     async def read(self) -> list[Object]:
         """Return the Lease in a list, which is empty if it does not exist. Raises ClusterError.

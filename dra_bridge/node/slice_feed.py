@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import Final
 
 from deviceplugin import naming
 from deviceplugin.register import operations
+from deviceplugin.tasks import in_time
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.node.resource import DriverContext, section
@@ -106,9 +106,7 @@ class SliceFeed:
         first = time.monotonic() + FIRST
         rest: float | None = 0.0
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(rest):
-                    await self._changed.wait()
+            await in_time(self._changed.wait(), rest)
             await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():

@@ -349,7 +349,9 @@ def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
         write(str(directory / "other.allocations"), Copy("another-boot", 1, ()))
     elif situation == "another agent's":
         write(str(directory / "other.allocations"), Copy(boot_id(), 1, ()))
-    assert AllocationCopies(tmp_path, "dra-bridge").changed() == {}
+    copies = AllocationCopies(tmp_path, "dra-bridge")
+    copies.read()
+    assert copies.changed() == {}
     assert HELD in holders([HELD], HolderEvidence([NOW], True, PodProcesses(frozenset({UID})))).held
 
 

@@ -373,7 +373,7 @@ def register(claims: OrphanedClaims) -> Register:
             return claims.uses()
 
         async def reread(self) -> None:
-            await claims.reread()
+            claims.refresh(frozenset(claims.served), again=True)
 
     return Register(Host(), MemoryStore())
 

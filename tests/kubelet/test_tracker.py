@@ -68,6 +68,9 @@ class TrackedKubelet:
     def adopted(self, resource: str) -> bool:
         return False
 
+    def read(self) -> None:
+        """Read other agents' copies: `copied` is set already."""
+
     def changed(self) -> dict[Allocation, Wanted]:
         """Return once what other agents' copies have come to name."""
         found, self.copied = self.copied, {}
@@ -174,7 +177,7 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
     for _ in range(2):
         tracked.tracker.observed = frozenset({other})
         tracked.copied, woken = dict(what), tracked.woken
-        await tracked.tracker.reread()
+        tracked.tracker.take_copies()
         assert tracked.woken > woken
         assert held() == {"d0", "d1"}
         assert (await tracked.scan("a")).current

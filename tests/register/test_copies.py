@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,27 +29,33 @@ def put(directory: Path, agent: str, *holders: tuple[str, str], boot: str | None
     copies.write(copies.path(str(directory), agent), Copy(boot_id() if boot is None else boot, 1, (one,)))
 
 
+def changed(found: AllocationCopies) -> Mapping[Allocation, Wanted]:
+    """Read the copies; return the grants that are new since the last call."""
+    found.read()
+    return found.changed()
+
+
 def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
     """With what the device was and how much of it; a copy that has changed is read again, and no other."""
     found = AllocationCopies(tmp_path, "own")
-    assert found.changed() == {}
+    assert changed(found) == {}
     put(tmp_path, "own", ("u0", "main"))
     put(tmp_path, "one", ("u1", "main"), ("u1", "side"))
     put(tmp_path, "two", ("u2", "main"))
     what = Wanted((R, "d0"), seen_as("b", "n1"), Amount("1/2"))
     holders = [("u1", "main"), ("u1", "side"), ("u2", "main")]
-    assert found.changed() == {Allocation(*one, R, "d0::0"): what for one in holders}
-    assert found.changed() == {}
+    assert changed(found) == {Allocation(*one, R, "d0::0"): what for one in holders}
+    assert changed(found) == {}
     put(tmp_path, "two", ("u3", "main"))
-    assert found.changed() == {Allocation("u3", "main", R, "d0::0"): what}
-    assert AllocationCopies(tmp_path).changed().keys() >= {Allocation("u0", "main", R, "d0::0")}
+    assert changed(found) == {Allocation("u3", "main", R, "d0::0"): what}
+    assert changed(AllocationCopies(tmp_path)).keys() >= {Allocation("u0", "main", R, "d0::0")}
 
 
 def test_a_copy_of_another_boot_and_a_grant_without_a_container_name_nobody(tmp_path: Path) -> None:
     """No container of another boot runs; the checkpoint names who was granted a device last."""
     put(tmp_path, "one", ("u1", "main"), boot="before")
     put(tmp_path, "two")
-    assert AllocationCopies(tmp_path).changed() == {}
+    assert changed(AllocationCopies(tmp_path)) == {}
 
 
 def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -57,10 +64,19 @@ def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pyt
     (tmp_path / "deviceplugin" / "two.allocations").write_bytes(b"{")
     (tmp_path / "deviceplugin" / "three.allocations").symlink_to(tmp_path / "nothing")
     found = AllocationCopies(tmp_path)
-    assert len(found.changed()) == 1
-    assert found.changed() == {}
+    assert len(changed(found)) == 1
+    assert changed(found) == {}
     assert caplog.text.count("cannot be read") == 1
-    assert AllocationCopies(tmp_path / "none").changed() == {}
+    assert changed(AllocationCopies(tmp_path / "none")) == {}
+
+
+def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
+    """A read that ends after its deadline leaves its grants for the next caller."""
+    put(tmp_path, "one", ("u1", "main"))
+    found = AllocationCopies(tmp_path)
+    found.read()
+    put(tmp_path, "two", ("u2", "main"))
+    assert {allocation.pod_uid for allocation in changed(found)} == {"u1", "u2"}
 
 
 async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_have(tmp_path: Path) -> None:
@@ -74,7 +90,7 @@ async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_hav
 
     async def read() -> Identity | None:
         await asyncio.sleep(0.01)
-        grant = AllocationCopies(tmp_path).changed().get(Allocation("u1", "main", R, "d0"))
+        grant = changed(AllocationCopies(tmp_path)).get(Allocation("u1", "main", R, "d0"))
         return grant.identity if grant is not None else None
 
     granted = identified(frozenset({"char:240:1", "hardware:usb:A#"}), boot_id())
@@ -88,7 +104,7 @@ async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_hav
         await record(granted)
         while await read() != granted:
             assert not keeping.done()
-    assert found.changed() == {}
+    assert changed(found) == {}
     keeping.cancel()
 
 
