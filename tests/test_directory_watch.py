@@ -7,6 +7,9 @@ import contextlib
 import threading
 from pathlib import Path
 
+import pytest
+
+from deviceplugin import looks
 from deviceplugin.directory_watch import DirectoryWatch, all_of, reading
 from deviceplugin.filewatch import AT_ONCE
 from deviceplugin.looks import Looks
@@ -32,8 +35,11 @@ class Names(DirectoryWatch[frozenset[str]]):
         return frozenset(entry.name for entry in self.path.iterdir())
 
 
-async def test_while_a_read_hangs_the_next_read_serves_all_callers(tmp_path: Path) -> None:
+async def test_while_a_read_hangs_the_next_read_serves_all_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many resources there are; each gets the content after its call."""
+    monkeypatch.setattr(looks, "PROMPT", 0.001)
     names, go_on = Names(tmp_path), threading.Event()
     names.hold = go_on
     first = asyncio.create_task(names.now())

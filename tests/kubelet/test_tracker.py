@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -87,6 +87,11 @@ class TrackedKubelet:
         now = await self.tracker.scan({(R, one) for one in wanted})
         assert now is not None
         return now
+
+    async def still_held(self, resource: str, ids: Collection[str]) -> Mapping[str, str]:
+        """Ask as an Allocate does."""
+        await self.tracker.reread()
+        return await self.tracker.still_held(resource, ids)
 
     async def run_pod(self, name: str = "p") -> FakePod:
         return await asyncio.to_thread(self.kubelet.run_pod, name, ONE)
@@ -323,7 +328,7 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: Trac
     pod = await tracked.run_pod()
     assert not tracked.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)
-    assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids)
     now = await tracked.scan()
     assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
 
@@ -344,9 +349,9 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     await tracked.scan()
     await asyncio.to_thread(former.delete)
     monkeypatch.setattr(cgroups, "pod_cgroups", counted)
-    assert await tracked.tracker.still_held(R, former.device_ids) == {}
+    assert await tracked.still_held(R, former.device_ids) == {}
     assert not walks
-    assert set(await tracked.tracker.still_held(R, beside.device_ids)) == set(beside.device_ids)
+    assert set(await tracked.still_held(R, beside.device_ids)) == set(beside.device_ids)
     assert walks
 
 
@@ -357,16 +362,16 @@ async def test_a_pod_that_is_about_to_start_holds_its_device(
     with monkeypatch.context() as no_network:
         pod = await tracked.waiting_pod(no_network)
         (mine,) = tracked.kubelet.allocated(R)
-        found = await tracked.tracker.still_held(R, ["a", "b"])
+        found = await tracked.still_held(R, ["a", "b"])
         assert found == {mine: f"pod {pod.uid} has not started a process yet and is named in the kubelet's checkpoint"}
         tracked.listens = False
-        (why,) = (await tracked.tracker.still_held(R, [mine])).values()
+        (why,) = (await tracked.still_held(R, [mine])).values()
         assert "cannot be asked" in why
         tracked.listens = True
     await asyncio.to_thread(pod.wait_running)
-    assert await tracked.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
+    assert await tracked.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
     await asyncio.to_thread(pod.complete)
-    assert await tracked.tracker.still_held(R, ["a", "b"]) == {}
+    assert await tracked.still_held(R, ["a", "b"]) == {}
 
 
 async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
@@ -383,7 +388,7 @@ async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
         # It makes the kubelet drop pods that have ended, as Allocate does.
         await asyncio.to_thread(PodResourcesListerStub(channel).List, podresources_pb2.ListPodResourcesRequest())
     monkeypatch.setattr("deviceplugin.kubelet.checkpoint.REWRITE", 0.0)
-    assert await tracked.tracker.still_held(R, pod.device_ids) == {}
+    assert await tracked.still_held(R, pod.device_ids) == {}
 
 
 async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
@@ -396,7 +401,7 @@ async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
         await asyncio.to_thread(pod.complete)
     for number in range(2):
         await tracked.waiting_pod(monkeypatch, f"p-{number}")
-    found = await tracked.tracker.still_held(R, ["a", "b"])
+    found = await tracked.still_held(R, ["a", "b"])
     assert found.keys() == {"a", "b"}
     assert not any(pod.uid in why for pod in former for why in found.values())
 
@@ -408,10 +413,10 @@ async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     with monkeypatch.context() as no_network:
         pod = await tracked.waiting_pod(no_network)
-        assert len(await tracked.tracker.still_held(R, ["a", "b"])) == 1
+        assert len(await tracked.still_held(R, ["a", "b"])) == 1
         await asyncio.to_thread(pod.delete)
     await asyncio.to_thread(tracked.kubelet.run_pod, "q", ONE)  # an admission drops pods that have ended
-    assert pod.uid not in "".join((await tracked.tracker.still_held(R, ["a", "b"])).values())
+    assert pod.uid not in "".join((await tracked.still_held(R, ["a", "b"])).values())
 
 
 def fails(pod: FakePod) -> None:
@@ -426,7 +431,7 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked
     await tracked.scan()
     assert not tracked.tracker.snapshot.unnamed(R), "no request is made for a holder whose processes run"
     await PodResources(tracked.kubelet.paths.pod_resources).list()  # the kubelet drops it
-    assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids)
     assert tracked.woken
     assert tracked.tracker.unnamed_reasons(R).keys() == set(pod.device_ids), "the next list is without it"
     assert tracked.tracker.unnamed_reasons("example.com/other") == {}
@@ -511,7 +516,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await tracked.hold()
     monkeypatch.setattr(cgroups, "pod_cgroups", lambda trees, boot: None)
-    assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
         tracked.tracker.pods.running()
 
