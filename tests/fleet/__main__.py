@@ -318,7 +318,7 @@ def page_of_commands(count: int, found: Sequence[Command], scan: tuple[int, floa
 def limits_of_commands(count: int, found: Sequence[Command]) -> list[Limit]:
     """Return the limits of commands."""
     return [
-        *(Limit(f"{one.name}: CPU seconds to its first line", one.cpu, FIRST_OUTPUT, "s") for one in found),
+        *(Limit(f"{one.name}: seconds to its first line", one.first, FIRST_OUTPUT, "s") for one in found),
         *(Limit(f"{one.name}: resident MB", one.mb, COMMAND_MB, "MB") for one in found),
         *(Limit(f"{one.name}: exit status", one.status, 0) for one in found),
         *(Limit(f"{one.name}: lists of pods", one.requests.get("list pods", 0.0), POD_LISTS * count) for one in found),

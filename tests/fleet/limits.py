@@ -42,7 +42,7 @@ SPREAD = 20.0
 BUSIEST = 0.15
 """Part of these lists that may be made in one second."""
 FIRST_OUTPUT = 2.0
-"""CPU seconds until `status` and `rollout` show something: the seconds that it takes on an idle core."""
+"""Seconds until `status` and `rollout` show something, on a machine that does no other work."""
 COMMAND_MB = 150.0
 """Resident MB of these commands at the most."""
 POD_LISTS = 0.5
