@@ -1,10 +1,11 @@
-"""The agent's own files of prepared claims.
+"""The agent's own files about prepared claims, one file for each claim.
 
-The files identify the devices that a claim holds, even if the devices have other names now. `<driver>_<claim
-UID>.claim` is JSON, in `cdi.own_directory`. Each prepared claim has such a file, even if the claim needs no CDI edits.
-The directory is in memory on most nodes, so a reboot removes the files together with the containers.
+By such a file the agent recognizes the devices that a claim holds, even after the devices were renamed. The file
+`<driver>_<claim UID>.claim` in `cdi.own_directory` is JSON. Each prepared claim has such a file, even if the claim
+needs no CDI edits. The directory is in memory on most nodes, so a reboot removes the files together with the
+containers.
 
-The functions here take the directory of CDI specs, which contains this directory.
+The functions here take the directory of CDI specs, which contains `cdi.own_directory`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def encode(file: ClaimFile) -> bytes:
 
 
 def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
-    """Decode a claim's file; its name has the driver and UID.
+    """Decode the content of a claim's file. driver, uid: the two parts of the file's name.
 
     A damaged file, or a file of another version, has no devices.
     """

@@ -1,10 +1,10 @@
 """The copy that an agent with a ledger writes of its allocations: `<agent>.allocations` in `cdi.own_directory`.
 
-If the ledger file and the kubelet's checkpoint are lost, only the copy names the pods that have devices of the device
-plugin. The checkpoint also drops a pod that was deleted by force, although its processes may hang. So the other agents
-of the node read the copy: agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running
-agent keeps its copy up to date, and the copy of an ended agent stays. On most nodes the directory is in memory until
-the next boot; a copy of another boot is ignored.
+If the ledger (the SQLite file of the agent's records) and the kubelet's checkpoint are lost, only the copy names the
+pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force, although its
+processes may hang. So the other agents of the node read the copy: agents with another `--agent-name`, and `deviceplugin
+run` after `dra-bridge run`. A running agent keeps its copy up to date, and the copy of an ended agent stays. On most
+nodes a reboot empties the directory; a copy of another boot is ignored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from deviceplugin.register.store import Store
 _LOG: Final = logging.getLogger(__name__)
 SUFFIX: Final = ".allocations"
 REST: Final = 60.0
-"""Seconds after which the records are compared again, even if the register has reported no change."""
+"""Seconds after which `keep` compares the records with the copies again, even if the register has not changed."""
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """The content of a copy. boot: the id of the node's boot in which the copy was written.
+    """The content of a copy of the allocations. boot: the id of the node's boot in which the copy was written.
 
     sequence: the register's sequence at that time.
     """
@@ -84,7 +84,7 @@ class AllocationCopies:
     async def keep(self, store: Store, looks: Looks) -> None:
         """Until cancelled, write a copy of the allocations of each resource whose devices can get other numbers.
 
-        The kubelet's checkpoint has all about the other allocations.
+        The other allocations need no copy, because the kubelet's checkpoint suffices to restore them.
         """
         written: Mapping[RecordKey, AllocationRecord] = NONE
         failing = Backoff(first=1.0, most=60.0)
@@ -112,8 +112,8 @@ class AllocationCopies:
     def read(self) -> None:
         """Read the copies that are new or have changed since the last read. Blocks.
 
-        A grant without a holder is left out: its agent ended before a checkpoint named the container. The kubelet's
-        present checkpoint names that container.
+        A grant without a holder is left out: its agent ended before reading a checkpoint with the container. The
+        kubelet's present checkpoint names that container.
         """
         try:
             names = os.listdir(self._directory)

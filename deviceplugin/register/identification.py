@@ -30,9 +30,10 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
     """Record, for each holder's record without an identity of this boot, the present identity of its device.
 
     An identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of the
-    device. The nodes to which the device's paths lead now count as nodes that the holder can open: the AllocateResponse
-    names paths, and the runtime resolves the paths at each start of the container. The containers of a prepared claim
-    can open the nodes in the claim's CDI file: `renew` records further nodes before they are written into the file.
+    device. The device nodes to which the device's paths lead now count as nodes that the holder can open: the
+    AllocateResponse names paths, and the runtime resolves the paths at each start of the container. The containers of a
+    prepared claim can open the nodes in the claim's CDI file: `renew` records further nodes before they are written
+    into the file.
     """
 
     def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
@@ -69,11 +70,11 @@ def start(
 ) -> Operation[str]:
     """Record the device nodes that a starting container gets.
 
-    The result is why the container must not start, "" if it may. A container must not start if a path leads to another
-    device than at the grant, or to a device that another holder has or can open. present: for each of the container's
-    ids, the present tokens of the device, without tokens of nodes whose numbers cannot change. whole: the ids whose
-    devices have only nodes whose numbers can change. plain: the ids whose devices have no symlinks, so that the
-    AllocateResponse names the device nodes themselves.
+    The result is the reason why the container must not start; "" if it may start. A container must not start if a path
+    leads to another device than at the grant, or to a device that another holder has or can open. present: for each of
+    the container's ids, the present tokens of the device, without tokens of nodes whose numbers cannot change. whole:
+    the ids whose devices have only nodes whose numbers can change. plain: the ids whose devices have no symlinks, so
+    that the AllocateResponse names the device nodes themselves.
 
     The former instance of the container has ended, and containers of one pod that have the same id run one after the
     other (init containers). So if all holders of an id are in one pod, they can open only the id's present nodes, and
@@ -122,7 +123,7 @@ def _other_nodes(
 
 
 class Renewed(NamedTuple):
-    """The result of `renew`. claim: the claim's new record; None if nothing changed.
+    """The result of `renew`. claim: the claim's new record; None if the record has not changed.
 
     refused: for each request that cannot be renewed, the reason.
     """
@@ -137,7 +138,7 @@ def renew(
     answered: Callable[[Collection[str]], str],
     view: View,
 ) -> Operation[Renewed]:
-    """Record a new Prepare response for a claim whose devices have other nodes now, and these nodes.
+    """Record the new device nodes of a claim's devices, and the claim's new Prepare response.
 
     before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: for each request,
     the present tokens of the devices whose nodes its containers should get. A request is refused while another holder
@@ -182,7 +183,7 @@ def renew(
 
 
 def leave(before: Claim, nodes: Tokens, result: str) -> Operation[Claim | None]:
-    """Record that a claim's containers cannot open these nodes any more, and a new Prepare response for it.
+    """Record that a claim's containers cannot open these nodes any more, and a new Prepare response for the claim.
 
     Called after the containers that could open these nodes have ended. before: the claim's record. If the claim has
     another response by now, nothing is recorded, and the result is None.

@@ -37,7 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 KEEP_ENDED: Final = 1024
-"""Number of unprepared claims to remember: enough if the kubelet's claim state has dropped the older claims by then."""
+"""Maximum number of unprepared claims to remember. The kubelet's claim state should not name older claims any more."""
 
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
@@ -50,7 +50,7 @@ _TURNED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The result of `observe`: released ids, newly found held ids, and newly quarantined devices."""
+    """The result of `observe`: ids without holders now, held ids that had no record, and devices now in quarantine."""
 
     released: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
@@ -59,7 +59,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The result of completing moves: the devices that have moved, and what each other device's move waits for."""
+    """The result of completing moves. devices: the devices that have moved.
+
+    waiting: for each other device, the event for which its move waits.
+    """
 
     devices: tuple[str, ...] = ()
     waiting: Mapping[str, rules.MoveWait] = field(default_factory=lambda: NONE)
@@ -67,10 +70,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """The result of comparing a resource's devices with evidence. changed: devices with a new state.
+    """The result of `reconcile_evidence` for a resource. changed: the new states of devices.
 
-    uncertain: devices that may have a holder on the other side. These devices must not be offered until newer evidence
-    excludes such a holder.
+    uncertain: devices that may have a holder on the side (plugin or DRA) on which the register does not have them.
+    These devices must not be offered until newer evidence excludes such a holder.
     """
 
     changed: Mapping[str, State]
@@ -78,7 +81,7 @@ class Reconciled:
 
 
 def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
-    """Convert a function of a snapshot and arguments to a function of the arguments that returns an operation."""
+    """Convert a function of a snapshot and arguments to a function of the arguments alone that returns an operation."""
 
     @functools.wraps(decide)
     def with_arguments(*args: _P.args, **kwargs: _P.kwargs) -> Operation[_T]:
@@ -89,7 +92,7 @@ def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]
 
 @_operation
 def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
-    """Remove the records of devices that do not exist any more and are not held; return the removed ids."""
+    """Remove the records of devices that no longer exist, except devices with holders; return the removed ids."""
     gone = tuple(
         device
         for device in dict.fromkeys(devices)
@@ -105,7 +108,7 @@ def grant(
     """Grant all requested devices to a container, or none.
 
     The result is None if the devices are granted, else the refusal. Devices on the DRA side, and devices of other
-    holders, are refused. wanted: what the container wants, by kubelet device id (the id of a replica, or of the device
+    holders, are refused. wanted: the requested devices, by kubelet device id (the id of a replica, or of the device
     itself). An id that was granted before can be granted again, because the kubelet does not report when it takes a
     device back.
     """
@@ -148,8 +151,8 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
     """Compare the allocations of a resource with a scan of the kubelet's checkpoint and of the pods' cgroups.
 
     An allocation ends when its id has no holder left, and no grant of the id waits for a checkpoint with its container.
-    A held id that the register does not have is recorded as an allocation. If the device of such an id is on the DRA
-    side, the evidence contradicts the register, and the device is quarantined.
+    A held id without a record is recorded as an allocation. If the device of such an id is on the DRA side, the
+    evidence contradicts the register, and the device is quarantined.
     """
     changes: list[Change] = []
     released: list[str] = []
@@ -181,7 +184,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders of ids: (pod UID, container, resource, id). The evidence shows that these pods may run."""
+    """Record further holders of ids, whose pods may run by the evidence: (pod UID, container, resource, id)."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -201,14 +204,15 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     observed = snapshot.held.get(record.device_id) or rules.ObservedAllocation(record.device, record.pod, sure=False)
     record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
-        # No AllocateResponse names the device, and the id was found before the source had listed the device.
+        # The device in the record was derived from the id alone: no AllocateResponse names the device, and the source
+        # had not listed the device yet.
         record = replace(record, device=observed.device)
     if observed.identity.says_more_than(record.identity):
         record = replace(record, identity=observed.identity)
     if not record.amount.part and observed.amount.part:
         record = replace(record, amount=observed.amount)
     holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
-    # A new name in an old checkpoint may belong to a pod that ended before this grant.
+    # A container that only an old checkpoint names may have ended before this grant.
     if record.pending and not named:
         holders &= record.holders
     shown = observed.shown.union(one for one in record.shown if one[0] not in dict(observed.shown))
@@ -282,11 +286,13 @@ def _take(
 def _moves_begun(
     state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
 ) -> Decision[rules.Refused | rules.Excluded]:
-    """Begin to move a refused claim's idle devices to DRA. The returned refusal states whether the devices move.
+    """Begin to move a refused claim's idle devices to DRA.
+
+    The returned refusal states whether the refused device moves.
 
     No move begins if pods have devices of the resource by `limits` from the plugin and from DRA. The same condition
-    applies to the resources of devices that would move together with these devices. The kubelet may need all remaining
-    ids to admit its pods again, and this function does not know how many ids it needs.
+    applies to the resources of devices that would move together with these devices. After a restart, the kubelet may
+    need all remaining ids to admit its pods again, and this function does not know how many ids the kubelet needs.
     """
     leaving = sorted({of for of, device in {*claim.held, *along} if state.device(of, device).state is State.PLUGIN})
     if stays := next((of for of in leaving if all(rules.held_by_limits(state, of))), ""):
@@ -386,7 +392,7 @@ def begin_move(
 ) -> Decision[Mapping[str, State]]:
     """Begin to move devices to the plugin or to DRA. The result is the new state of each device whose state changed.
 
-    A device that is just moving away from this side returns to it. Quarantined devices do not move. A device in another
+    A device that is moving in the other direction turns back. Quarantined devices do not move. A device in another
     driver's slices does not move either, because it must first move to the plugin. driver: the driver whose claims will
     get the devices. for_claim: whether a claim needs the devices.
     """
@@ -405,7 +411,7 @@ def begin_move(
 def commit_to_dra(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
-    """Complete the moves to DRA of the devices that, as evidence proves, no pod with `limits` holds any more."""
+    """Complete the moves to DRA of those devices that no pod with `limits` holds, as the evidence proves."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
     waits = {record.device: rules.to_dra_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)
@@ -415,7 +421,7 @@ def commit_to_dra(
 def commit_to_plugin(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
-    """Complete the moves to the plugin of the devices that, as evidence proves, no claim holds or may get any more."""
+    """Complete the moves to the plugin of those devices that no claim has or may get, as the evidence proves."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
     waits = {record.device: rules.to_plugin_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)
@@ -447,21 +453,22 @@ def reconcile_evidence(
     """Compare the register with evidence of holders, or fill an empty register from this evidence.
 
     A device without a record is put on the DRA side if a claim's allocation or a CDI file names the device, on the
-    plugin side if the kubelet's checkpoint names it, into quarantine if both name it, and on `side` if neither does. A
-    device with a record stays, unless evidence shows a holder on the other side. The allocation of an unprepared claim
-    is no such evidence, because the scheduler may write it minutes late. A holder that is not sure is no such evidence
-    either, but makes the device uncertain. A quarantined device leaves quarantine when the evidence and the register's
-    own holders agree. evidence: the evidence of all holders of `devices`.
+    plugin side if the kubelet's checkpoint names the device, into quarantine if both are true, and on `side` if neither
+    is true. A device with a record keeps its state, unless evidence shows a holder on the other side: such a device is
+    quarantined. The allocation of an unprepared claim is no such evidence, because the scheduler may write it minutes
+    late. A holder that is not sure is no such evidence either, but makes the device uncertain. A quarantined device
+    leaves quarantine when the evidence and the register's own holders agree. evidence: the evidence of all holders of
+    `devices`.
 
     A claim that this process has unprepared counts as unprepared even if evidence shows it as prepared: the evidence
     may have been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the
-    response. If the claim was prepared again, the register has its record.
+    response. If the claim was prepared again, the register has a record of the claim.
     """
     claims = [
         replace(claim, prepared=False) if (claim.driver, claim.uid) in state.ended else claim
         for claim in evidence.merged
     ]
-    # Allocations that are sure come last, because they replace uncertain allocations of the same device.
+    # Allocations that are sure come last, because a later allocation of the same device replaces an earlier one.
     held = sorted(evidence.held.values(), key=lambda allocation: allocation.sure)
     plugin = {allocation.device: allocation for allocation in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -501,7 +508,7 @@ def _proven(
     prepared: rules.ClaimEvidence | None,
     side: Side,
 ) -> tuple[State, str]:
-    """Return the state that a device has by the evidence, and the reason if the state is new."""
+    """Return the state that a device has by the evidence, and the reason for the state."""
     if recorded is None or recorded.state is State.QUARANTINED:
         if pod is not None and claimed is not None:
             return State.QUARANTINED, f"held by pod {pod} and allocated to claim {claimed.uid}"
@@ -520,7 +527,7 @@ def _proven(
 def _prepared_claims(
     state: RegisterSnapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float
 ) -> list[Change]:
-    """Return the changes that record claims which evidence shows as prepared, without a result in the register."""
+    """Return the changes that record prepared claims of the evidence which have no result in the register."""
     changes = []
     for claim in claims:
         recorded = state.claims.get((claim.driver, claim.uid))
@@ -571,7 +578,10 @@ def _moved(
     *,
     for_claim: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes that give devices new states. driver: the DRA driver for devices whose record names none."""
+    """Return the changes that give devices new states.
+
+    driver: the DRA driver of devices whose record names no driver.
+    """
     records = []
     for device, to in moves.items():
         before = state.device(resource, device)

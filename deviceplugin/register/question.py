@@ -30,13 +30,13 @@ from deviceplugin.register.records import (
 )
 
 Counter = tuple[str, str, str]
-"""(scope, counter set, counter). The scope is the DRA driver of a resource, or the resource's name if it has no
-driver."""
+"""The name of a shared counter: (scope, counter set, counter). The scope is the DRA driver of a resource, or the
+resource's name if it has no driver."""
 _ONE: Final = Fraction(1)
 HOOK: Final = "hook"
 """The first element of the key (`Use.unit`) of a hook that still runs after its timeout, and so holds its device."""
 RELEASE: Final = "release"
-"""The first element of the key (`Use.unit`) that blocks a device whose hook `released` has failed."""
+"""The first element of the key (`Use.unit`) of a failed hook `released`, which blocks its device."""
 UNCERTAIN: Final = "uncertain"
 """The first element of the key (`Use.unit`) of a pod that got an unknown device of the resource from another plugin."""
 _NO_HOLDERS: Final = frozenset({HOOK, RELEASE, UNCERTAIN})
@@ -69,22 +69,23 @@ class Use(NamedTuple):
 
     @property
     def points(self) -> set[Point]:
-        """The keys at which this use counts: those of the granted device, and of nodes that the holder may open."""
+        """The keys at which this use counts: the device, its tokens, and tokens of nodes that the holder may open."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
-        """Return whether one of these keys belongs to this use: a token, a device, or a counter from which it takes."""
+        """Return whether one of these keys is a token, the device, or a counter of this use."""
         return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What `refusal` needs besides the register's records.
+    """The facts by which `refusal` decides, besides the register's records.
 
-    boot: the node's boot id. scopes: the scope of its counters, by resource of this process. limits: the size of each
-    counter that devices declare. others: the uses that are not in the register: by other drivers, by hooks that still
-    run, and by failed `released` hooks. unreleased: for each device that must be released before its next grant, the
-    reason. present: all present tokens of devices, also tokens that do not last (`deviceplugin.identity.lasting`).
+    boot: the node's boot id. scopes: for each resource of this process, the scope of its counters. limits: the size of
+    each counter that devices declare. others: the uses that are not in the register: by other drivers, by hooks that
+    still run, and by failed `released` hooks. unreleased: for each device whose hook `released` must succeed before the
+    next grant, the reason. present: all present tokens of devices, also tokens that do not last
+    (`deviceplugin.identity.lasting`).
     """
 
     boot: str = ""
@@ -114,7 +115,7 @@ def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
 
 
 def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
-    """Return (counter set, counter, quantity) for each counter that a device consumes, sorted."""
+    """Return (counter set, counter, quantity) for each counter from which a device takes, sorted."""
     if not device.consumes:
         return ()
     taken = ((name, counter, str(value)) for name, of in device.consumes.items() for counter, value in of.items())
@@ -280,7 +281,7 @@ def refusal(
     if view.unreleased:
         held += _unreleased(wanted, held, view)
     if not held and not beside and count == len(points):
-        return ""  # This is the usual case: no device is requested twice or has a holder.
+        return ""  # In this usual case, no device has a holder or is requested twice.
     units = {use.unit for use in wanted}
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]
@@ -322,7 +323,7 @@ def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> lis
 
 
 def _part_beside(use: Use, wanted: Use) -> Fraction:
-    """Return the part of a node that a holder has; a whole if the node belongs to other hardware than at its grant."""
+    """Return a holder's part of a device node: its part of the wanted device, or the whole node of another device."""
     if use.key != wanted.key and not same_hardware(use.tokens, wanted.tokens):
         return _ONE
     return use.part or _ONE

@@ -1,4 +1,4 @@
-"""The register's frozen records, their snapshot, the decision of an operation, and the errors of the ledger file."""
+"""The register's immutable records, their snapshot, the decision of an operation, and the ledger file's errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class LedgerError(Exception):
-    """Raised when the ledger (the SQLite file of the records) could not record a change. The grant is then refused."""
+    """Raised when the ledger (the SQLite file of the records) could not record a change.
+
+    The agent then refuses the grant.
+    """
 
 
 class LedgerLostError(LedgerError):
@@ -117,7 +120,7 @@ class State(enum.Enum):
 
     @property
     def reached(self) -> str:
-        """The event that gave a device this state, as text for messages."""
+        """The event by which a device came into this state, as text for messages."""
         if self.goal is None:
             return "quarantined"
         return f"{'moving' if self.moves else 'moved'} to the {self.goal.title} side"
@@ -179,7 +182,7 @@ WHOLE: Final = Amount("1")
 
 
 class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
-    """The identity and amount of an earlier grant of an id, kept if the last grant has another identity or amount.
+    """An earlier grant of a kubelet device id, kept if the last grant has another identity or amount.
 
     The earlier grant counts as held until its holders have ended.
     """
@@ -230,9 +233,9 @@ class AllocationRecord:
     named the container of the last grant yet. absent_since: when the first checkpoint without the id was requested
     (monotonic seconds). pod: the namespace/name or UID of one holder, for messages. ending: whether the checkpoint no
     longer names the holders' pods, or the pods' processes have ended. absent_since, pod and ending are not stored on
-    disk. identity, amount: what the last grant gave (see `ClaimDevice`). former: the earlier grants whose holders may
-    still run. shown: (pod UID, directory) for each directory in which cgroups of a holder's pod were seen; "" if the
-    pod ran and none was seen (`deviceplugin.kubelet.pod_evidence`).
+    disk. identity: the device's identity at the last grant. amount: the part that was granted. former: the earlier
+    grants whose holders may still run. shown: (pod UID, directory) for each directory in which cgroups of a holder's
+    pod were seen; the directory is "" if the pod ran and no cgroup was seen (`deviceplugin.kubelet.pod_evidence`).
     """
 
     resource: str
@@ -343,7 +346,7 @@ class RegisterSnapshot:
     index: Mapping[Point, frozenset[tuple[str, RecordKey]]] = field(default_factory=lambda: NONE)
 
     def setting(self, section: str, key: str) -> str | None:
-        """Return the value that `set_setting` stored under this section and key; None if there is no value."""
+        """Return the value that `set_setting` stored under this section and key; None if there is no such value."""
         setting = self.settings.get((section, key))
         return None if setting is None else setting.value
 
@@ -367,10 +370,9 @@ class RegisterSnapshot:
     def serves_pods(self, resource: str) -> bool:
         """Return whether pods have, or may soon get, devices of a resource from the plugin.
 
-        If they do not, the plugin must not announce PreStartContainer. The kubelet would call PreStartContainer also
-        for pods whose `limits` are satisfied by claims. The plugin has no devices of these pods, so the kubelet would
-        start none of their containers (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go:
-        callPreStartContainerIfNeeded).
+        Otherwise the plugin must not announce PreStartContainer. The kubelet would call PreStartContainer also for pods
+        whose `limits` are satisfied by claims. The plugin has no devices of these pods, so the kubelet would start none
+        of their containers (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
         """
         states = {record.state for record in self.of(resource).values()}
         return states != {State.DRA}
@@ -395,7 +397,7 @@ class RegisterSnapshot:
         return self.with_changes(decision.changes, self.sequence + grows)
 
     def with_changes(self, changes: Sequence[Change], sequence: int) -> RegisterSnapshot:
-        """Return the snapshot with these changes. sequence: the sequence of the new snapshot."""
+        """Return the snapshot with these changes. sequence: the new snapshot's `sequence`."""
         tables: dict[str, dict[RecordKey, Any]] = {}
         index: dict[Point, frozenset[tuple[str, RecordKey]]] | None = None
         for change in changes:
@@ -437,7 +439,7 @@ def _points(record: Record | None) -> set[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a snapshot's table: a new record, or None to remove it. durable: False to keep it off the disk."""
+    """A change of a snapshot's table. record: the new record of the key; None removes the former record."""
 
     table: str
     key: RecordKey

@@ -67,8 +67,8 @@ class ObservedAllocation:
 
     pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
     that is not sure counts as held, but is no evidence against the register. reason: why the id counts as held, for
-    messages. identity, amount: what the grant gave, if the checkpoint has the AllocateResponse. ending, shown: as in
-    `AllocationRecord`.
+    messages. identity, amount: the device's identity and the granted part, if the checkpoint has the AllocateResponse.
+    ending, shown: as in `AllocationRecord`.
     """
 
     device: str
@@ -87,8 +87,9 @@ class KubeletSnapshot:
     """The held ids of one resource, by the kubelet's checkpoint and the pods' cgroups (`deviceplugin.kubelet.holders`).
 
     sequence: the register's sequence before the evidence was read. at: when the reading began (monotonic seconds).
-    current: whether the kubelet wrote the checkpoint after that moment, and no Allocate ran meanwhile. held: the held
-    ids, by id. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not current.
+    current: whether the kubelet wrote the checkpoint after that moment, and no Allocate ran meanwhile. held: the ids
+    that containers hold. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not
+    current.
     """
 
     sequence: int
@@ -104,7 +105,7 @@ class KubeletEvidence:
     """The evidence that the end of a move to DRA needs; times are monotonic seconds of one process.
 
     sequence: the register's sequence before all evidence was read. shown: for each device, when ListAndWatch sent the
-    device as Unhealthy. snapshot: the holders, read after that.
+    device as Unhealthy. snapshot: the holders, read after that time.
     """
 
     sequence: int
@@ -133,8 +134,8 @@ class ClaimEvidence:
 
     devices: the devices of one resource that the claim holds. prepared: whether the claim has files, or the kubelet
     counts the claim as prepared; namespace and name may then be unknown (""). pods: the known UIDs of the claim's pods.
-    granted: the grants of the claim's devices of all resources, as far as evidence has them; of other devices only the
-    id is known.
+    granted: the grants of the claim's devices of all resources, as far as the evidence contains the grants; of the
+    other devices only the ids are known.
     """
 
     driver: str
@@ -162,7 +163,7 @@ class Evidence:
 
     @property
     def merged(self) -> list[ClaimEvidence]:
-        """The claims, with one entry for each claim that has the facts of all sources."""
+        """The claims, each with the combined facts of all sources."""
         merged: dict[RecordKey, ClaimEvidence] = {}
         for claim in self.claims:
             key = claim.driver, claim.uid
@@ -206,7 +207,7 @@ class Refused:
         """The refusal as a message with the device, its side, the time of its last move, and the holder."""
         record = self.record
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
-        if record.since:  # It is 0 if the device has always had this state.
+        if record.since:  # `since` is 0 if the device has always had this state.
             text += f" since {_utc(record.since)}"
         if self.record.driver:
             text += f" (driver {self.record.driver})"
@@ -222,14 +223,17 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim gets no device: other holders leave too little. outlook: whether a claim may get it soon."""
+    """Why a pod or a claim gets no device: other holders leave too little of it.
+
+    outlook: whether a claim may get it soon.
+    """
 
     message: str
     outlook: Outlook = Outlook.FINAL
 
 
 def served_by_limits(claim: Claim, resource: str) -> int:
-    """Return how many devices of a resource a claim has for `limits`: 0 unless the scheduler created the claim."""
+    """Return how many devices of a resource a claim has for a pod's `limits`: 0 unless the scheduler made the claim."""
     return sum(device.limits and not device.admin and device.resource == resource for device in claim.devices)
 
 
@@ -258,7 +262,7 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
 
 
 def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
-    """Return an error if a claim's parameters for a device differ from those of a claim with the device; else ""."""
+    """Return an error if a claim's parameters for a device differ from those of another claim for it; else ""."""
     for device in claim.devices:
         name = device.resource, device.device
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
@@ -334,15 +338,15 @@ def _utc(seconds: float) -> str:
 def with_outlook(
     decision: Decision[Refused | Excluded], state: RegisterSnapshot, claim: Claim, view: View
 ) -> Decision[Claim | Refused | Excluded]:
-    """Return a refusal with the claim's outlook."""
+    """Return the refusal, with the fact whether the claim may get its devices soon."""
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
-    # FREE contradicts the refusal. The device cannot move, say, because pods have devices by limits from plugin and
-    # DRA.
+    # The outlook FREE would contradict the refusal. For example, the device cannot move because pods have devices by
+    # limits both from the plugin and from DRA.
     return replace(decision, answer=replace(decision.answer, outlook=seen if seen.waits else Outlook.FINAL))
 
 
 def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
-    """Return whether a claim may get its devices soon. claim: the record to be made.
+    """Return whether a claim may get its devices soon. claim: the record that its grant would make.
 
     A holder is about to end in these cases:
 
@@ -354,7 +358,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
     - The holder is a grant whose pod is not known yet: the kubelet may have rejected the pod.
     - The holder is a hook that still runs after its timeout, or a failed `released`, which the agent calls again.
 
-    A pod with `limits` that is being deleted is not such a case while the kubelet counts the pod as active.
+    A pod with `limits` that is being deleted does not count as about to end while the kubelet counts the pod as active.
     """
     sides = {_of_side(state, claim.driver, key) for key in claim.held}
     for worst in (Outlook.FINAL, Outlook.ENDING, Outlook.MOVING):
@@ -378,7 +382,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
 
 
 def _of_side(state: RegisterSnapshot, driver: str, key: DeviceKey) -> Outlook:
-    """Return whether a claim may get a device soon, as far as the device's state and pods with the device decide."""
+    """Return whether a claim may get a device soon, judged by the device's state and the pods that have the device."""
     record, resource, device = state.device(*key), *key
     allocations = state.allocations_on(resource, (device,))
     if record.state is State.QUARANTINED or record.driver not in ("", driver) or not all(map(_ends, allocations)):

@@ -38,7 +38,7 @@ class ManifestText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The settings of a conversion.
+    """The settings of a conversion of manifests from `limits` to claims.
 
     classes: for each resource, the name of its DeviceClass; the DeviceClasses in the manifests are added. namespace:
     the namespace of objects that name no namespace; "" if unknown. version: the version of resource.k8s.io in which
@@ -96,7 +96,7 @@ def convert(streams: Iterable[ManifestText], how: Conversion) -> Converted:
 
 
 def reverse(streams: Iterable[ManifestText]) -> list[str]:
-    """Undo conversions: return the texts that the streams had before `convert`."""
+    """Undo conversions: return the texts that the streams had before `convert` changed them."""
     return [edits.reversed_stream(stream.text) for stream in streams]
 
 
@@ -165,7 +165,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
 
 
 class _Says:
-    """Adds remarks about one object of a document."""
+    """Adds remarks about one object of a document to a list."""
 
     def __init__(self, source: _Source, path: Path, body: Mapping[str, Any], remarks: list[Remark]) -> None:
         self._source = source
@@ -230,7 +230,7 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
 
 
 def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
-    """Replace limits by claims in a parsed pod spec. claims: names of templates, by claim name."""
+    """Replace limits by claims in a parsed pod spec. claims: ResourceClaimTemplates by claim name."""
     new = [{"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()]
     spec["resourceClaims"] = [*new, *(spec.get("resourceClaims") or [])]
     for container in change.containers:
@@ -267,7 +267,7 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
         if not names & set(change.resources):
             continue
         for name in names & set(change.resources):
-            tree.entry(given, name)  # Raises UnwritableError if the entry is an alias.
+            tree.entry(given, name)  # The call raises UnwritableError if the entry is an alias.
         if names <= set(change.resources):
             gone.add(part)
         else:
@@ -287,7 +287,7 @@ def _listed(
 
 
 def _flow(value: Mapping[str, str], mapping: yaml.MappingNode) -> str:
-    """Return a mapping in YAML's flow style. If the mapping that contains it is JSON, the result is JSON as well."""
+    """Return a mapping in YAML's flow style. If the surrounding `mapping` is JSON, the result is JSON as well."""
     if mapping.flow_style and mapping.value and mapping.value[0][0].style == '"':
         return json.dumps(value)
     return "{" + ", ".join(f"{key}: {_scalar(text)}" for key, text in value.items()) + "}"

@@ -23,16 +23,19 @@ BOM: Final = "\ufeff"
 
 
 class YamlTextError(Exception):
-    """Raised when a text is not YAML, or has more than one document. The message contains the line."""
+    """Raised when a text is not YAML, or has more than one document. The message names the line of the error."""
 
 
 class UnwritableError(Exception):
-    """Raised when a part of a text cannot be changed without changing another part. The message has the reason."""
+    """Raised when a part of a text cannot be changed without changing another part. The message states why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a stream. text: its text with the line `---`. line: the number of its first line, from 1."""
+    """One document of a stream. text: its text, from its line `---`.
+
+    line: the number of its first line in the stream, from 1.
+    """
 
     text: str
     line: int
@@ -138,7 +141,7 @@ class Tree:
         return node
 
     def line_of(self, path: tuple[str | int, ...]) -> int:
-        """Return the line, from 0, in which the node of a path begins."""
+        """Return the number of the line, from 0, in which the node of a path begins."""
         node = self.root
         for step in path:
             if isinstance(step, int) and isinstance(node, yaml.SequenceNode):
@@ -158,7 +161,7 @@ def _loaded(kind: Any, text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def text_end(node: yaml.Node) -> int:
-    """Return the index after the last character of a node. A block's `end_mark` is later, at the next token."""
+    """Return the index after the last character of a node. The `end_mark` of a block is at the next token."""
     end = 0
     for one in _below(node):
         flow = isinstance(one, yaml.CollectionNode) and one.flow_style
@@ -195,7 +198,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _references(root: yaml.Node | None) -> list[tuple[yaml.Node, int]]:
-    """Return all nodes below the root with the number of their uses, more than 1 by aliases and merge keys."""
+    """Return all nodes below the root, each with the number of its uses: more than 1 by aliases and merge keys."""
     if root is None:
         return []
     counts: Counter[int] = Counter()

@@ -32,7 +32,7 @@ _WAS_LINE: Final = re.compile(rf"([ ]*){re.escape(WAS)}(.*)", re.DOTALL)
 
 
 class Edit(NamedTuple):
-    """A text that replaces a range of a document's text. start, end: the range, as indexes in that text."""
+    """A text that replaces a range of a document's text. start, end: indexes in the document's text."""
 
     start: int
     end: int

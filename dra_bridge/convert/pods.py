@@ -55,7 +55,7 @@ class LimitedDevices:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """The change of a container. path: its path in the pod spec. resources: limits to remove. claims: names to add."""
+    """The change of a container. path: its path in the pod spec. resources: limits to remove. claims: claims to add."""
 
     path: Path
     name: str
@@ -96,7 +96,7 @@ def is_builtin(body: Mapping[str, Any]) -> bool:
 def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
     """Return the resources that an object requests by `limits` outside of the pod specs at the paths `known`."""
     found: set[str] = set()
-    seen: set[int] = set()  # A part of the object may contain itself, by a YAML alias.
+    seen: set[int] = set()  # By a YAML alias, a list or mapping of the object may contain itself.
     waiting: list[tuple[Path, Any]] = [((), body)]
     while waiting:
         path, part = waiting.pop()
@@ -155,7 +155,7 @@ def _quantities(container: Any, part: str) -> dict[str, Any]:
 
 
 def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the containers of a pod spec with their paths, init containers that end before others start last."""
+    """Yield the containers of a pod spec with their paths; last the init containers that are not sidecars."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for part in ("containers", "initContainers"):
         each = spec.get(part)

@@ -1,4 +1,4 @@
-"""Remarks by `convert` on manifests: parts that it left unchanged, and effects of claims instead of `limits`.
+"""Remarks by `convert` on manifests: what `convert` left unchanged, and effects of claims instead of `limits`.
 
 docs/manifests.md lists all kinds of remarks; a test compares that page with this module.
 """

@@ -45,7 +45,7 @@ CHECKS: Final[Mapping[FindingKind, Check]] = {
     FindingKind.MIXED_SHARES: node_checks.mixed_shares,
     FindingKind.RESTART_ENDS: pod_checks.restart_ends,
 }
-"""For each kind of finding, the function that finds it."""
+"""For each kind of finding, the function that yields the findings of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class ResourceUse:
     """The pods and devices of one resource. capacity, allocatable: the sums of all nodes.
 
     published: number of devices in ResourceSlices. by_count: for each number of requested devices, the number of pods
-    that request so many. by_limits: number of devices that pods on nodes have through the device plugin. by_dra: the
-    same through DRA. waiting: number of pods without a node.
+    that request so many. by_limits: number of devices that pods on nodes have through the device plugin. by_dra: number
+    of devices that these pods have through DRA. waiting: number of pods without a node.
     """
 
     resource: str
@@ -73,10 +73,10 @@ class ResourceUse:
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """Estimated seconds until all pods have ended on half of the nodes, and on all of them (most), by the pods' ages.
+    """Estimated seconds until all pods with devices have ended on half of the nodes (half), and on all nodes (most).
 
-    The estimate assumes a steady state, in which the remaining times of pods are distributed like their ages. Pods that
-    never end by themselves (services) end when they are replaced.
+    The estimate is made from the ages of the running pods. It assumes a steady state, in which the remaining times of
+    pods are distributed like the ages. Pods that never end by themselves (services) end when they are replaced.
     """
 
     nodes: int

@@ -19,7 +19,8 @@ AGENT_RULES: Final = (
     ("resource.k8s.io", "resourceclaims", ("get", "list")),
     ("", "events", ("create",)),
 )
-"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`; a test compares both."""
+"""The rules (group, resource, verbs) of the agents' ClusterRole in `dra-bridge manifests`; a test compares them with
+the manifests."""
 OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
 """The rights (verb, resource) that a user of `migrate` and `rollout` needs."""
 GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
@@ -120,7 +121,7 @@ def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def _kueue(view: ClusterView) -> tuple[str, str]:
-    """Return the name of a pod of Kueue, and the text of Kueue's configuration; "" for what is not found."""
+    """Return the name of a pod of Kueue, and the text of Kueue's configuration; "" for a value that is not found."""
     pod = view.program("kueue")
     texts = [
         str(text)
@@ -168,7 +169,7 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes in use that the autoscaler may drain: with slices and pods by `limits`, but without its mark."""
+    """Find nodes with slices and with pods by `limits` that have no mark against a drain by the autoscaler."""
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}
@@ -205,7 +206,7 @@ def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
-    """If Karpenter creates nodes, find resources of which some devices should be for claims."""
+    """If Karpenter creates nodes, find resources with devices that the migration will move to claims."""
     nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
     pod = view.program("karpenter", "controller") if nodes else ""
     moving = [one.resource for one in view.targets.values() if one.share != "none"]

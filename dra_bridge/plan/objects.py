@@ -10,7 +10,7 @@ from typing import Any, Final
 from deviceplugin.naming import NamingError, parse_quantity
 
 Body = Mapping[str, Any]
-"""An object in the form of its JSON."""
+"""An object of the API, as decoded from JSON."""
 
 PLUGIN_DIRECTORY: Final = "device-plugins"
 """The end of a hostPath volume's path by which `plan` recognizes device plugins, which register in this directory."""
@@ -18,8 +18,8 @@ AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
 """The label of all objects that `dra-bridge manifests` prints."""
 
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation of claims that the scheduler makes for limits. This repeats a constant of `dra_bridge.kube`, because
-the import of that package takes a second."""
+"""The annotation of claims that the scheduler makes for limits. The value repeats a constant of `dra_bridge.kube`,
+because the import of that package takes a second."""
 
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
 """Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""

@@ -23,7 +23,7 @@ def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
         for resource in view.targets:
             capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
-            # While the bridge's agent runs, the capacity includes devices that are for DRA.
+            # While the bridge's agent runs, a node's capacity includes devices on the DRA side.
             most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
     for pod in view.pods:
         for resource, count in asked_of(pod).items():
@@ -41,7 +41,7 @@ def above_32(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def preempts(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods that may preempt other pods: with a priority above 0, the default."""
+    """Find pods that may preempt other pods, because their priority is above 0 (the default priority)."""
     found = defaultdict(list)
     for pod in view.pods:
         spec = pod["spec"]

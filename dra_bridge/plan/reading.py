@@ -65,7 +65,7 @@ _DECODER: Final = msgspec.json.Decoder(_ConfigZ)
 
 
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
-    """Return the objects of the cluster that `plan` uses, and the names of the selected nodes (without selector None).
+    """Return the objects of the cluster that `plan` uses, and the selected nodes' names (None without a selector).
 
     `unread` has the kinds of objects that the user may not read, and the kubelets that do not respond.
     """

@@ -31,13 +31,16 @@ GROUP_LABELS: Final = (
     "doks.digitalocean.com/node-pool",
     "node.openshift.io/nodepool",
 )
-"""Labels by which providers name a node's group."""
+"""Labels in which cloud providers write the name of a node's group."""
 ENDED: Final = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A resource to migrate. driver: its DRA driver, "" if unknown. share: its share for claims, "" if unknown."""
+    """A resource to migrate. driver: its DRA driver, "" if unknown.
+
+    share: how many of its devices are to be for claims, "" if unknown.
+    """
 
     resource: str
     driver: str = ""
@@ -46,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The objects of a cluster, and facts derived from them. namespace: only its pods count; "" for all namespaces.
+    """A cluster's objects, and facts derived from them. namespace: only pods in this namespace count; "" for all.
 
     given: the resources to migrate (targets); if empty, all extended resources. selected: names of the nodes that
     count; None for all nodes.
@@ -134,7 +137,7 @@ class ClusterView:
 
     @cached_property
     def class_names(self) -> Mapping[str, str]:
-        """For each resource to migrate with a DeviceClass, the name of its first DeviceClass."""
+        """For each resource to migrate that DeviceClasses name, the name of the first of these DeviceClasses."""
         found = {name: self.classes_of(name) for name in self.targets}
         return {name: name_of(classes[0]) for name, classes in found.items() if classes}
 
@@ -167,7 +170,7 @@ class ClusterView:
     def images(self) -> Mapping[str, str]:
         """For each image (by its name without registry and tag), the name of a pod that runs the image.
 
-        From the images follows which programs run in the cluster.
+        The checks recognize by its image which program a pod runs.
         """
         found: dict[str, str] = {}
         for pod in self.all_pods:
@@ -177,7 +180,7 @@ class ClusterView:
         return found
 
     def program(self, *names: str) -> str:
-        """Return a pod that runs one of these programs; "" if no such pod is known."""
+        """Return the name of a pod that runs one of these programs; "" if no pod does."""
         return next((self.images[name] for name in names if name in self.images), "")
 
     @cached_property

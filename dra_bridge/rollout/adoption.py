@@ -1,4 +1,4 @@
-"""Checks a vendor's DaemonSet before an agent adopts its plugin, or gives the plugin back, and makes the patch.
+"""Checks whether an agent can serve a vendor's plugin (adopt it), or give it back, and makes the DaemonSet's patch.
 
 This module writes nothing. The patch fails if the fields that it replaces have changed meanwhile. The patch stores the
 former values of these fields in an annotation of the DaemonSet, and the patch that gives the plugin back restores these
@@ -26,7 +26,7 @@ from dra_bridge.rollout.fleet import shortened
 from dra_bridge.rollout.rollout import RolloutError
 
 BEFORE: Final = "dra-bridge/before-adoption"
-"""The annotation with the former hostPaths and the former update strategy, as JSON."""
+"""The annotation with an adopted DaemonSet's former hostPaths and update strategy, as JSON."""
 APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 REGISTRY: Final = "plugins_registry"
 STRATEGY: Final = "/spec/updateStrategy/rollingUpdate"
@@ -79,7 +79,7 @@ class Advice:
     """The result of a check of a DaemonSet.
 
     problems: reasons why the plugin cannot be adopted, or given back, now. notes: further facts. commands: commands to
-    run, in this order. done: whether there is nothing to do.
+    run, in this order. done: whether there is nothing left to do.
     """
 
     problems: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return problems and commands for giving an adopted plugin back. obstacles: reasons against this now."""
+    """Return problems and commands for giving an adopted plugin back. obstacles: why it cannot be given back now."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -346,7 +346,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    # Agents that run without --adopt at present are asked as well.
+    # Agents that run without --adopt now are asked for their devices as well.
     with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

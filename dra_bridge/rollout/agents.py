@@ -34,7 +34,7 @@ BINDING: Final = "dra-bridge"
 PORT: Final = "metrics"
 """The name that `manifests` gives to the container port at which an agent serves `/status`."""
 NODE_PORT: Final = 9410
-"""The port of an agent that runs outside of pods, as `manifests --systemd` sets it."""
+"""The port of `/status` of an agent that runs outside of pods, as `manifests --systemd` sets it."""
 TIMEOUT: Final = 3.0  # Seconds within which an agent must respond.
 TOTAL: Final = 15.0  # Maximum seconds for the requests to all agents together.
 AT_ONCE: Final = 16  # Maximum number of simultaneous requests to agents.
@@ -209,7 +209,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    # On the other nodes, the agent runs outside of pods, or there is no agent.
+    # On nodes without an agent's pod, the agent runs outside of pods, or there is no agent.
     units = sorted(set(nodes) - {node for _, node in asked}, key=natural)
     of_pods, of_units = await asyncio.gather(
         asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked)), _ask_units(cluster, units, turns)
@@ -303,7 +303,7 @@ async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: 
 
 
 class _Turns(NamedTuple):
-    """Limits the requests to agents. one: a semaphore that each request holds.
+    """Limits the requests to agents. one: a semaphore that each request acquires.
 
     until: the deadline of all requests (loop time).
     """
@@ -315,7 +315,7 @@ class _Turns(NamedTuple):
 class _NoAnswer(NamedTuple):
     """The reason why a request to an agent returned no status. refused: whether the API server refused the request.
 
-    final: whether the same request with TLS instead of without, or without TLS instead of with, would fail as well.
+    final: whether the same request would fail in both ways, with TLS and without TLS.
     """
 
     reason: str
@@ -357,7 +357,7 @@ def _claims(holders: Sequence[_ReportedHolder]) -> tuple[str, ...]:
 
 
 def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
-    """Convert the status of one device.
+    """Convert a device's entry in `/status` to a `DeviceNow`.
 
     known: whether the agent knows all pods that hold devices; an agent always knows the claims.
     """

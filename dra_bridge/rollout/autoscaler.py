@@ -114,7 +114,7 @@ class MarkStep:
 
     @property
     def ready(self) -> bool:
-        """Whether moves of devices may begin."""
+        """Whether all marks and pools are there, so that devices may begin to move."""
         return not (self.mark or self.publish or self.unpublished)
 
     @property
@@ -131,10 +131,11 @@ class MarkStep:
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
     """Return the marks and requests to write next. nodes: all nodes of the rollout.
 
-    ignore: whether the cluster has no autoscaler. All nodes are marked before the first pool is requested. A node with
-    all devices on the DRA side needs no mark, because its ResourceSlices show which devices are in use. A node with no
-    device on the DRA side needs no mark once no node of its group has a ResourceSlice. A former agent always has a
-    ResourceSlice, so all nodes of its group stay marked and have pools: without a pool they would count as unready.
+    ignore: whether the cluster has no autoscaler, so that no node needs a mark. All nodes are marked before the first
+    pool is requested. A node with all devices on the DRA side needs no mark, because its ResourceSlices show which
+    devices are in use. A node with no device on the DRA side needs no mark once no node of its group has a
+    ResourceSlice. A former agent always has a ResourceSlice, so all nodes of its group stay marked and have pools:
+    without a pool they would count as unready.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE and not node.former for node in served)
@@ -148,7 +149,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
     leaving = [node for node in served if at_none and not ignore and node.sliced]
-    if not (withdraw or leaving):  # No agent removes the remaining ResourceSlices, so the nodes stay marked.
+    if not (withdraw or leaving):  # No agent will remove the remaining ResourceSlices, so these nodes stay marked.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]
     return MarkStep(

@@ -55,7 +55,8 @@ def lines(
     """Return the lines that `dra-bridge status` prints. width: the terminal's width in characters, None for no limit.
 
     problems: whether to leave out nodes that have their requested share, and devices that need no attention. On a
-    terminal with many nodes, these are always left out. with_totals: whether to print the totals of many nodes.
+    terminal with many nodes, such nodes and devices are always left out. with_totals: whether to print the totals of
+    many nodes.
     """
     nodes = {view.node for view in status.nodes}
     many = len(nodes) > MANY

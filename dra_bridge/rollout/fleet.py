@@ -144,7 +144,7 @@ def views(
         name, annotations = node["metadata"]["name"], _annotations(node)
         former = read(driver, by_node.get(name, ()))
         if former is not None and not former.resources:
-            # This annotation has only prefixes of device names.
+            # The slice's annotation is no report of an older agent: it has only prefixes of device names.
             former = None
         reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
@@ -180,7 +180,10 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return a node's devices. claims, admins: the claims that hold (or only access) a device, by its pool and name."""
+    """Return a node's devices.
+
+    claims, admins: by pool and device name, the claims that hold or only access a device.
+    """
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -407,7 +410,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """A node's phase in a rollout. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent reports there."""
+    """A node's phase in a rollout. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent reports on it."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -431,9 +434,10 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 class RolloutStep:
     """The next steps of a rollout.
 
-    begin: nodes whose share is set next. forget: nodes with their former share, whose record of it is removed next.
-    stop: failures because of which the rollout begins with no further node. over: whether nothing is left to do or to
-    wait for. held: nodes whose devices have holders for too long; the rollout does not wait for them.
+    begin: nodes whose share is set next. forget: nodes that have their former share again, so that the record of this
+    share is removed next. stop: failures because of which the rollout begins with no further node. over: whether
+    nothing is left to do or to wait for. held: nodes whose devices have holders for too long; the rollout does not wait
+    for these nodes.
     """
 
     begin: tuple[str, ...] = ()
@@ -588,7 +592,10 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return a step that begins with no node before all have marks and pools. waited: seconds of waiting for pools."""
+    """Return the step without nodes to begin with if marks or pools are missing.
+
+    waited: seconds of waiting for pools.
+    """
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

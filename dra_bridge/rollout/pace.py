@@ -21,7 +21,7 @@ BYTES_A_SECOND: Final = 50e6
 UNKNOWN: Final = 100e6
 """Bytes that a rollout assumes for a list of all claims if it cannot read such a list."""
 BURST: Final = 10.0
-"""The seconds of the average pace whose nodes may begin at the same time."""
+"""Seconds of the average pace. With as many nodes as this time allows, the rollout may begin at once."""
 
 
 def returns(goal: Goal, view: NodeView) -> bool:
@@ -31,7 +31,8 @@ def returns(goal: Goal, view: NodeView) -> bool:
     try:
         share = parse_requested(goal.wanted(view.before) or "")
     except ShareError:
-        share = None  # Without an annotation, the share in the agent's config applies, which only the agent knows.
+        # If no annotation requests a share, the share in the agent's config applies, which only the agent knows.
+        share = None
     for resource in view.reported.resources.values():
         on_dra = sum(resource.counts.get(state.value, 0) for state in (State.DRA, State.TO_PLUGIN))
         if on_dra > (share.of(sum(resource.counts.values())) if share is not None else 0):
@@ -52,15 +53,18 @@ async def read_pace(cluster: Cluster) -> Pace:
 
 
 class Pace:
-    """Decides when a rollout may begin with a node whose devices return to the plugin. size: bytes of a list of claims.
+    """Decides when a rollout may begin with a node whose devices return to the plugin.
 
-    interval: average seconds between the begin with one such node and the begin with the next.
+    size: bytes of the list of claims.
+
+    interval: average seconds from the begin with one such node to the begin with the next.
     """
 
     def __init__(self, size: float) -> None:
         self.interval = size / BYTES_A_SECOND
         self._until = -math.inf
-        """The time (monotonic seconds) until which the lists of nodes that have begun use all of BYTES_A_SECOND."""
+        """The time (monotonic seconds) until which the claim lists of the agents on begun nodes use up BYTES_A_SECOND.
+        """
 
     def take(self, now: float) -> bool:
         """Return whether the rollout may begin now with a node whose devices return; if so, count the node.

@@ -10,8 +10,8 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import EVENTS, NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
-"""Up to this number of nodes, each Node and the pods of each node are read by separate requests; for more, by lists of
-all."""
+"""Up to this number of nodes, each Node and the pods of each node are read by separate requests; for more nodes, all
+Nodes and all pods are listed."""
 _UNWELL: Final = ("status.phase=Pending,spec.nodeName!=", "status.phase=Failed")
 """Field selectors of pods that do not run. Pending pods are listed first, so that a pod that fails between the lists is
 found."""
@@ -43,7 +43,7 @@ async def read_failing(cluster: Cluster, nodes: Mapping[str, Collection[str]]) -
 
 
 def may_fail(pod: Object, resources: Collection[str]) -> bool:
-    """Return whether a pod that requests one of the resources, or has claims, has failed or does not run yet."""
+    """Return whether a pod requests one of the resources or has claims, and has failed or does not run yet."""
     status = pod.get("status") or {}
     claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
     needs = claims or not requests_of(pod).keys().isdisjoint(resources)
@@ -113,7 +113,10 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 
 
 def requests_of(pod: Object) -> dict[str, int]:
-    """Return the amount of each extended resource that a pod requests. Containers reuse devices of init containers."""
+    """Return the amount of each extended resource that a pod requests.
+
+    An init container counts only if it requests more than all containers, because they get its devices after its end.
+    """
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):
         for container in pod["spec"].get(key) or ():

@@ -22,7 +22,7 @@ _KEYS: Final = ("dra-share", "dra-share-before", "dra-pool", "dra-scale-down")
 
 
 def left_behind(drivers: Collection[str]) -> str:
-    """Return a text with the objects that are not removed, and with the commands that remove these objects."""
+    """Return a text with the objects that `uninstall` does not remove, and with the commands that remove them."""
     annotations = " ".join(f"{driver}/{key}-" for driver in sorted(drivers) for key in _KEYS)
     return _LEFT_BEHIND.format(label=LABEL, annotations=annotations)
 

@@ -57,7 +57,8 @@ class Reporter:
         of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
         words = f"{of[Phase.MOVING]} moving, {of[Phase.WAITING]} not started"
         done = of[Phase.DONE] + of[Phase.UNTOUCHED]
-        if self._total is None:  # The bar is created with its total, because rich may draw the bar immediately.
+        # The bar needs its total from the beginning, because rich may draw the bar immediately.
+        if self._total is None:
             self._total = self._bars.add_task(words, total=len(phases), completed=done, unit="nodes")
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 
@@ -73,7 +74,7 @@ class Reporter:
             self._bars.update(task, visible=node in shown)
 
     def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Print the obstacles of each node if they have changed since the last print."""
+        """Print why nodes do not have the requested share yet, if the reasons have changed since they were printed."""
         for view in nodes:
             lines = fleet.obstacles(view)
             if lines and self._explained.get(view.node) != lines:

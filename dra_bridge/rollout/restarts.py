@@ -15,7 +15,7 @@ from dra_bridge.rollout.pods import requests_of
 
 
 def mixed(view: NodeView) -> list[str]:
-    """Return the resources of a node of which pods have devices from the plugin, and other pods from DRA."""
+    """Return the resources of which some pods on a node have devices from the plugin, and other pods from DRA."""
     return [name for name in (view.reported.resources if view.reported is not None else ()) if _both(view, name)]
 
 
@@ -24,8 +24,8 @@ def ended_by_restart(
 ) -> list[str]:
     """Return a sentence for each resource of a node whose kubelet's restart would end pods.
 
-    pods: for each node with such a resource (`mixed`), all its pods. said: sentences that the agents have written; the
-    function does not repeat the pods that they name.
+    pods: for each node with such a resource (`mixed`), all its pods. said: sentences of the agents; the function does
+    not repeat the pods that these sentences name.
     """
     sentences = []
     for view in views:

@@ -32,10 +32,10 @@ MANY: Final = 12
 POLL: Final = 2.0
 """Seconds between two lists of moving nodes' pods, in which the rollout searches failing pods."""
 PAUSE: Final = 10.0
-"""The pause after such lists, as a multiple of the time that the lists took."""
+"""The pause after lists of pods, as a multiple of the time that the lists took."""
 TOGETHER: Final = 50
-"""Maximum number of nodes that begin after one list of their pods. Pods that fail after this list count as new
-failures."""
+"""Maximum number of nodes with which the rollout begins after one list of their pods. Pods that fail after this list
+count as new failures."""
 AFTER: Final = 60.0
 """Seconds for which the rollout still checks a node's pods for failures after the node's moves have ended."""
 AFTER_OUTAGE: Final = 60.0
@@ -309,7 +309,7 @@ class _Rollout:
             except kube.UnavailableError as error:
                 self._reporter.say(f"the API server does not answer: {error.message}")
             except (kube.ConflictError, kube.NotFoundError):
-                pass  # The node has changed meanwhile; the next step decides again.
+                pass  # The Node has changed since the step read it; the next step decides again.
             except (kube.ForbiddenError, RolloutError) as error:
                 if not self._after_outage():
                     raise
@@ -327,7 +327,8 @@ class _Rollout:
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
-            for kept in (self._own, self._since, self._done):  # The Node was recreated without its annotations.
+            # The Node was deleted and created again, so it lacks the rollout's annotations.
+            for kept in (self._own, self._since, self._done):
                 kept.pop(name, None)
         phases = {view.node: fleet.phase(self._goal, view) for view in nodes}
         for name, at in phases.items():
@@ -379,7 +380,7 @@ class _Rollout:
             return None
         if not self._last_check:
             self._last_check = True
-            self._next_look = -math.inf  # Pods are listed once more before the rollout reports success.
+            self._next_look = -math.inf  # The next step lists the pods once more, before the rollout reports success.
             return await self._step()
         return self._end()
 
@@ -434,7 +435,7 @@ class _Rollout:
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        # Show how many devices have to move now: at the next step, the node may already have the share.
+        # The number of devices to move is shown at once, because at the next step the node may already have the share.
         self._reporter.show([replace(view, requested=wanted)])
 
     def _say_done(self, phases: Iterable[Phase]) -> None:

@@ -90,7 +90,7 @@ def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list
 
 
 def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait]) -> list[str]:
-    """Return a hint for each resource and side where more devices would let a waiting pod start."""
+    """Return a hint for each resource and side (plugin, DRA) where more devices would let a waiting pod start."""
     by_side: dict[tuple[str, bool], str] = {}
     bound = list(bound)
     for resource in view.reported.resources if view.reported is not None else ():

@@ -19,7 +19,7 @@ from dra_bridge.rollout.fleet import NodeView
 from dra_bridge.rollout.reporter import Reporter
 
 EXPLAIN: Final = 5.0
-"""If no node has changed for this number of seconds, the obstacles of waiting nodes are printed."""
+"""Seconds without a change of any node after which the program prints why nodes wait."""
 
 
 class _WatchOf(NamedTuple):
@@ -62,7 +62,7 @@ class WatchedFleet:
         self._objects: dict[_WatchOf, dict[str, Object]] = {}
         self._claims: Sequence[Object] = ()
         self._views: dict[str, tuple[list[Object], NodeView]] = {}
-        """For each node, the last view, with the objects from which it was made."""
+        """For each node, the last `NodeView`, with the API objects from which it was made."""
         self.changed = asyncio.Event()
         self._last: list[NodeView] = []
         self._since = time.monotonic()
@@ -76,7 +76,10 @@ class WatchedFleet:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[Self]:
-        """While the context is active, keep the objects up to date. Entering it waits until all objects were listed."""
+        """While the context is active, keep the objects up to date.
+
+        Entering the context waits until all objects were listed.
+        """
         tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
         try:
             while len(self._objects) < len(tasks):
@@ -144,7 +147,7 @@ class WatchedFleet:
         return sorted((view for _, view in self._views.values()), key=lambda view: natural(view.node))
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
-        """Wait `seconds` for a change. After EXPLAIN seconds without a change, print the obstacles of waiting nodes."""
+        """Wait `seconds` for a change. After EXPLAIN seconds without a change, call `explain` for waiting nodes."""
         if (nodes := self.views()) != self._last:
             self._last, self._since = nodes, time.monotonic()
         with contextlib.suppress(TimeoutError):
@@ -156,7 +159,7 @@ class WatchedFleet:
             await self.explain(waiting)
 
     async def explain(self, waiting: Callable[[NodeView], bool]) -> None:
-        """Print the obstacles of waiting nodes, with the current holders of their devices."""
+        """Print why waiting nodes do not have their requested share yet, with their devices' current holders."""
         with contextlib.suppress(kube.UnavailableError, kube.ForbiddenError):
             self._claims = await self.cluster.allocated_claims()
             self._views.clear()

@@ -30,8 +30,8 @@ _FIELDS: Final[Mapping[Feature, str]] = {
     "sharing": "allowMultipleAllocations",
     "counters": "consumesCounters",
 }
-"""For each feature, the field of a device that a server without the feature drops; none for "lists", which are
-attributes."""
+"""For each feature, the field of a device that a server without the feature drops. "lists" has no field: a list is the
+value of an attribute."""
 _REFUSED: Final = frozenset[Feature]({"counters", "lists"})
 """Features without which an API server may refuse the whole slice instead of dropping a field."""
 
@@ -40,8 +40,7 @@ _REFUSED: Final = frozenset[Feature]({"counters", "lists"})
 class ServerFeatures:
     """The optional features that the API server has, or lacks, as far as the agent knows.
 
-    probe_again: seconds after which a missing feature is tested again, because another API server (a newer one) may
-    answer by then.
+    probe_again: seconds after which a missing feature is tested again, because a newer API server may answer by then.
     """
 
     cluster: Cluster
@@ -75,7 +74,7 @@ class ServerFeatures:
                 del self._known[feature]
 
     async def probe(self, pool: Pool, wanted: Desired, version: str) -> bool:
-        """Test needed features that are unknown, by a dry-run create of a slice. Return whether one of them is missing.
+        """Test unknown features that the slices use, by a dry-run create. Return whether the server lacks any of them.
 
         The test precedes the first real write. So the agent never publishes an unhealthy device without its taint, or
         partitions that exclude each other without their counters.
@@ -95,10 +94,10 @@ class ServerFeatures:
         body = in_version(_probe_body(pool, unknown), version)
         try:
             kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
-        except InvalidError as error:  # Servers before 1.35 refuse this slice.
+        except InvalidError as error:  # API servers before 1.35 refuse the slice of the test.
             logger.debug("the API server refused the dry run of a slice: %s", error)
-            # Other features count as present until the response to a real write shows that the server has dropped their
-            # fields.
+            # A refused dry run shows nothing about features whose fields the server would drop. So these features count
+            # as present until the response to a real write lacks their fields.
             kept = set(unknown) - _REFUSED
         self._known.update({feature: feature in kept for feature in unknown})
 

@@ -20,12 +20,12 @@ from dra_bridge.slices.desired import own_name
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 
 WINDOW: Final = 600.0
-"""Seconds for which a write of another program is remembered."""
+"""Seconds for which the agent remembers a write of another program."""
 OFTEN: Final = 6
 """Number of foreign writes within `WINDOW` seconds from which the agent reports that a program writes again and
 again."""
 REMEMBERED: Final = 64
-"""Maximum number of foreign writes that are remembered."""
+"""Maximum number of foreign writes that the agent remembers."""
 
 
 class ForeignKind(Enum):
@@ -78,7 +78,7 @@ class ForeignSlice:
 
 @dataclass(frozen=True, slots=True)
 class ForeignWrite:
-    """A write of another program that the agent has undone. at: when the agent did so (monotonic seconds)."""
+    """A write of another program that the agent has undone. at: when the agent undid the write (monotonic seconds)."""
 
     kind: ForeignKind
     name: str

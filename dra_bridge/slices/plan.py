@@ -157,7 +157,7 @@ def plan(
     extras = [body for name, body in current.items() if name not in bodies]
     changed = [name for name in bodies if name not in same & in_latest]
     if in_latest <= same:
-        # All existing slices of this generation are right, so only the missing slices are written.
+        # All existing slices of this generation are as wanted, so only the missing slices are written.
         target = max(latest, 1)
     elif len(bodies) > 1 and len(changed) == 1 and in_latest == current.keys() == bodies.keys():
         target = latest
