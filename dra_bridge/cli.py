@@ -155,7 +155,10 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def _requested_share(options: argparse.Namespace) -> str | None:
-    """Return the text of the share to write to Nodes, with `force` if given; None to remove it. Raises CommandError."""
+    """Return the share as the annotation of Nodes, with `force` if given; None to remove the annotation.
+
+    Raises CommandError.
+    """
     share: str | None = None if options.share == "default" else options.share
     if options.force and share is None:
         raise CommandError("--force needs a share: none, all, a number of devices, or a percentage")
@@ -212,7 +215,8 @@ def _uninstall(options: argparse.Namespace) -> int:
             return 0, []
         if reasons and not options.force:
             raise CommandError(
-                "\n".join(("nothing was removed; --force removes the slices in spite of this", *reasons)), status=1
+                "\n".join(("nothing was removed; --force removes the slices in spite of these reasons:", *reasons)),
+                status=1,
             )
         removed = await remove_slices(cluster, sorted(drivers), options.node)
         return removed, [*reasons, *([] if options.node else await remaining_marks(cluster, drivers))]
@@ -249,7 +253,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
-        # A user waits for the command, so its waits are shorter than those of many agents.
+        # A user waits for the command, so the command tries again after shorter times than an agent.
         async with Cluster.from_environment(options.kubeconfig, backoff=Backoff(most=PATIENCE)) as cluster:
             try:
                 return await question(cluster)

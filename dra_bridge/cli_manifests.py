@@ -69,7 +69,7 @@ def add_convert(line: CommandLine) -> None:
 
 
 def add_files(command: argparse.ArgumentParser, about: str) -> None:
-    """Add the option for files, directories and the standard input. about: the end of its help text."""
+    """Add the option for files, directories and the standard input. about: the end of the option's help text."""
     command.add_argument(
         "-f",
         "--filename",
@@ -183,7 +183,7 @@ def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) ->
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
     """Add the options of `manifests.Deployment`.
 
-    For an option that is not given, the default of the class applies.
+    If an option is not given, the default value of the field in `Deployment` applies.
     """
 
     def add(option: str, field: str, about: str, default: str = "", **more: Any) -> None:
@@ -309,11 +309,11 @@ def _manifests(options: argparse.Namespace) -> int:
     try:
         units = written(options.systemd, loaded, deployment) if options.systemd else []
         printed = to_yaml(rights(loaded, deployment) if units else manifests(loaded, text, deployment))
-    except ValueError as error:  # For example, the kubelet's root is too long for the path of a socket.
+    except ValueError as error:  # For example, the path of a socket under the kubelet's root is too long.
         raise CommandError(error) from error
     sys.stdout.write(printed)
     if units:
-        return 0  # The remarks below are only about agents in pods.
+        return 0  # The messages below concern only agents in pods.
     for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
     for directory in wide_mounts(loaded):
@@ -334,7 +334,8 @@ def _manifests(options: argparse.Namespace) -> int:
 def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
     """Return, for each driver without child sources, the expression that finds a problem in claims' parameters.
 
-    It is unknown which parameters later child sources accept.
+    Drivers with child sources have no expression, because it is unknown which parameters later child sources will
+    accept.
     """
     from deviceplugin.source import DeviceSource
     from dra_bridge.parameters import expression
@@ -348,14 +349,14 @@ def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, st
 class _Given(BaseException):
     """Raised by the function that replaces `run`, so that the execution of an author's file starts no agent.
 
-    The arguments are the sources, and the settings of metrics.
+    The exception's arguments are the sources, and the settings of metrics.
     """
 
 
 def _served_by(file: Path) -> tuple[Config, Sequence[DeviceSource]]:
     """Return the config and the sources of an author's file.
 
-    The file is executed up to its call of `run`, which a function replaces that starts no agent.
+    The file is executed up to its call of `run`. A function that starts no agent replaces `run` for this time.
     """
     import runpy
 

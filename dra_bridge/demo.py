@@ -101,7 +101,10 @@ class Scene:
     node: FakeNode
 
     def device(self, pod: FakePod, side: str) -> str:
-        """Return the only device of a running pod. Check that it is from `side`, and that the container has it."""
+        """Return the only device of a running pod.
+
+        Check that the pod has it from `side` and that its container sees it.
+        """
         devices = self.node.devices_of(pod)
         check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
         (name,) = devices
@@ -113,14 +116,14 @@ class Scene:
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
-        """Wait until `met` returns True.
+        """Wait until `met` returns True. Raises DemoError after TIMEOUT seconds.
 
         what: the condition in words, for the error. why: returns an addition to the error.
         """
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
         except TimeoutError:
-            raise DemoError(f"not true within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
+            raise DemoError(f"not reached within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
 
     def ask(self, share: str) -> float:
         """Request a share as `dra-bridge migrate` does. Return the time of the request (monotonic seconds)."""
@@ -276,7 +279,7 @@ class Churn:
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices by the bridge. Return when the pods' starts and ends began and stopped (monotonic seconds)."""
+    """Move devices by the bridge, at the end while pods start and end. Return the begin and the end of that time."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
@@ -302,7 +305,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices back and forth while pods of both kinds start and end. Return the begin and end of this time."""
+    """Move devices back and forth while pods start and end. Return the begin and the end of this time."""
     event, began = scene.printer.event, time.monotonic()
     event("pod", f"{count} pods by resource and {count} by claim now come and go all the time")
     with Churn(scene.node, count) as churn:
@@ -333,7 +336,7 @@ def failures(failed: Sequence[str]) -> list[str]:
 
 
 def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tuple[str, ...]]:
-    """Return a row for each device, with a character for each moment: p for a holder by `limits`, c for a claim."""
+    """Return a row for each device, with a character for each moment: p if `limits` hold it, c if a claim does."""
     rows: list[tuple[str, ...]] = []
     step = (ended - began) / WIDTH
     for device in sorted({holding.device for holding in holdings}):

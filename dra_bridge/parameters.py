@@ -99,8 +99,8 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
     for field in info.fields:
         quoted = _text(field.encode_name)
         inner = _problem(field.type, f"{value}[{quoted}]", f"{prefix}{field.encode_name}", depth + 1) or '""'
-        # A missing field of the parameters themselves is no problem, because class and claim are merged. Nested objects
-        # are not merged.
+        # At depth 0, a missing field is no problem, because the driver merges the parameters of class and claim. The
+        # driver does not merge nested objects.
         absent = _text(f"{prefix}{field.encode_name}: is required" if field.required and depth else "")
         if (inner, absent) != ('""', '""'):
             problems.append(f"({quoted} in {value} ? {inner} : {absent})")
@@ -109,7 +109,8 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
 
 def _union(info: Any, value: str, path: str, depth: int) -> str:
     kinds = [kind for kind in info.types if not isinstance(kind, types.NoneType)]
-    # If several types of objects are possible, the driver chooses by a tag or by the fields, which is not checked here.
+    # If a value may be of several types of objects, the driver chooses the type by a tag or by the fields, which the
+    # expression does not check.
     if sum(isinstance(kind, _OBJECTS) for kind in kinds) > 1:
         return ""
     problem = _either([_problem(kind, value, path, depth) for kind in kinds])
@@ -117,7 +118,9 @@ def _union(info: Any, value: str, path: str, depth: int) -> str:
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Return an expression for the problem of a value that must have one of several types. problems: one for each type.
+    """Return an expression for the problem of a value that must have one of several types.
+
+    problems: an expression for each type.
 
     The result is "" if one type accepts all values.
     """

@@ -21,7 +21,7 @@ DURATION: Final = "720h"
 """The requested lifetime of a token. A node that was off for longer needs a new token from an administrator."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
-"""Pairs of a setting by which systemd creates directories, and the parent directory of these directories."""
+"""Pairs: a setting of systemd units that creates directories, and the directory in which it creates them."""
 ACCOUNT: Final = "/etc/dra-bridge"
 """The directory with the agent's `token` and `ca.crt`, as in a pod, and with `server`, the API server's address."""
 
@@ -89,7 +89,7 @@ def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) ->
     """Return the unit's lines about the directories to which the agent writes.
 
     systemd creates the directories of StateDirectory= and RuntimeDirectory= before it starts the agent. Other
-    directories must exist.
+    directories must exist before the start.
     """
     written = [how.device_plugin_directory]
     if bridge:
@@ -114,7 +114,7 @@ def _devices(config: Config, how: Deployment) -> list[str]:
     """
     nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
     lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
-    # It is unknown which devices configured commands, and NVIDIA's library, need.
+    # It is unknown which device nodes configured commands, and NVIDIA's library, open.
     if not (needed(config).commands or nvidia):
         lines.append("MemoryDenyWriteExecute=yes")
     return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]

@@ -123,7 +123,8 @@ class _RefusedError(Exception):
 class _Store:
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     history: list[tuple[int, str, Object]] = field(default_factory=list)
-    """The changes, oldest first: resource version; ADDED, MODIFIED or DELETED; the object at that version."""
+    """The changes of objects, the oldest first: (resource version, ADDED or MODIFIED or DELETED, object at that
+    version)."""
 
 
 class StoredObjects(NamedTuple):
@@ -176,7 +177,7 @@ class FakeApiServer:
     ) -> None:
         self.stop()
 
-    # --- up and down ---
+    # --- start and stop of the server ---
 
     @property
     def url(self) -> str:
@@ -234,7 +235,7 @@ class FakeApiServer:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Forget the history of changes: new watches and list pages at older versions get a 410; open ones continue."""
+        """Forget the history of changes: new watches and pages at older versions get a 410; open watches continue."""
         with self._changed:
             self._oldest = self._version
             self._moments.clear()
@@ -306,7 +307,7 @@ class FakeApiServer:
         while not met(self):
             with self.log_condition:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"not met within {seconds} s")
+                    raise TimeoutError(f"the condition was not met within {seconds} s")
                 self.log_condition.wait(0.02)
 
     def wait_changed(self, after: int, seconds: float) -> int:
@@ -323,7 +324,7 @@ class FakeApiServer:
         with self.log_condition:
             self.log.clear()
 
-    # --- what is stored, for tests ---
+    # --- stored objects, for tests ---
 
     def objects(self, plural: str = "resourceslices") -> list[Object]:
         """Return copies of all objects of a kind, sorted by name. ResourceSlices are of version v1."""
@@ -446,7 +447,9 @@ class FakeApiServer:
                 return copy.deepcopy(left)
             if not query.get("dryRun"):
                 self._store(store, "DELETED", namespace, name, left)
-            if plural == "resourceslices":  # ReturnDeletedObject, registry/resource/resourceslice/storage.go
+            # The response to a slice's deletion is the slice (ReturnDeletedObject,
+            # registry/resource/resourceslice/storage.go).
+            if plural == "resourceslices":
                 return left
             return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
 
@@ -548,7 +551,7 @@ class FakeApiServer:
         if token := request.query.get("continue"):
             told = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
             start = told["start"]
-            if told["rv"] != -1:  # -1 continues the list at the newest resource version.
+            if told["rv"] != -1:  # A token with -1 continues the list at the newest resource version.
                 position = told["rv"]
                 if (*place, position) not in self._moments:
                     error = _RefusedError(410, "Expired", INCONSISTENT)

@@ -52,7 +52,10 @@ _OPTIONS: Final = (
 
 
 class PodError(Exception):
-    """Raised when a pod's claims cannot be prepared or unprepared. The text is that of the pod's event."""
+    """Raised when a pod's claims cannot be prepared or unprepared.
+
+    The text is the message of the kubelet's event about the pod.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,8 @@ class FakeDraKubelet:
         get_claim: stands for the API server: returns the claim of a namespace and a name as JSON, or None.
         services: the versions of the driver API that the kubelet supports.
         health_services: the versions of the health service that the kubelet supports, in its order. The kubelet opens a
-            health stream only to drivers that list one of these, as since 1.37 (pickHealthService). None: v1alpha1 for
-            every driver, as until 1.36.
+            health stream only to drivers that list one of these, as since 1.37 (pickHealthService). None: a health
+            stream of v1alpha1 to every driver, as until 1.36.
         period: seconds between two scans of `plugins_registry/` for sockets (a real kubelet: 1).
         backoff: seconds until a failed registration is tried again (a real kubelet: 0.5), doubled at each failure.
         wipe: a function that deletes the ResourceSlices of a driver, "" for all drivers.
@@ -215,7 +218,7 @@ class FakeDraKubelet:
         """
         with self._condition:
             if not self._condition.wait_for(what, timeout):
-                raise TimeoutError(f"not within {timeout:g} s; failures so far: {self.failures}")
+                raise TimeoutError(f"the condition was not met within {timeout:g} s; failures so far: {self.failures}")
 
     # State that tests can observe.
 
@@ -333,7 +336,7 @@ class FakeDraKubelet:
                 for uid in claim.pods - set(active):
                     claims.setdefault((uid, claim.namespace), []).append(claim.name)
         for (uid, namespace), names in claims.items():
-            with contextlib.suppress(PodError):  # The next reconciliation tries again.
+            with contextlib.suppress(PodError):  # The next call of `reconcile_claims` tries again.
                 self._unprepare(uid, namespace, names)
 
     def _unprepare(self, pod: str, namespace: str, names: Sequence[str]) -> None:
@@ -543,7 +546,8 @@ class FakeDraKubelet:
         watch, request = service(plugin.channel).NodeWatchResources, health_pb.NodeWatchResourcesRequest()
         while not plugin.ended and not self._stop.is_set():
             with (
-                contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError),  # The stream failed, or is closed.
+                # The driver's health stream has failed or was closed.
+                contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError),
                 self._calling(plugin, lambda: watch(request, wait_for_ready=True)) as responses,
             ):
                 for response in responses:

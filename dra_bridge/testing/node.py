@@ -234,7 +234,7 @@ class FakeNode(FakeKubelet):
         return ids
 
     def edits_of(self, pod: FakePod, container: str | None = None) -> ContainerEdits:
-        """Return the edits that a container got, from plugins and from its claims' CDI files.
+        """Return the CDI edits (such as device nodes) that a container got from plugins and from its claims' files.
 
         container: the container's name; None for the pod's first container.
         """
@@ -272,7 +272,7 @@ class FakeNode(FakeKubelet):
     # What the kubelet does with claims.
 
     def prepare_pod(self, pod: FakePod) -> None:
-        """Prepare a pod's claims."""
+        """Prepare a pod's claims. Raises PluginCallError, so that the pod's start is tried again."""
         try:
             self.dra.prepare_pod(self._dra_pod(pod))
         except PodError as error:
@@ -295,7 +295,8 @@ class FakeNode(FakeKubelet):
         """End a pod and release its claims."""
         with self.changed:
             if pod.uid not in self._recorded:
-                # Record the end before `_give_back`, because afterwards another pod can get the devices.
+                # Record the end of the holdings before `_give_back`, because afterwards another pod can get the
+                # devices.
                 self._past += self._held(pod, time.monotonic())
                 self._recorded.add(pod.uid)
             if pod.uid not in self.orphans:
@@ -404,7 +405,7 @@ class FakeNode(FakeKubelet):
             self.schedule()
 
     def report(self) -> None:
-        """Write the kubelet's numbers into the Node's status if they differ, even if another program wrote there."""
+        """Write the kubelet's capacity and allocatable into the Node's status, over the changes of other programs."""
         with self.changed:
             if (run := self._run) is None:
                 return
@@ -420,7 +421,7 @@ class FakeNode(FakeKubelet):
             self.server.patch("nodes", self.name, {"status": patch}, subresource="status")
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return the Node's allocatable by resource, as the kubelet reads it when it admits a pod."""
+        """Return the Node's allocatable number of each resource, as the kubelet reads it when it admits a pod."""
         return self._reported(super().node_allocatable())
 
     def _reported(self, allocatable: Mapping[str, int]) -> Mapping[str, int]:
@@ -442,7 +443,7 @@ class FakeNode(FakeKubelet):
             allocatable = self._reported(run.manager.capacity()[1])
             free = dict(allocatable)
             for pod in self.pods.values():
-                # Pods that got their devices through DRA count as well (kube-scheduler 1.36).
+                # The `limits` of pods that got their devices through DRA count as well (kube-scheduler 1.36).
                 if pod.bound and not pod.terminal:
                     for resource, number in pod.requests.items():
                         free[resource] = free.get(resource, 0) - number
@@ -508,7 +509,10 @@ class FakeNode(FakeKubelet):
         return self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()) if orphaned is None else orphaned
 
     def _give_back(self, pod: FakePod) -> None:
-        """Release a pod's claims as the claim controller does: delete those made for the pod, deallocate others."""
+        """Release a pod's claims as the claim controller does.
+
+        Claims that were made for the pod are deleted, and other claims that no other pod uses are deallocated.
+        """
         wants = self._wants_of(pod)
         for name in wants.made:
             if self._get_claim(pod.namespace, name) is not None:
@@ -525,7 +529,7 @@ class FakeNode(FakeKubelet):
 
 
 def _lasting(pod: FakePod) -> list[FakeContainer]:
-    """Return a pod's containers, and its init containers that run."""
+    """Return a pod's containers, and those of its init containers that run now."""
     init = [container for container in pod.init_containers.values() if container.state == "running"]
     return [*pod.containers.values(), *init]
 

@@ -39,7 +39,7 @@ def bridged(fake_node: FakeNode) -> Iterator[Callable[..., ServedBoth]]:
     """Provide a function that serves the devices of sources to pods and to claims until the test ends.
 
     bridged(*sources, share="none", drain="cordon", timeout=20.0, period=0.2, **options) returns once as many devices
-    are on the claims' side as the share demands; `serve_both` describes the arguments and errors.
+    are available to claims as the share demands; `serve_both` describes the arguments and errors.
     """
     from dra_bridge.testing.serving import serve_both
 

@@ -3,11 +3,11 @@
 Only complete pools of ResourceSlices count, and only their highest generation. A device is allocated only once; with
 `allowMultipleAllocations`, as often as its capacity permits, each time with a new share ID. A device with a taint that
 the request does not tolerate is not allocated. Pods get an extended resource from the device plugin while the node's
-allocatable number of the resource is above 0, even if no device is free. When this number is 0, they get it through the
-DeviceClass that names the resource.
+allocatable number of the resource is above 0, even if no device is free. When this number is 0, pods get the resource
+through the DeviceClass that names the resource.
 
 The scheduler supports CEL comparisons joined by `&&`, within LIMITS, so no library for CEL is needed. Other expressions
-cause an `UnknownSelectorError`, which `FakeNode` raises before a pod waits. Nodes get no scores.
+cause an `UnknownSelectorError`, which `FakeNode` raises before a pod waits. The scheduler does not score nodes.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def allocate(
     allocated; "" for all drivers.
 
     Raises:
-        UnknownSelectorError: this scheduler does not support a selector.
+        UnknownSelectorError: a request has a selector that this scheduler does not support.
     """
     check(claim)
     by_name = {device_class["metadata"]["name"]: device_class for device_class in classes}
@@ -294,7 +294,7 @@ def _fits(exactly: Mapping[str, Any], device_class: Mapping[str, Any], candidate
 
 
 def _values(attribute: str, candidate: Candidate) -> tuple[Any, ...]:
-    """Return a device's values of an attribute: none, one, or several of a list, of which one has to be common."""
+    """Return a device's values of an attribute: none, one, or all of a list. Devices must have one value in common."""
     domain, _, name = attribute.partition("/")
     value = _attribute(candidate[2], "attributes", domain, name, candidate[0])
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
@@ -371,7 +371,7 @@ def _consumes(candidate: Candidate) -> dict[tuple[str, str, str, str], Fraction]
 
 
 def _taken(claims: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:
-    """Return how often each device is allocated, without admin access."""
+    """Return how often each device is allocated. Allocations with admin access do not count."""
     taken: dict[tuple[str, str, str], int] = {}
     for claim in claims:
         allocation = (claim.get("status") or {}).get("allocation") or {}
@@ -395,7 +395,7 @@ def _times(device: Mapping[str, Any]) -> int:
 
 
 def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
-    """Return how much of each capacity of a shared device a claim takes that requests no amount."""
+    """Return how much of each capacity of a shared device a claim takes if it requests no amount."""
     capacity: Mapping[str, Mapping[str, Any]] = device.get("capacity") or {}
     return {
         name: (amount.get("requestPolicy") or {}).get("default") or amount["value"] for name, amount in capacity.items()

@@ -40,7 +40,7 @@ class ServedBoth(Served):
         return sorted({source.driver for source in self._sources if source.driver})
 
     def wait_registered(self, timeout: float = 20.0) -> None:
-        """Wait until all sources and drivers are registered, and the claims' side has the devices of its share.
+        """Wait until all sources and drivers are registered, and as many devices are for claims as the share demands.
 
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
@@ -65,7 +65,7 @@ class ServedBoth(Served):
         return registered and published and view.reported is not None and fleet.finished(view)
 
     def _left_out(self) -> list[str]:
-        """Return what the sources' ResourceSlices leave out, and why, as sentences."""
+        """Return the problems of the sources' ResourceSlices as sentences: what the slices leave out, and why."""
         if self._bridge is None or not self.alive:
             return []
         return [problem for driver in self.drivers for problem in self._bridge.publisher.state(driver).problems]
@@ -105,8 +105,9 @@ def serve_both(
     the DeviceClass has the name of the driver; see `deviceplugin.naming.class_name`.
 
     share: the share of devices for claims: none (the default of `dra_bridge.run`), all, a number or a percentage.
-    drain: see `dra_bridge.run`. timeout: seconds to wait until the claims' side has the devices of its share; None does
-    not wait. period: seconds between two scans for the holders of devices. options: further arguments of `Bridge`.
+    drain: see `dra_bridge.run`. timeout: seconds to wait until as many devices are for claims as the share demands;
+    None does not wait. period: seconds between two scans for the holders of devices. options: further arguments of
+    `Bridge`.
 
     Raises what `ServedBoth.wait_registered` raises; TypeError or NamingError if a source cannot be served at all;
     ShareError if `share` or `drain` is invalid; ValueError if claims have a share and no source has a driver.

@@ -742,7 +742,7 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
     assert (ran.status, ran.out, ran.err) == (
         1,
         "",
-        f"nothing was removed; --force removes the slices in spite of this\n{agents}",
+        f"nothing was removed; --force removes the slices in spite of these reasons:\n{agents}",
     )
     ran = bridge("uninstall", "--driver", D, "--node", "n2")
     claims = "claims have devices of these drivers: default/c: their pods cannot end without the driver's agent\n"
