@@ -91,7 +91,7 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
                 with open(os.path.join(own, name), "rb") as file:
                     files.append(decode(file.read(), named["driver"], named["uid"]))
             except FileNotFoundError:
-                continue  # The file was removed meanwhile.
+                continue  # The file was removed after the directory was listed.
             except OSError:
                 files.append(ClaimFile(driver=named["driver"], uid=named["uid"]))
     return tuple(files)

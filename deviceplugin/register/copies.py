@@ -68,7 +68,7 @@ def read(path: str) -> Copy | None:
 
 
 class AllocationCopies:
-    """Reads the copies in a directory of CDI specs, except the copy of the agent `own`.
+    """Reads the copies of agents' allocations in a directory of CDI specs, except the copy of the agent `own`.
 
     An agent without a name has no ledger: `keep` writes its copies, one for each resource.
     """

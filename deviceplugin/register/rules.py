@@ -268,7 +268,7 @@ def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
         for other in (claim, *others):
             if other is not claim and (other.driver, other.uid) == (claim.driver, claim.uid):
-                continue  # This is the claim's own record; its parameters are not compared.
+                continue  # `other` is the claim's own record: its parameters are not compared.
             for theirs in other.devices:
                 same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
                 if same and theirs.parameters != device.parameters:

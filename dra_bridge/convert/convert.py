@@ -150,7 +150,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
         result = _rewritten(source.document, source.tree, places, how)
         result = edits.with_documents(Document(result, source.document.line), needed)
         if edits.reversed_stream(result) != edits.reversed_stream(text):
-            raise UnwritableError("a line begins or ends within a text of several lines")
+            raise UnwritableError("a line to mark begins or ends within a text of several lines")
     except UnconvertibleError as error:
         first(error.kind, error.detail, error.subject)
         return text
@@ -223,9 +223,9 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
     try:
         same = Tree(result).object == expected
     except YamlTextError as error:
-        raise UnwritableError(f"its layout does not allow it ({error})") from None
+        raise UnwritableError(f"the layout of the YAML does not allow the change ({error})") from None
     if not same:
-        raise UnwritableError("its layout does not allow it")
+        raise UnwritableError("the layout of the YAML does not allow the change")
     return result
 
 

@@ -114,16 +114,18 @@ class Tree:
         """
         found = [] if not isinstance(mapping, yaml.MappingNode) else [e for e in mapping.value if e[0].value == key]
         if len(found) != 1:
-            raise UnwritableError(f"`{key}` occurs {len(found)} times, or comes by a merge key")
+            raise UnwritableError(f"`{key}` occurs {len(found)} times, or comes from a merge key")
         if any(id(node) in self._shared for node in found[0]):
-            raise UnwritableError(f"`{key}` is an anchor that is used elsewhere, an alias, or comes by a merge key")
+            raise UnwritableError(
+                f"`{key}` is an alias, is from a merge key, or has an anchor that is used elsewhere"
+            )
         return found[0][0], found[0][1]
 
     def item(self, sequence: yaml.Node, index: int) -> yaml.Node:
         """Return the node of a sequence's item. Raises UnwritableError as `entry` does."""
         node: yaml.Node = sequence.value[index]
         if id(node) in self._shared:
-            raise UnwritableError(f"item {index} is an anchor that is used elsewhere, or an alias")
+            raise UnwritableError(f"item {index} has an anchor that is used elsewhere, or is an alias")
         return node
 
     def at(self, path: tuple[str | int, ...]) -> yaml.Node:
@@ -137,7 +139,7 @@ class Tree:
     def mapping(self, node: yaml.Node) -> yaml.MappingNode:
         """Return the node as a mapping. Raises UnwritableError if it is not a mapping."""
         if not isinstance(node, yaml.MappingNode):
-            raise UnwritableError("it is not a mapping")
+            raise UnwritableError("a value to change is not a mapping")
         return node
 
     def line_of(self, path: tuple[str | int, ...]) -> int:

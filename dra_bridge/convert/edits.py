@@ -99,7 +99,7 @@ def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
     if isinstance(sequence, yaml.ScalarNode):
         return Edit(start, end, f"{' ' if start == end else ''}[{', '.join(values)}]")
     if not isinstance(sequence, yaml.SequenceNode):
-        raise UnwritableError("it is not a list")
+        raise UnwritableError("a value to extend is not a list")
     if sequence.flow_style:
         place = start + 1 + text[start:].index("[")
         return Edit(place, place, ", ".join(values) + (", " if sequence.value else ""))

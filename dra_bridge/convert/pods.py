@@ -225,7 +225,7 @@ def _limited(container: Mapping[str, Any], resource: str, classes: Mapping[str, 
     if count.denominator != 1 or count < 0:
         raise UnconvertibleError(RemarkKind.NOT_A_COUNT, name, f"{resource}: {limit}")
     if asked != count:
-        raise UnconvertibleError(RemarkKind.REQUEST_DIFFERS, name, f"{resource}: {request} and {limit}")
+        raise UnconvertibleError(RemarkKind.REQUEST_DIFFERS, name, f"{resource}: request {request}, limit {limit}")
     if count > MAX_DEVICES:
         raise UnconvertibleError(RemarkKind.TOO_MANY, name, f"{resource}: {count}")
     return LimitedDevices(resource, classes[resource], int(count))

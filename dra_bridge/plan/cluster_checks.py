@@ -169,7 +169,7 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with slices and with pods by `limits` that have no mark against a drain by the autoscaler."""
+    """Find nodes that the autoscaler may drain although pods use them: with slices, but without the mark."""
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}

@@ -17,7 +17,7 @@ MAX_DEVICES = 32
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
     """Find pods that request more devices of a resource than any node has, by the device plugin and DRA together."""
     if not view.nodes:
-        return  # The dump of a chart has no nodes.
+        return  # The dump of a chart has no nodes, so the check is impossible.
     most: dict[str, int] = defaultdict(int)
     for node in view.nodes:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))

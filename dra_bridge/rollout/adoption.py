@@ -335,7 +335,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     namespaces = [agents_in] if agents_in else await namespaces_of_agents(cluster)
     if not namespaces:
         raise RolloutError(
-            f"no ClusterRoleBinding with the label {LABEL} names the namespace of the agents; name it by --agents"
+            f"no ClusterRoleBinding with the label {LABEL} names the agents' namespace; name the namespace by --agents"
         )
     agents = [agent_of(pod) for pod in await running_agents(cluster, namespaces)]
     uid = daemon_set["metadata"].get("uid")

@@ -180,10 +180,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return a node's devices.
-
-    claims, admins: by pool and device name, the claims that hold or only access a device.
-    """
+    """Return a node's devices. claims, admins: by (pool, device name), the claims that hold or only access a device."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -410,7 +407,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """A node's phase in a rollout. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent reports on it."""
+    """A node's phase in a rollout. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent reports it."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -434,10 +431,9 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 class RolloutStep:
     """The next steps of a rollout.
 
-    begin: nodes whose share is set next. forget: nodes that have their former share again, so that the record of this
-    share is removed next. stop: failures because of which the rollout begins with no further node. over: whether
-    nothing is left to do or to wait for. held: nodes whose devices have holders for too long; the rollout does not wait
-    for these nodes.
+    begin: nodes whose share is set next. forget: nodes with their former share, whose record of that share is removed
+    next. stop: failures because of which the rollout begins with no further node. over: whether nothing is left to do
+    or to wait for. held: nodes that the rollout does not wait for, because their devices have holders for too long.
     """
 
     begin: tuple[str, ...] = ()
@@ -592,10 +588,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return the step without nodes to begin with if marks or pools are missing.
-
-    waited: seconds of waiting for pools.
-    """
+    """Return the step, with no nodes to begin if marks or pools are missing. waited: seconds of waiting for pools."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

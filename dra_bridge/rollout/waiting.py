@@ -158,7 +158,7 @@ def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
         if metadata["namespace"] != namespace or metadata["name"] not in names or allocated:
             continue
         for request in (claim["spec"].get("devices") or {}).get("requests") or ():
-            # Before v1beta2, these fields were in the request itself.
+            # Before v1beta2, a request had the fields of `exactly` itself.
             exactly = request.get("exactly") or request
             device_class = exactly.get("deviceClassName", "")
             classes[device_class] = classes.get(device_class, 0) + int(exactly.get("count") or 1)

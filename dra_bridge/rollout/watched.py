@@ -112,7 +112,7 @@ class WatchedFleet:
         Node was deleted.
         """
         if (node := self._objects[self._nodes].get(name)) is None:
-            raise kube.NotFoundError(f"node {name} is gone")
+            raise kube.NotFoundError(f"node {name} was deleted")
         return node
 
     def put(self, node: Object) -> None:

@@ -341,6 +341,6 @@ def test_what_is_not_there(server: FakeApiServer, command: Callable[..., tuple[i
     server.delete("clusterrolebindings", "dra-bridge")
     status, _, err = command()
     assert status == 2
-    assert err.endswith("name it by --agents\n")
+    assert err.endswith("name the namespace by --agents\n")
     server.create(agent_pod())
     assert command("--agents", "dra-bridge")[0] == 0
