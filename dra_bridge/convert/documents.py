@@ -116,9 +116,7 @@ class Tree:
         if len(found) != 1:
             raise UnwritableError(f"`{key}` occurs {len(found)} times, or comes from a merge key")
         if any(id(node) in self._shared for node in found[0]):
-            raise UnwritableError(
-                f"`{key}` is an alias, is from a merge key, or has an anchor that is used elsewhere"
-            )
+            raise UnwritableError(f"`{key}` is an alias, is from a merge key, or has an anchor that is used elsewhere")
         return found[0][0], found[0][1]
 
     def item(self, sequence: yaml.Node, index: int) -> yaml.Node:
