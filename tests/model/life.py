@@ -161,9 +161,8 @@ async def _at_once(_looks: looks.Looks, _kind: str, function: Callable[..., _T],
     return function(*args)
 
 
-def _briefly(_looks: looks.Looks, _kind: str, function: Callable[..., object], *args: object) -> bool:
-    function(*args)
-    return True
+def _briefly(_looks: looks.Looks, _kind: str, function: Callable[..., object], *args: object) -> object:
+    return SimpleNamespace(result=function(*args))
 
 
 def _within(_looks: looks.Looks, _seconds: float, _kind: str, function: Callable[..., _T], *args: object) -> _T:
