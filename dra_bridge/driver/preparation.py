@@ -56,6 +56,7 @@ from dra_bridge.driver.claim_devices import ClaimDevices, RequestDevices
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import (
     Awaited,
+    ClaimAllocation,
     ClaimError,
     ClaimRef,
     Prepared,
@@ -173,7 +174,7 @@ class ClaimPreparation:
             raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not reserved for a pod")
         recorded = self.records.get(ref.uid)
         former = prepared_of(recorded) if recorded is not None else None
-        if recorded and former and (former.boot, former.named) == (self.files.boot, allocation.named):
+        if recorded and former and self._stands(former, allocation):
             await self.files.write(recorded, former)
             self.statistics.prepared_again += 1
             return former
@@ -264,6 +265,10 @@ class ClaimPreparation:
             statistics.durations.add(time.perf_counter() - began - work.waited)
             if work.waited:
                 self.statistics.waits.add(work.waited)
+
+    def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:
+        """Return whether a recorded response is from this boot and for the claim's present allocation."""
+        return former.boot == self.files.boot and former.named == allocation.named
 
     async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
         """Release a claim's former devices. former: the recorded response. anew: whether the claim's allocation is new.
