@@ -102,7 +102,7 @@ class OrphanedClaims:
 
     A claim with such a file holds the file's devices while the claim state names the claim, while the claim state
     cannot be read, or while processes of the claim's pods may run. boot: the id of the node's boot. fresh: `FRESH`, or
-    another value in tests.
+    another value in tests. looks: runs all reads of the files; has one thread.
     """
 
     kubelet_root: Path
@@ -111,6 +111,7 @@ class OrphanedClaims:
     pods: PodReader
     boot: str = field(default_factory=boot_id)
     fresh: float = FRESH
+    looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1))
     _looked_at: float = field(default=-math.inf, init=False)
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
@@ -126,7 +127,6 @@ class OrphanedClaims:
     _unnamed: bool = field(default=False, init=False)
     """Whether there is a file of a claim that the claim state does not name."""
     _held: _Held = field(default=_Held(unknown=f"{_UNKNOWN}: the claims' files have not been read yet"), init=False)
-    looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1), init=False)
     _own: str = field(default="", init=False)
 
     def __post_init__(self) -> None:

@@ -417,7 +417,6 @@ class Endpoint(DevicePluginServicer):
         If the kubelet counts the holder as ended, this method waits for the real end, but only for a short time and
         once.
         """
-        await self._register.reread()
         if self._holders is None:
             return
         began, waited = time.monotonic(), False
@@ -453,7 +452,7 @@ class Endpoint(DevicePluginServicer):
         try:
             # PreStartContainer waits for a running `reset`. Allocate does not wait for it, because that would delay all
             # pods of the node.
-            await self._register.grant(self.resource, ids, asked, reread=False)
+            await self._register.grant(self.resource, ids, asked, checkpoint=False)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:

@@ -91,7 +91,9 @@ class HolderTracker:
         self._register = register
         self.looks: Final = Looks("the kubelet's files")
         """Runs all reads of the kubelet's checkpoint and claim state, and of the pods' cgroups."""
-        self.copy_looks: Final = Looks("copies of other agents' allocations", threads=1)
+        self.other_looks: Final = Looks("files of other agents and drivers", threads=1)
+        """Runs all reads of other agents' copies and of claim files. It has one thread, because each read takes what it
+        found since the read before."""
         self._checkpoint = CheckpointReader(
             paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
         )
@@ -188,7 +190,7 @@ class HolderTracker:
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Return, for each of these ids that another pod still holds, the reason.
 
-        Called before an Allocate is granted, after `reread`.
+        Called before an Allocate is granted. Reads the checkpoint again.
 
         The kubelet allocates an id again only when it counts the former holder as ended. This can be wrong in three
         cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
@@ -197,8 +199,7 @@ class HolderTracker:
         init container had the device before.
         """
         wanted = frozenset(device_ids)
-        possible = self._possibly_held(resource, wanted)
-        if not possible or not await self.looks.at("holders", self._any_may_exist, possible, brief=True):
+        if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
             for name in wanted:
                 self._refused.pop((resource, name), None)
             return {}
@@ -230,8 +231,9 @@ class HolderTracker:
         """Return those of these ids whose holding pods have running processes."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
-    def _possibly_held(self, resource: str, device_ids: frozenset[str]) -> set[str]:
-        """Return the UIDs of the pods that may have any of these ids, by the evidence that `reread` has read."""
+    def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
+        """Return whether any pod that may have one of these ids may have cgroups. Blocks."""
+        self._newest()
         named, found = self._checkpoint.known.last.allocations, set[str]()
         for holder in self._known | named:
             # If the kubelet has lost the allocations of the container that it now allocates for, the former instance of
@@ -239,11 +241,7 @@ class HolderTracker:
             lost = holder.container and holder not in named
             if lost or (holder.resource == resource and holder.device_id in device_ids):
                 found.add(holder.pod_uid)
-        return found
-
-    def _any_may_exist(self, uids: Collection[str]) -> bool:
-        """Return whether any of these pods may have cgroups. Blocks."""
-        return any(map(self.pods.may_exist, uids))
+        return any(map(self.pods.may_exist, found))
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
@@ -336,7 +334,7 @@ class HolderTracker:
     async def _read_copies(self) -> None:
         """Read the changed copies of other agents. If the read hangs, the known grants stay."""
         with contextlib.suppress(LookTimeoutError):
-            await self.copy_looks.at("copies", self._copies.read, brief=True)
+            await self.other_looks.at("copies", self._copies.read, brief=True)
         self._note_copies()
 
     def take_copies(self) -> None:

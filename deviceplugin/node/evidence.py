@@ -69,7 +69,9 @@ class NodeEvidence(RegisterHost):
             claim_uses=report_holders,
             believe_checkpoint=not side.serves_claims,
         )
-        self.claims = OrphanedClaims(paths.kubelet_root, side.drivers, str(paths.cdi_dir), self.tracker.pods)
+        self.claims = OrphanedClaims(
+            paths.kubelet_root, side.drivers, str(paths.cdi_dir), self.tracker.pods, looks=self.tracker.other_looks
+        )
         self._serves_claims = side.serves_claims
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
@@ -80,15 +82,16 @@ class NodeEvidence(RegisterHost):
             self._foreign = pods, claims, (*pods, *claims)
         return self._foreign[2]
 
-    async def reread(self) -> None:
-        """Read the kubelet's checkpoint, other agents' copies of allocations, and claim files again, if changed.
+    async def reread(self, *, checkpoint: bool = True) -> None:
+        """Read other agents' copies of allocations, claim files and the kubelet's checkpoint again, if changed.
 
         Raises LookTimeoutError if the read of the checkpoint hangs.
         """
+        if checkpoint:
+            await self.tracker.reread()
         with contextlib.suppress(LookTimeoutError):
-            await self.claims.looks.at("claims", self._read_others, frozenset(self.claims.served), brief=True)
+            await self.tracker.other_looks.at("claims", self._read_others, frozenset(self.claims.served), brief=True)
         self.tracker.take_copies()
-        await self.tracker.reread()
 
     def _read_others(self, served: frozenset[str]) -> None:
         """Read the files of other agents and of other drivers' claims: one look, because each grant waits for it."""
@@ -98,7 +101,7 @@ class NodeEvidence(RegisterHost):
     async def keep_copies(self) -> None:
         """Write copies of allocations if this process has no ledger, until cancelled."""
         if not self._has_ledger:
-            await self._copies.keep(self.register.store, self.tracker.copy_looks)
+            await self._copies.keep(self.register.store, self.tracker.other_looks)
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why it is unknown who holds a device; "" if it is known."""

@@ -102,8 +102,8 @@ class RegisterHost:
         """
         return ()
 
-    async def reread(self) -> None:
-        """Read again the files for `foreign_uses`, and the kubelet's checkpoint."""
+    async def reread(self, *, checkpoint: bool = True) -> None:
+        """Read again the files for `foreign_uses`. checkpoint: whether to read the kubelet's checkpoint as well."""
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
@@ -334,29 +334,28 @@ class Register:
     # Grants.
 
     async def grant(
-        self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE, *, reread: bool = True
+        self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE, *, checkpoint: bool = True
     ) -> None:
         """Record a grant of kubelet ids to a container. ids: for each id, its device.
 
-        asked: what each id stood for at the request; by default what it stands for now. reread: False if the caller has
-        just called `reread`.
+        asked: what each id stood for at the request; by default what it stands for now. checkpoint: False if the caller
+        has just read the kubelet's checkpoint.
 
         Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side exclude
         the grant, or if the device's holder is not known yet; LookTimeoutError if a read of the device's paths hangs;
         the store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
-        if reread:
-            await self.reread()
-        hardware = await self.verify(keys, resets=False)
-        wanted: dict[str, Wanted] = {}
-        for name, device in ids.items():
-            if why := self.evidence_missing(resource, device):
-                raise UnknownHolderError(f"the holder of device {device} is not known yet: {why}")
-            wanted[name] = asked.get(name) or self.wanted(resource, device)
-            if wanted[name].identity.tokens != hardware.lasting.get((resource, device), NO_TOKENS):
-                raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
+        await self.verify(keys, resets=False)
         with self._granting(keys):
+            await self._host.reread(checkpoint=checkpoint)
+            wanted, lasting = dict[str, Wanted](), self.listed.now().lasting
+            for name, device in ids.items():
+                if why := self.evidence_missing(resource, device):
+                    raise UnknownHolderError(f"the holder of device {device} is not known yet: {why}")
+                wanted[name] = asked.get(name) or self.wanted(resource, device)
+                if wanted[name].identity.tokens != lasting.get((resource, device), NO_TOKENS):
+                    raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
         if isinstance(answer, Refused):
             raise OtherSideError(answer.message)
@@ -390,10 +389,10 @@ class Register:
 
         Raises DeviceConflictError as `verify` does, and the store's errors.
         """
-        if keys:  # For an already prepared claim there are no devices to verify.
-            await self.reread()
-            await self.verify(keys)
+        await self.verify(keys)
         with self._granting(keys):
+            if keys:  # An already prepared claim gets no device.
+                await self._host.reread()
             return await self.store.do(operation(self.view()))
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
@@ -415,21 +414,18 @@ class Register:
         """Return these devices, and the devices that share hardware with any of them."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
-    async def reread(self) -> None:
-        """Read the files about other holders again; needed before each grant. Raises LookTimeoutError."""
-        await self._host.reread()
-
-    async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
+    async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
         """Prepare a grant of devices: compare them with their hardware, and wait for the devices' hooks.
 
-        Returns the tokens of all devices. A grant must be refused if the devices have other tokens by then.
+        This takes time. After it, a grant reads the evidence of other holders, and compares the devices' tokens again.
 
         Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
 
         resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
-        if self.listed.has_released:
+        if keys and self.listed.has_released:
+            await self._host.reread()  # The hook `released` must not be called for a device with a holder.
             self.releases.begin(keys)
         if self._adopted is not self.listed.now():
             await self.adopt()
@@ -445,7 +441,6 @@ class Register:
                 await self.hooks.wait(keys, resets=resets)
             except DeviceBusyError as error:
                 raise HookWorksError(str(error)) from error
-        return self.listed.now()
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot

@@ -68,8 +68,8 @@ class Size(NamedTuple):
 
 
 LIMITS: Final = {
-    "Allocate": Size(112, 23),
-    "NodePrepareResources": Size(189, 36),
+    "Allocate": Size(111, 23),
+    "NodePrepareResources": Size(187, 36),
     "NodeUnprepareResources": Size(100, 22),
     "move": Size(205, 43),
     "evidence": Size(303, 44),

@@ -372,7 +372,7 @@ def register(claims: OrphanedClaims) -> Register:
         def foreign_uses(self) -> tuple[Use, ...]:
             return claims.uses()
 
-        async def reread(self) -> None:
+        async def reread(self, *, checkpoint: bool = True) -> None:
             claims.refresh(frozenset(claims.served), again=True)
 
     return Register(Host(), MemoryStore())

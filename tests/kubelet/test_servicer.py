@@ -30,6 +30,7 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
+from deviceplugin.register.question import Use
 from deviceplugin.register.records import (
     AllocationRecord,
     Amount,
@@ -127,6 +128,9 @@ class Served(RegisterHost, EndpointHost):
         self.inventory = Inventory(R)
         self.store = Granting()
         self.unknown: dict[str, str] = {}
+        self.files: tuple[Use, ...] = ()
+        """The uses in the files of other drivers; they count after `reread`."""
+        self.foreign: tuple[Use, ...] = ()
         self.services = {R: cast("ResourceDevices", self)}
         self.register = Register(self, self.store)
         self.in_flight = AllocationsInFlight()
@@ -147,6 +151,13 @@ class Served(RegisterHost, EndpointHost):
 
     def evidence_missing(self, resource: str, device: str) -> str:
         return self.unknown.get(device, "")
+
+    def foreign_uses(self) -> tuple[Use, ...]:
+        return self.foreign
+
+    async def reread(self, *, checkpoint: bool = True) -> None:
+        """Read the files of other drivers."""
+        self.foreign = self.files
 
     def draining(self) -> Collection[str]:
         return self.avoided
@@ -740,6 +751,19 @@ async def test_an_allocate_waits_for_a_holder_that_the_kubelet_does_not_count(se
     await allocating
     assert waits(served) == 1
     assert served.endpoint.statistics.refusals == {}
+
+
+async def test_a_device_that_a_claim_gets_while_an_allocate_waits_is_refused(serve: Serve) -> None:
+    """The files of other drivers' claims are read after the wait for the former holder."""
+    known = Known(runs={"a": "processes of pod default/p run"})
+    served = await serve(Source(), "a", holders=known)
+    allocating = asyncio.create_task(served.allocate("a"))
+    await known.looked.wait()
+    served.files = (Use(("claim", "old.example.com", "u"), "claim ml/train", (R, "a"), frozenset(), None),)
+    known.runs.clear()
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "claim ml/train"):
+        await allocating
+    assert served.granted_ids == []
 
 
 async def test_an_allocate_waits_once_for_a_holder(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

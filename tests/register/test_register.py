@@ -28,7 +28,7 @@ from deviceplugin.register.records import (
     SideName,
     State,
 )
-from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
+from deviceplugin.register.rules import Excluded, KubeletSnapshot, ObservedAllocation
 from deviceplugin.register.store import MemoryStore
 from deviceplugin.source import DeviceSource
 from tests.identities import seen_as
@@ -384,11 +384,49 @@ async def test_what_is_granted_is_read_anew() -> None:
     """The checkpoint and the claim state may have changed since the last look."""
     here = RegisterInMemory(a="n1")
 
-    async def reread() -> None:
+    async def reread(*, checkpoint: bool = True) -> None:
         here.foreign = (other("n1"),)
 
     here.reread = reread  # type: ignore[method-assign]
     await here.refused("a", why="the same hardware")
+
+
+async def test_what_others_got_while_a_grant_waited_for_a_hook_is_refused() -> None:
+    """The files about other holders are read after the wait, for a pod and for a claim."""
+    here = RegisterInMemory(a="n1", b="n2")
+    here.side(State.DRA, "b")
+    begun, over, files = asyncio.Event(), asyncio.Event(), tuple[Use, ...]()
+
+    class Slow(DeviceSource):
+        resource = R
+
+        async def unprepare(self, devices: Sequence[Device]) -> None:
+            begun.set()
+            await over.wait()
+
+    async def reread(*, checkpoint: bool = True) -> None:
+        here.foreign = files
+
+    here.reread = reread  # type: ignore[method-assign]
+    hook = asyncio.create_task(
+        here.register.hooks.call(HookStatistics(), "unprepare", Slow(), [Device("a"), Device("b")])
+    )
+    await begun.wait()
+    pod = asyncio.create_task(here.grant("a"))
+    claim = Claim(D, "u", "ml", "train", (ClaimDevice(R, "b", identity=seen("n2"), amount=WHOLE),), "{}", 0.0)
+    claims = asyncio.create_task(here.register.decide([key("b")], lambda view: operations.prepare(claim, view)))
+    await turns()
+    assert not pod.done()
+    assert not claims.done()
+    files = other("n1"), other("n2")
+    over.set()
+    await hook
+    with pytest.raises(DeviceConflictError, match="the same hardware"):
+        await pod
+    answer = await claims
+    assert isinstance(answer, Excluded)
+    assert "the same hardware" in answer.message
+    assert not here.store.snapshot.index
 
 
 async def test_what_others_hold_is_withheld() -> None:

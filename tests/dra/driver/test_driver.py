@@ -991,7 +991,7 @@ class Relisted(RegisterHost):
         self.services = {R: served}
         self.now: Sequence[str] = ()
 
-    async def reread(self) -> None:
+    async def reread(self, *, checkpoint: bool = True) -> None:
         """Have the device listed as it is now: its own identity, then what sysfs shows behind it."""
         device, tokens = Device("d0", identity=self.now[0]), frozenset(self.now)
         self.services[R].inventory.publish([device], {"d0": tokens})
