@@ -195,8 +195,8 @@ class ListStreams:
         self._resends = 0
         self._version = 0
         """The version of the device list: a number that grows with each `refresh` and with each new stream."""
-        self._made: tuple[int, tuple[Entry, ...] | None] = (-1, None)
-        """The version for which the device list was last computed, and this list."""
+        self._made: tuple[int, tuple[Entry, ...] | None, frozenset[str]] = (-1, None, frozenset())
+        """The version for which the device list was last computed, this list, and its healthy ids."""
 
     def start(self, on_end: Callable[[], None]) -> None:
         """Accept ListAndWatch streams. on_end: called when a stream ends and no other stream is open."""
@@ -229,7 +229,7 @@ class ListStreams:
         """
         if (shown := self.shown()) is None:
             return None
-        return shown[1].union(line.name for line in self._lines() or () if line.healthy)
+        return shown[1] | self._now()[1]
 
     def staying(self) -> frozenset[str] | None:
         """Return the ids that are Healthy both in the last sent device list and in the next one.
@@ -238,7 +238,7 @@ class ListStreams:
         """
         if (shown := self.shown()) is None:
             return None
-        return shown[1].intersection(line.name for line in self._lines() or () if line.healthy)
+        return shown[1] & self._now()[1]
 
     async def end(self, timeout: float) -> bool:
         """End every stream; return whether all streams have ended within `timeout` seconds."""
@@ -260,11 +260,12 @@ class ListStreams:
         self._wake = asyncio.Event()
         return any(stream.shown is not None for stream in self.open)
 
-    def _now(self) -> tuple[Entry, ...] | None:
-        """Return the present device list, which is computed once for each version."""
+    def _now(self) -> tuple[tuple[Entry, ...] | None, frozenset[str]]:
+        """Return the present device list, which is computed once for each version, and its healthy ids."""
         if self._made[0] != self._version:
-            self._made = self._version, self._lines()
-        return self._made[1]
+            lines = self._lines()
+            self._made = self._version, lines, frozenset(line.name for line in lines or () if line.healthy)
+        return self._made[1:]
 
     def _note(self, now: SentList) -> None:
         """Record the list that is sent now. Drop former lists that were replaced more than LATE seconds ago."""
@@ -284,11 +285,10 @@ class ListStreams:
             refused: tuple[Entry, ...] | None = None
             resends, paused = self._resends, False
             while self._serving and not stream.ending:
-                wake, lines = self._wake, self._now()
+                wake, (lines, healthy) = self._wake, self._now()
                 if resends != self._resends:
                     resends, sent = self._resends, None
                 if lines is not None and lines not in (sent, refused):
-                    healthy = frozenset(line.name for line in lines if line.healthy)
                     # A list that withdraws a device is sent at once. Otherwise the next pod in a burst could get the
                     # withdrawn device.
                     if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
