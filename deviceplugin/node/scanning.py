@@ -9,9 +9,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.exclusion import DeviceKey
@@ -23,6 +23,7 @@ from deviceplugin.node.service import Service
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import Register
+from deviceplugin.register.rules import KubeletSnapshot
 from deviceplugin.register.waits import PROMPT
 
 _LOG: Final = logging.getLogger(__name__)
@@ -32,6 +33,16 @@ SOON: Final = 0.3
 """Seconds between a grant and the scan that finds the pod of the grant."""
 BURST: Final = 0.9
 """Seconds after the first of several grants from which further grants do not delay the scan any more."""
+
+
+class ScanResult(NamedTuple):
+    """The result of a scan. holders: the allocations that count as held.
+
+    resources: the same by resource, as the register was compared with it.
+    """
+
+    holders: HolderSnapshot
+    resources: Mapping[str, KubeletSnapshot]
 
 
 class HolderObserver(Protocol):
@@ -60,7 +71,7 @@ class HolderScanner:
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     _asked: set[DeviceKey] = field(default_factory=set, init=False)
     """The (resource, id) pairs that callers have passed to `scan` since the last scan began."""
-    _next: asyncio.Future[HolderSnapshot | None] | None = field(default=None, init=False)
+    _next: asyncio.Future[ScanResult | None] | None = field(default=None, init=False)
     """Gets the result of the scan that begins next; None if no caller waits for it."""
     _requested: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -68,7 +79,7 @@ class HolderScanner:
         self.log = ScanLog(self.tracker)
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
-    async def scan(self, wanted: Collection[DeviceKey] = ()) -> HolderSnapshot | None:
+    async def scan(self, wanted: Collection[DeviceKey] = ()) -> ScanResult | None:
         """Request a scan at once; return its result (see `read`) or raise its exception. Waits until `run` makes it.
 
         wanted: (resource, device id) that a caller hopes to find free. All evidence is read after the call.
@@ -78,10 +89,11 @@ class HolderScanner:
         self._next = self._next or asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._next)
 
-    async def read(self) -> HolderSnapshot | None:
-        """Find the holders of devices (`HolderTracker.scan`), compare the register with them, and return the holders.
+    async def read(self) -> ScanResult | None:
+        """Find the holders of devices (`HolderTracker.scan`), compare the register with them, and return the result.
 
-        All callers that have called `scan` before get the result, or the exception.
+        Returns None if an Allocate ran meanwhile. All callers that have called `scan` before get the result, or the
+        exception.
         """
         answer, self._next = self._next or asyncio.get_running_loop().create_future(), None
         self._requested.clear()
@@ -93,7 +105,7 @@ class HolderScanner:
             answer.cancel()  # Does nothing unless this task was cancelled.
         return answer.result()
 
-    async def _read(self) -> HolderSnapshot | None:
+    async def _read(self) -> ScanResult | None:
         wanted, self._asked = self._asked | self._awaited, set()
         sequence = self.register.snapshot.sequence
         now = await self.tracker.scan(wanted)
@@ -101,19 +113,22 @@ class HolderScanner:
             return None
         self.tracker.unknown.update(self.claims.unknown())
         self.log.holders(now.held)
-        self.log.count_double_allocations()
-        await self.observe(now, sequence)
-        for service in tuple(self.services.values()):
-            service.observe(now)
+        doubled = self.tracker.double_held()
+        self.log.count_double_allocations(doubled)
+        resources = await self.observe(now, sequence)
+        for resource, service in tuple(self.services.items()):
+            if (seen := resources.get(resource)) is not None:
+                service.observe(now, seen, {device_id for of, device_id in doubled if of == resource})
         self.log.withheld(self.services)
         self.register.notify()
-        return now
+        return ScanResult(now, resources)
 
-    async def observe(self, now: HolderSnapshot, sequence: int) -> None:
+    async def observe(self, now: HolderSnapshot, sequence: int) -> Mapping[str, KubeletSnapshot]:
         """Compare the register's allocations with the holders that a scan has found, and record the changes.
 
-        sequence: the register's sequence before the scan.
+        Returns the holders by resource. sequence: the register's sequence before the scan.
         """
+        found: dict[str, KubeletSnapshot] = {}
         records = self.register.snapshot.allocations
         resources = {allocation.resource for allocation in records.values()} | self.services.keys()
         self.tracker.observed &= resources
@@ -127,6 +142,7 @@ class HolderScanner:
             device_of = service.device_of if service is not None else unserved
             tracker = self.tracker
             seen = kubelet_snapshot(sequence, now, resource, device_of, tracker.granted, tracker.title)
+            found[resource] = seen
             try:
                 done = await self.register.observe(resource, seen)
             except LedgerError as error:
@@ -143,6 +159,7 @@ class HolderScanner:
             await self.register.adopt()
         except LedgerError as error:
             _LOG.warning("the ledger cannot be written: %s", error)
+        return found
 
     @property
     def _awaited(self) -> set[DeviceKey]:
@@ -197,13 +214,13 @@ class HolderScanner:
                     continue
             is_asked = self._next is not None
             try:
-                now = await self.read()
+                result = await self.read()
             except Exception:
                 _LOG.exception("the scan for the holders of devices failed; trying again")
                 pause = backoff.next()
             else:
                 if not is_asked:  # Callers of `scan` repeat it often, and report the problem themselves.
-                    self.log.problem(now)
+                    self.log.problem(result.holders if result is not None else None)
                 backoff.reset()
                 pause = 0.0
 
@@ -253,9 +270,8 @@ class ScanLog:
             else:
                 _LOG.info("the kubelet's checkpoint can be read again")
 
-    def count_double_allocations(self) -> None:
-        """Count and log devices that the kubelet has allocated to several pods."""
-        doubled = self._tracker.double_held()
+    def count_double_allocations(self, doubled: Mapping[DeviceKey, Sequence[str]]) -> None:
+        """Count and log ids that the kubelet has allocated to several pods. doubled: for each id, the pods' names."""
         for resource, device in doubled.keys() - self._doubled:
             self.double_allocations += 1
             pods = ", ".join(doubled[resource, device])

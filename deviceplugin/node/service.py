@@ -32,6 +32,7 @@ from deviceplugin.node.following import SourceFollower
 from deviceplugin.register.question import allocation_unit
 from deviceplugin.register.records import Allocation
 from deviceplugin.register.register import SIDES, Register
+from deviceplugin.register.rules import KubeletSnapshot
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import checked_children, overlong
 from deviceplugin.tasks import cancel_all
@@ -204,10 +205,13 @@ class Service(EndpointHost):
         ids = frozenset(name for device in devices for name in ids_now.names_of(snapshot.devices[device]))
         return ids | ids_now.legacy.keys()
 
-    def observe(self, now: HolderSnapshot) -> None:
-        """Apply the result of a scan: call `released` for free devices, remove unneeded ids from the device list."""
+    def observe(self, now: HolderSnapshot, seen: KubeletSnapshot, doubled: Collection[str]) -> None:
+        """Apply the result of a scan: call `released` for free devices, remove unneeded ids from the device list.
+
+        seen: the part of the result that is about this resource. doubled: ids that several pods certainly hold at once.
+        """
         ids, register = self.endpoint.ids, self._register
-        in_use = self._ids | now.of(self.resource).keys()
+        in_use = self._ids | seen.held.keys()
         self._released &= now.held.keys()
         self.existing &= in_use
         snapshot = self.inventory.snapshot
@@ -225,12 +229,8 @@ class Service(EndpointHost):
             held |= {name for name in snapshot.gone if register.evidence_missing(self.resource, name)}
             self.inventory.forget((snapshot.gone & gone_before) - held)
         self._forgettable = snapshot.gone, frozenset(ids.legacy)
-        several = self._context.tracker.double_held()
-        doubled = {ids.device_id_of(device_id) for of, device_id in several if of == self.resource}
-        self._held_twice = register.held_twice(self.resource).union(doubled)
-        unlisted = (
-            device_id for device_id in now.of(self.resource) if ids.device_id_of(device_id) not in snapshot.devices
-        )
+        self._held_twice = register.held_twice(self.resource).union(map(ids.device_id_of, doubled))
+        unlisted = (device_id for device_id in seen.held if ids.device_id_of(device_id) not in snapshot.devices)
         self._elsewhere = {
             device_id: same for device_id in unlisted if (same := register.same_as(self.resource, device_id))
         }

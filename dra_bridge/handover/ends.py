@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.exclusion import DeviceKey
-from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, MoveWait
@@ -50,15 +48,13 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -
         missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
         waiting.update(dict.fromkeys(devices, MoveWait(missing)))
         return ()
-    ids: set[DeviceKey] = set()
+    ids: set[str] = set()
     for device in shown:
-        for device_id in endpoint.ids.ids_of(device):
-            ids.add((resource, device_id))
-    scan = await evidence.scan(ids)
-    if scan is None:
+        ids.update(endpoint.ids.ids_of(device))
+    seen = await evidence.scan(resource, ids)
+    if seen is None:
         waiting.update(dict.fromkeys(devices, MoveWait("a moment without an Allocate in flight")))
         return ()
-    seen = kubelet_snapshot(before.sequence, scan, resource, endpoint.ids.device_id_of, title=evidence.title)
     proof = KubeletEvidence(before.sequence, shown, seen)
     done = await moved.register.store.do(operations.commit_to_dra(resource, devices, proof, time.time()))
     waiting.update(done.waiting)
@@ -236,7 +232,7 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -
         return
     if allocations := now.allocations_on(resource, unplugged):
         waiting.update({allocation.device: MoveWait.for_pod(allocation.pod) for allocation in allocations})
-        await moved.evidence.scan({(resource, allocation.device_id) for allocation in allocations})
+        await moved.evidence.scan(resource, {allocation.device_id for allocation in allocations})
     now, devices = moved.now, moved.inventory.snapshot.devices
     held, _ = held_and_expected(now)
     gone = {

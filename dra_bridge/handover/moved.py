@@ -8,10 +8,10 @@ from typing import ClassVar, Protocol
 
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register.records import RegisterSnapshot
 from deviceplugin.register.register import Register
+from deviceplugin.register.rules import KubeletSnapshot
 from dra_bridge.handover.planner import ALL, Moving, Together
 
 
@@ -36,8 +36,11 @@ class MoveEvidence(Protocol):
 
     errors: ClassVar[tuple[type[Exception], ...]]
 
-    async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """Find the holders of devices, and compare the register with them. Return None if an Allocate ran meanwhile."""
+    async def scan(self, resource: str, device_ids: Collection[str]) -> KubeletSnapshot | None:
+        """Find the holders of all devices, of which the caller hopes to find these free; return those of the resource.
+
+        The register has been compared with them. Return None if an Allocate ran meanwhile.
+        """
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's name, for messages."""

@@ -15,12 +15,12 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from deviceplugin.kubelet.holders import EvidenceSource, HolderSnapshot, kubelet_snapshot
+from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, Side, State
-from deviceplugin.register.rules import ClaimEvidence, Evidence
+from deviceplugin.register.rules import ClaimEvidence, Evidence, KubeletSnapshot
 from dra_bridge.driver import Driver
 from dra_bridge.handover.moved import Allocated
 from dra_bridge.kube import ClaimResult, Cluster, ClusterError, ListedClaim, NotFoundError
@@ -62,9 +62,10 @@ class EvidenceReader:
     lists: ClaimLists
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
-    async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """Scan for holders now; see `HolderScanner.scan`."""
-        return await self.agent.scanner.scan(wanted)
+    async def scan(self, resource: str, device_ids: Collection[str]) -> KubeletSnapshot | None:
+        """Scan for holders now, and return those of a resource; see `HolderScanner.scan`."""
+        result = await self.agent.scanner.scan({(resource, device_id) for device_id in device_ids})
+        return None if result is None else result.resources.get(resource)
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's name, for messages."""
@@ -83,13 +84,14 @@ class EvidenceReader:
         if why := self.agent.claims.lost():
             raise CdiError(why)
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
-        now = await self.scan({(resource, device_id) for device in devices for device_id in ids.ids_of(device)})
-        if now is None:
+        asked = {(resource, device_id) for device in devices for device_id in ids.ids_of(device)}
+        scan, tracker = await self.agent.scanner.scan(asked), self.agent.tracker
+        if scan is None:
             raise CheckpointError("an Allocate was answered while the checkpoint was read")
-        if now.registered is None:
-            raise CheckpointError(now.problem)
-        tracker = self.agent.tracker
-        held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
+        if scan.holders.registered is None:
+            raise CheckpointError(scan.holders.problem)
+        if (now := scan.resources.get(resource)) is None:
+            raise CheckpointError(f"{resource} is not served any more")
         prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
         evident = await self.driver.files.reading.at("evidence", self.driver.claim_evidence, prepared, resource)
         # A claim counts even if the names in its allocation are not those of these devices now, because the agent's
@@ -106,7 +108,7 @@ class EvidenceReader:
                 if names and claim.uid not in uids:
                     title = claim.namespace, claim.name
                     claims.append(ClaimEvidence(self.driver.name, claim.uid, names, False, *title))
-        mine = {device_id: holder for device_id, holder in held.items() if holder.device in wanted}
+        mine = {device_id: holder for device_id, holder in now.held.items() if holder.device in wanted}
         return Evidence(mine, tuple(claims), current=now.current)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:

@@ -24,12 +24,12 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointVersion
 from deviceplugin.kubelet.device_list import DeviceIds
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
+from deviceplugin.kubelet.holders import HolderEvidence, kubelet_snapshot
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.records import Allocation, LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.register import Register, RegisterHost
-from deviceplugin.register.rules import Evidence
+from deviceplugin.register.rules import Evidence, KubeletSnapshot
 from deviceplugin.register.store import Store
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
@@ -262,13 +262,12 @@ class Flow(DriverHost):
     def _shown(self) -> tuple[float, frozenset[str]]:
         return 0.0, frozenset(name for name in DEVICES if self.register.offers(R, name))
 
-    async def scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
+    async def scan(self, resource: str, device_ids: Collection[str]) -> KubeletSnapshot:
         """Find out who holds devices."""
         before = self.async_ledger.snapshot.sequence
         known = allocations_of(self.async_ledger.snapshot)
         now = holders.holders(known, self.outside.evidence(), float(next(self._clock)))
-        await self.grants.scanner.observe(now, before)
-        return now
+        return (await self.grants.scanner.observe(now, before))[resource]
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's name."""
