@@ -64,6 +64,8 @@ class Handover:
         self.statistics = MoveStatistics(self._starter.begun)
         self.to_plugin = MovesToPlugin(moved)
         self._wake = asyncio.Event()
+        self._looked: tuple[object, object] = (None, None)
+        """The register's allocations and claims at the last check for pods that a kubelet restart would end."""
 
     @property
     def share(self) -> Share:
@@ -87,10 +89,13 @@ class Handover:
     def look(self) -> None:
         """Find the pods that a kubelet restart would end now.
 
-        Log a warning for each pod that the last check did not find.
+        Log a warning for each pod that the last check did not find. Called after holders may have changed.
         """
-        before = self.denied
-        self.denied = denied_now(self._moved.now, self.resource)
+        now, before = self._moved.now, self.denied
+        if now.allocations is self._looked[0] and now.claims is self._looked[1]:
+            return
+        self._looked = now.allocations, now.claims
+        self.denied = denied_now(now, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
             title = self._moved.evidence.title(uid) if uid else "(its name is not known yet)"
             text = "a kubelet restart would end pod %s, since DRA serves older pods by limits"
@@ -153,7 +158,6 @@ class Handover:
             self._log_waits(waiting)
             self.waiting = waiting
             self._moved.slices.publish()
-        self.look()
         return bool(returned or arrived or limited > self.to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:

@@ -59,6 +59,8 @@ class DriverRuntime:
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
         self._alarmed: dict[ForeignKind, float] = {}
+        self._changed = asyncio.Event()
+        """Whether holders or states of devices have changed, and the other objects have not been notified yet."""
         self._node = node
         self._register = register = node.agent.register
         tracker = node.agent.tracker
@@ -115,14 +117,9 @@ class DriverRuntime:
         return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
-        """Send new device lists and slices, and wake other resources' moves, after devices of a resource moved."""
-        if (mine := self.resources.get(resource)) is not None:
-            mine.service.endpoint.refresh()
-        self.publish()
-        for runtime in self.resources.values():
-            runtime.handover.wake()  # Devices of this other resource may have to move together with the moved devices.
-        self._register.notify()
-        if mine is not None and mine.leaving:
+        """Handle that moves of a resource's devices have begun or ended."""
+        self.changed()
+        if (mine := self.resources.get(resource)) is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
 
     def drop(self, resource: str) -> None:
@@ -167,6 +164,7 @@ class DriverRuntime:
                 group.create_task(self.driver.files.keep())
                 group.create_task(self.driver.renewal.keep())
                 group.create_task(self._follow_claims())
+                group.create_task(self._follow_changes())
                 for runtime in self.resources.values():
                     self._start(runtime)
                 try:
@@ -184,15 +182,31 @@ class DriverRuntime:
             await asyncio.wait({self._registering})
 
     async def _follow_claims(self) -> None:
-        """Notify the other objects after claims were prepared or unprepared, until cancelled."""
+        """Have the other objects notified after claims were prepared or unprepared, until cancelled."""
         while True:
             await self.context.claims.wait()
             await asyncio.sleep(DEBOUNCE)
             self.context.claims.clear()
+            self.changed()
+
+    async def _follow_changes(self) -> None:
+        """Notify the other objects after holders or states of devices have changed, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
             try:
-                self.changed()
+                self._notify()
             except Exception:  # A failure of one notified object must not end the driver.
-                _LOG.exception("not all components were notified of a change of claims", extra={"driver": self.name})
+                _LOG.exception("not all components were notified of a change of devices", extra={"driver": self.name})
+
+    def _notify(self) -> None:
+        """Send new device lists and slices, and wake the moves: devices may have to move with those that have moved."""
+        for runtime in self.resources.values():
+            runtime.service.endpoint.refresh()
+            runtime.handover.look()
+            runtime.handover.wake()
+        self._register.notify()
+        self.publish()
 
     def _start(self, runtime: ResourceRuntime) -> None:
         if self._group is not None and runtime.task is None:
@@ -278,12 +292,8 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Notify the other objects that holders or states of devices have changed in the ledger file."""
-        for runtime in self.resources.values():
-            runtime.handover.wake()
-            runtime.service.endpoint.refresh()
-        self._register.notify()
-        self.publish()
+        """Have the other objects notified that holders or states of devices have changed in the ledger file."""
+        self._changed.set()
 
     def publish(self) -> None:
         """Make the feed compute and publish the driver's slices again."""
