@@ -151,18 +151,17 @@ class ListedHardware:
         snapshot = self.served[key[0]].inventory.snapshot
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
-    def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
-        """Return a device and the devices of its driver that must move to another side with it, leader first."""
+    def groups(self, resource: str, devices: Iterable[str]) -> dict[str, tuple[DeviceKey, ...]]:
+        """Return, for each device, it and the devices of its driver that must be on the same side, leader first."""
         services, hardware = self.served, self.now()
-        if (resource, device) not in hardware.related:
-            return ((resource, device),)
-        driver = services[resource].source.driver
-        mine = {
-            name
-            for name, service in services.items()
-            if name == resource or (driver and service.source.driver == driver)
-        }
-        return hardware.group((resource, device), (key for key in hardware.related if key[0] in mine and self.has(key)))
+        groups: dict[str, tuple[DeviceKey, ...]] = {}
+        for device in devices:
+            groups[device] = (key,) = ((resource, device),)
+            if key in hardware.related:
+                driver = services[resource].source.driver
+                mine = {name for name in services if driver and services[name].source.driver == driver} | {resource}
+                groups[device] = hardware.group(key, (of for of in hardware.related if of[0] in mine and self.has(of)))
+        return groups
 
 
 class Register:

@@ -223,8 +223,8 @@ class ClaimDevices:
         """
         verified = sorted(record.held) if verified is None else verified
         along: set[DeviceKey] = set()
-        for key in record.held:
-            along.update(self.register.listed.group(*key))
+        for resource, device in record.held:
+            along.update(self.register.listed.groups(resource, (device,))[device])
 
         def decide(view: View) -> _Decided:
             for device in record.devices if verified else ():

@@ -32,26 +32,26 @@ def shown_unhealthy(
     return dict.fromkeys(frozenset(devices).difference(map(device_id_of, healthy_ids)), at)
 
 
-async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -> tuple[str, ...]:
+async def end_moves_to_dra(
+    moved: MovedResource, before: RegisterSnapshot, waiting: dict[str, MoveWait]
+) -> tuple[str, ...]:
     """Commit the moves to DRA that can end, and return the moved devices. Does not call the API server.
 
-    waiting: a mapping to which the function adds, for each device whose move to DRA still waits, the reason.
+    before: the register's present records. waiting: a mapping to which the function adds, for each device whose move to
+    DRA still waits, the reason.
     """
-    resource, endpoint, evidence, before = moved.name, moved.endpoint, moved.evidence, moved.now
+    resource, streams, ids = moved.name, moved.endpoint.streams, moved.endpoint.ids
     devices = moved.moving.in_state(before, resource, State.TO_DRA)
     if not devices:
         return ()
-    endpoint.refresh()
-    sent = endpoint.streams.shown()
-    shown = shown_unhealthy(devices, sent, endpoint.ids.device_id_of)
+    streams.refresh()
+    sent = streams.shown()
+    shown = shown_unhealthy(devices, sent, ids.device_id_of)
     if not shown:
         missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
         waiting.update(dict.fromkeys(devices, MoveWait(missing)))
         return ()
-    ids: set[str] = set()
-    for device in shown:
-        ids.update(endpoint.ids.ids_of(device))
-    seen = await evidence.scan(resource, ids)
+    seen = await moved.evidence.scan(resource, [device_id for device in shown for device_id in ids.ids_of(device)])
     if seen is None:
         waiting.update(dict.fromkeys(devices, MoveWait("a moment without an Allocate in flight")))
         return ()
@@ -109,16 +109,19 @@ class MovesToPlugin:
     alone."""
 
     async def commit(
-        self, waiting: dict[str, MoveWait], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
+        self,
+        before: RegisterSnapshot,
+        waiting: dict[str, MoveWait],
+        forced: Callable[[], bool],
+        kept: Callable[[], Collection[str]],
     ) -> tuple[str, ...]:
         """Commit the moves to the device plugin that can end, and return the moved devices.
 
-        waiting: a mapping to which the method adds, for each device whose move still waits, the reason. forced: returns
-        whether moves are forced now, which may change while the claims are listed. kept: returns the devices whose
-        moves will be reversed instead of committed once `limited` is False.
+        before: the register's present records. waiting: a mapping to which the method adds, for each device whose move
+        still waits, the reason. forced: returns whether moves are forced now, which may change while the claims are
+        listed. kept: returns the devices whose moves will be reversed instead of committed once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
-        before = moved.now
         devices = moved.moving.in_state(before, mine, State.TO_PLUGIN)
         by_ledger = served_by_dra(before, mine)
         self.limited = bool(by_ledger or (self.limited and devices))
@@ -226,14 +229,14 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -
     proves that no claim has the device. waiting: a mapping to which the function adds, for each unplugged device whose
     record has to stay, the reason.
     """
-    resource, now = moved.name, moved.now
+    resource, now = moved.name, moved.register.snapshot
     unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
     if not (unplugged and moved.inventory.snapshot.listed):
         return
     if allocations := now.allocations_on(resource, unplugged):
         waiting.update({allocation.device: MoveWait.for_pod(allocation.pod) for allocation in allocations})
         await moved.evidence.scan(resource, {allocation.device_id for allocation in allocations})
-    now, devices = moved.now, moved.inventory.snapshot.devices
+    now, devices = moved.register.snapshot, moved.inventory.snapshot.devices
     held, _ = held_and_expected(now)
     gone = {
         name: record.state

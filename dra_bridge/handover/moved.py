@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.register.records import RegisterSnapshot
+from deviceplugin.register.records import State
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import KubeletSnapshot
-from dra_bridge.handover.planner import ALL, Moving, Together
+from dra_bridge.handover.planner import ALL, Movable, Moving
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,11 @@ class MovedResource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.endpoint.resource)
 
-    @property
-    def now(self) -> RegisterSnapshot:
-        """The register's present records."""
-        return self.register.store.snapshot
-
-    def together(self, devices: Iterable[str]) -> Together:
-        """Return, for each device, the group of devices that must move together with it, the group's leader first."""
-        together: dict[str, tuple[DeviceKey, ...]] = {}
-        for device in devices:
-            together[device] = self.register.listed.group(self.name, device)
-        return together
+    def movable(self) -> Movable:
+        """Return the plugged-in devices, which are the devices that the share counts, as they are now."""
+        now, listed = self.register.snapshot, self.inventory.snapshot
+        states: dict[str, State] = {}
+        for name, record in self.moving.of(now, self.name).items():
+            if name in listed.devices and name not in listed.gone:
+                states[name] = record.state
+        return Movable.of(now, self.name, states, self.register.listed.groups(self.name, states))

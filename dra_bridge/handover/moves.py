@@ -91,7 +91,7 @@ class Handover:
 
         Log a warning for each pod that the last check did not find. Called after holders may have changed.
         """
-        now, before = self._moved.now, self.denied
+        now, before = self._moved.register.snapshot, self.denied
         if now.allocations is self._looked[0] and now.claims is self._looked[1]:
             return
         self._looked = now.allocations, now.claims
@@ -143,16 +143,16 @@ class Handover:
         waiting.update(self._starter.blocked)
         # Moves to the device plugin are completed first, because they need no response of the kubelet, which may be
         # slow.
-        before = self._moved.now
-        if returned := await self.to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
+        before = self._moved.register.snapshot
+        if returned := await self.to_plugin.commit(before, waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
                 devices = [self._moved.inventory.devices.get(name) for name in returned]
                 usable = [device for device in devices if device is not None and device.health.usable]
                 offered = {device_id for device in usable for device_id in self._moved.endpoint.ids.names_of(device)}
                 self._allocatable.taken_back(self.resource, offered)
-        before = self._moved.now
-        if arrived := await end_moves_to_dra(self._moved, waiting):
+        before = self._moved.register.snapshot
+        if arrived := await end_moves_to_dra(self._moved, before, waiting):
             self._committed(Side.DRA, arrived, before)
         if waiting != self.waiting:
             self._log_waits(waiting)

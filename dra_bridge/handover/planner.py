@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from deviceplugin.device import Device, natural
 from deviceplugin.exclusion import DeviceKey
@@ -59,6 +59,40 @@ class Moving:
 
 ALL: Final = Moving()
 """Selects all devices of a resource that are in no driver's slices."""
+
+
+Together = Mapping[str, tuple[DeviceKey, ...]]
+"""For each device, the group of devices of its driver that must move together (including the device), leader first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """The devices of a resource that one handover can move, in one snapshot of the register.
+
+    states: the states of these devices. together: the groups of these devices. held, expected: of all devices; see
+    `held_and_expected`.
+    """
+
+    now: RegisterSnapshot
+    resource: str
+    states: Mapping[str, State]
+    together: Together
+    held: frozenset[DeviceKey]
+    expected: frozenset[DeviceKey]
+
+    @classmethod
+    def of(cls, now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together) -> Self:
+        """Return these devices, with the devices that are held and expected by the register's records."""
+        return cls(now, resource, states, together, *held_and_expected(now))
+
+    def with_groups(self, leaders: Iterable[str]) -> frozenset[str]:
+        """Return these leaders and the devices of this resource that must move together with them."""
+        names: set[str] = set()
+        for leader in leaders:
+            for of, name in self.together[leader]:
+                if of == self.resource and name in self.states:
+                    names.add(name)
+        return frozenset(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,30 +204,23 @@ def _choose(
     return tuple(chosen)
 
 
-Together = Mapping[str, tuple[DeviceKey, ...]]
-"""For each device, the group of devices of its driver that must move together (including the device), leader first."""
-
-
-def leading(
-    now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together
-) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
+def leading(movable: Movable) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return the input of `plan`: states of the devices to choose from, held devices, and devices expected by claims.
 
     `plan` chooses from the leaders of groups and the devices without a group. Other devices follow their leader
     (`followers`). A leader counts as held if any device of its group is held, and as expected if any is expected.
     """
-    held, expected = held_and_expected(now)
     leaders: dict[str, State] = {}
     in_use: set[str] = set()
     awaited: set[str] = set()
-    for name, state in states.items():
-        members = together[name]
-        if members[0] != (resource, name):
+    for name, state in movable.states.items():
+        members = movable.together[name]
+        if members[0] != (movable.resource, name):
             continue
         leaders[name] = state
-        if not held.isdisjoint(members):
+        if not movable.held.isdisjoint(members):
             in_use.add(name)
-        if not expected.isdisjoint(members):
+        if not movable.expected.isdisjoint(members):
             awaited.add(name)
             # Other devices of the group, for which a claim waits, are still moving, so the leader counts as moving too.
             if state is State.DRA:
@@ -213,25 +240,25 @@ class FollowingMove(NamedTuple):
     for_claim: bool = False
 
 
-def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together) -> list[FollowingMove]:
+def followers(movable: Movable) -> list[FollowingMove]:
     """Return the moves to begin so that all devices of a group are on the same side.
 
     A device moves to the side of its group's leader. If one device of a group moves to DRA for a claim, all devices of
     the group move to DRA.
     """
-    _, expected = held_and_expected(now)
+    now = movable.now
     moves: list[FollowingMove] = []
-    for name in devices:
-        members = together[name]
+    for name, state in movable.states.items():
+        members = movable.together[name]
         if len(members) == 1:
             continue
         leader = now.device(*members[0])
         goal, reason, for_claim = leader.state.goal, f"it moves with {leader.device}", False
         for key in members:
-            if key in expected:
+            if key in movable.expected:
                 goal, reason, for_claim = Side.DRA, now.device(*key).reason, True
                 break
-        if goal is not None and now.state(resource, name).goal not in (goal, None):
+        if goal is not None and state.goal not in (goal, None):
             moves.append(FollowingMove(name, goal, reason, for_claim))
     return moves
 

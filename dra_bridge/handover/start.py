@@ -11,12 +11,12 @@ from typing import Final
 
 from deviceplugin.device import counted, natural
 from deviceplugin.register import operations
-from deviceplugin.register.records import RegisterSnapshot, Side, State
+from deviceplugin.register.records import Side, State
 from deviceplugin.register.rules import MoveWait
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moved import MovedResource
-from dra_bridge.handover.planner import Plan, Together, followers, groups, leading, plan
+from dra_bridge.handover.planner import Movable, Plan, followers, groups, leading, plan
 from dra_bridge.handover.share import Drain, Share
 
 _LOG: Final = logging.getLogger(__name__)
@@ -59,58 +59,47 @@ class MoveStarter:
         `MovesToPlugin`.
         """
         while True:
-            states = self._listed()
-            together = self.moved.together(states)
-            wanted = self._planned(states, together, limited=limited)
-            if not (wanted.to_dra and await self._announced(wanted.to_dra, together)):
+            movable = self.moved.movable()
+            wanted = self._planned(movable, limited=limited)
+            if not (wanted.to_dra and await self._announced(movable, wanted.to_dra)):
                 # After a wait, the next iteration chooses again, because pods may have got other devices meanwhile.
                 break
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
-        self.draining = self._followed(wanted.draining, together)
+        self.draining = movable.with_groups(wanted.draining)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._begin_move(devices, side, f"the share is {self.share}", for_claim=False)
-        while True:
-            states = self._listed()
-            together = self.moved.together(states)
-            following = followers(self.moved.now, self.moved.name, states, together)
-            leaving = [each.device for each in following if each.side is Side.DRA] if following else []
-            if not (leaving and await self._announced(leaving, together)):
+        begun = bool(wanted.to_dra or wanted.to_plugin)
+        if begun:
+            movable = self.moved.movable()
+        while following := followers(movable):
+            leaving = [each.device for each in following if each.side is Side.DRA]
+            if not (leaving and await self._announced(movable, leaving)):
                 break
+            movable = self.moved.movable()
         for each in following:
             await self._begin_move((each.device,), each.side, each.reason, for_claim=each.for_claim)
-        return bool(wanted.to_dra or wanted.to_plugin or following)
-
-    def _listed(self) -> dict[str, State]:
-        """Return the states of all devices that are plugged in, which are the devices that the share counts."""
-        listed = self.moved.inventory.snapshot
-        states: dict[str, State] = {}
-        for name, record in self.moved.moving.of(self.moved.now, self.moved.name).items():
-            if name in listed.devices and name not in listed.gone:
-                states[name] = record.state
-        return states
+        return begun or bool(following)
 
     def kept(self) -> frozenset[str]:
         """Return the devices that would now begin to move to DRA if `MovesToPlugin.limited` were False."""
-        states = self._listed()
-        together = self.moved.together(states)
-        return self._followed(self._planned(states, together, limited=False).to_dra, together)
+        movable = self.moved.movable()
+        return movable.with_groups(self._planned(movable, limited=False).to_dra)
 
-    def _planned(self, states: Mapping[str, State], together: Together, *, limited: bool) -> Plan:
+    def _planned(self, movable: Movable, *, limited: bool) -> Plan:
         """Return the moves that the share requires, except moves after which a kubelet restart would end a pod.
 
         limited: see `MovesToPlugin`.
         """
-        now, resource = self.moved.now, self.moved.name
-        leaders, held, expected = leading(now, resource, states, together)
+        leaders, held, expected = leading(movable)
         linked = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
         wanted = plan(leaders, held, self.share, self.drain, linked, expected)
         if self.share.forced:
             return wanted
-        served = resources_served_by_dra(now)
+        served = resources_served_by_dra(movable.now)
         if limited:
-            served.add(resource)
-        bound = {name for name in leaders if any(of in served for of, _ in together[name])} if served else None
+            served.add(movable.resource)
+        bound = {name for name in leaders if any(of in served for of, _ in movable.together[name])} if served else None
         if bound:
             waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
@@ -120,21 +109,21 @@ class MoveStarter:
                 # share assigns to DRA are reversed.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
-        if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):
+        if not wanted.to_dra or self._may_leave(movable, wanted.to_dra):
             return wanted
         chosen: list[str] = []
         # A device that a pod holds is not withdrawn now, but leaves the device plugin when it is idle.
         for name in plan(leaders, held, self.share, "wait", linked, expected).to_dra:
-            if self._may_leave(now, [*chosen, name], together):
+            if self._may_leave(movable, [*chosen, name]):
                 chosen.append(name)
         rest = (wanted.draining | frozenset(wanted.to_dra)).difference(chosen)
         return Plan(tuple(chosen), (), rest, rest)
 
-    def _may_leave(self, now: RegisterSnapshot, leaders: Iterable[str], together: Together) -> bool:
+    def _may_leave(self, movable: Movable, leaders: Iterable[str]) -> bool:
         """Return whether `may_leave` permits each resource to move these leaders and their groups to DRA at once."""
         leaving: dict[str, set[str]] = {}
         for leader in leaders:
-            for of, name in together[leader]:
+            for of, name in movable.together[leader]:
                 leaving.setdefault(of, set()).add(name)
         for of, names in leaving.items():
             if (endpoint := self.moved.side.endpoint(of)) is not None:
@@ -142,20 +131,11 @@ class MoveStarter:
                 ids: set[str] = set()
                 for name in names:
                     ids.update(endpoint.ids.ids_of(name))
-                if not may_leave(counts_of(now, of, shown), len(ids if shown is None else ids & shown)):
+                if not may_leave(counts_of(movable.now, of, shown), len(ids if shown is None else ids & shown)):
                     return False
         return True
 
-    def _followed(self, leaders: Iterable[str], together: Together) -> frozenset[str]:
-        """Return these leaders and the plugged-in devices of this resource that must move together with them."""
-        followed: set[str] = set()
-        for leader in leaders:
-            for of, name in together[leader]:
-                if of == self.moved.name and name in together:
-                    followed.add(name)
-        return frozenset(followed)
-
-    async def _announced(self, leaving: Collection[str], together: Together) -> bool:
+    async def _announced(self, movable: Movable, leaving: Collection[str]) -> bool:
         """Lower the Node's number of allocatable devices by the leaving devices. Return whether this had to wait."""
         if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
@@ -165,7 +145,7 @@ class MoveStarter:
         if len(staying) == len(healthy):
             return False
         # Until these devices begin to move, new pods should get other devices.
-        self.draining |= self._followed(leaving, together)
+        self.draining |= movable.with_groups(leaving)
         return await self.allocatable.lower(self.moved.name, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str, *, for_claim: bool) -> None:

@@ -210,8 +210,8 @@ class Flow(DriverHost):
             [ServedResource(source, self.inventory)],
             self,
         )
-        streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1])
-        endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
+        streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1], refresh=lambda: None)
+        endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, streams=streams)
         moved = MovedResource(cast("Any", endpoint), self.inventory, self.register, self, self, self, Moving(D))
         self.handover = Handover(moved, Share(0))
         self.handover.to_plugin.waits = lambda: Backoff(first=0.0, most=0.0)

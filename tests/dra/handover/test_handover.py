@@ -16,7 +16,7 @@ from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
 from dra_bridge.handover.ends import shown_unhealthy
 from dra_bridge.handover.moved import Allocated
-from dra_bridge.handover.planner import ALL, Moving, Plan, followers, held_and_expected, leading, plan
+from dra_bridge.handover.planner import ALL, Movable, Moving, Plan, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
 from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
@@ -235,8 +235,9 @@ GROUP = ((R, "a"), (R, "b"), (S, "c"))
 TOGETHER = {"a": GROUP, "b": GROUP, "c": GROUP, "d": ((R, "d"),)}
 
 
-def states(now: RegisterSnapshot, resource: str) -> dict[str, State]:
-    return {name: record.state for name, record in now.of(resource).items()}
+def movable(now: RegisterSnapshot, resource: str) -> Movable:
+    states = {name: record.state for name, record in now.of(resource).items()}
+    return Movable.of(now, resource, states, TOGETHER)
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
@@ -244,11 +245,11 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert leading(store.snapshot, S, states(store.snapshot, S), TOGETHER) == ({}, frozenset(), frozenset())
+        assert leading(movable(store.snapshot, S)) == ({}, frozenset(), frozenset())
         at = {"a": State.PLUGIN, "d": State.PLUGIN}
-        assert leading(store.snapshot, R, states(store.snapshot, R), TOGETHER) == (at, frozenset(), frozenset())
+        assert leading(movable(store.snapshot, R)) == (at, frozenset(), frozenset())
         store.do(grant(S, {"c": "c"}, 0.0))
-        assert leading(store.snapshot, R, states(store.snapshot, R), TOGETHER) == (at, frozenset("a"), frozenset())
+        assert leading(movable(store.snapshot, R)) == (at, frozenset("a"), frozenset())
 
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
@@ -256,13 +257,13 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert followers(store.snapshot, R, "abd", TOGETHER) == []
+        assert followers(movable(store.snapshot, R)) == []
         store.do(operations.begin_move(R, ["a", "d"], Side.DRA, 0.0))
-        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.DRA, "it moves with a", False)]
-        assert followers(store.snapshot, S, "c", TOGETHER) == [("c", Side.DRA, "it moves with a", False)]
+        assert followers(movable(store.snapshot, R)) == [("b", Side.DRA, "it moves with a", False)]
+        assert followers(movable(store.snapshot, S)) == [("c", Side.DRA, "it moves with a", False)]
         store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0))
         store.do(operations.begin_move(R, ["a"], Side.PLUGIN, 0.0))
-        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.PLUGIN, "it moves with a", False)]
+        assert followers(movable(store.snapshot, R)) == [("b", Side.PLUGIN, "it moves with a", False)]
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
@@ -271,16 +272,16 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "whatever the words", for_claim=True))
-        for resource, names in ((R, "ab"), (S, "c")):
-            for name, side, reason, for_claim in followers(store.snapshot, resource, names, TOGETHER):
+        for resource in (R, S):
+            for name, side, reason, for_claim in followers(movable(store.snapshot, resource)):
                 store.do(operations.begin_move(resource, [name], side, 0.0, reason, for_claim=for_claim))
         assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
-        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
+        leaders, held, expected = leading(movable(store.snapshot, R))
         assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))
         assert plan(leaders, held, Share(0), expected=expected) == Plan()
         evidence = KubeletSnapshot(store.snapshot.sequence, 2.0, True)
         shown = KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
         assert store.do(operations.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
-        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
+        leaders, held, expected = leading(movable(store.snapshot, R))
         assert plan(leaders, held, Share(0), expected=expected) == Plan()
-        assert followers(store.snapshot, R, "ab", TOGETHER) == []
+        assert followers(movable(store.snapshot, R)) == []
