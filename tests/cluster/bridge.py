@@ -119,10 +119,7 @@ class Bridge:
             yield bridge
         finally:
             try:
-                for pod in cluster.pods("default"):
-                    pod.delete()
-                for pod in cluster.pods("default"):
-                    pod.wait_gone()
+                cluster.end_pods("default")
             finally:
                 bridge.stop_former()
                 bridge.stop()

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 
@@ -847,27 +847,12 @@ class Cluster:
             return self.api.patch("Node", self.node_name, status, subresource="status")
 
         self.wait_for(forget, timeout, "the Node has no extended resources")
-        kinds = ["DaemonSet", "Deployment", "ReplicaSet", "StatefulSet", "Job", "Pod", "ResourceClaimTemplate"]
-        kinds += ["ResourceClaim", "DeviceClass", "DeviceTaintRule", "ResourceSlice"]
         for lease in self.api.list("Lease"):  # of agents: those of the cluster are in its own namespaces
             if not lease["metadata"]["namespace"].startswith("kube-"):
                 self.api.delete("Lease", lease["metadata"]["name"], lease["metadata"]["namespace"])
 
         def rest() -> Sequence[str]:
-            left = []
-            for kind in kinds:
-                try:
-                    found = self.api.list(kind)
-                except ApiError as error:
-                    if error.code == 404:
-                        continue  # not served by this version
-                    raise
-                for entry in found:
-                    metadata = entry["metadata"]
-                    left.append(f"{kind} {metadata['name']}")
-                    if "deletionTimestamp" not in metadata:
-                        grace = 1 if kind == "Pod" else None
-                        self.api.delete(kind, metadata["name"], metadata.get("namespace", "default"), grace=grace)
+            left = self._delete([*_WORKLOADS, *_OF_DEVICES])
             pods = {pod.uid for pod in self.pods()} if not left else set()
             directory = KUBELET_DIRECTORY / "pods"
             if not left and directory.exists():
@@ -875,6 +860,36 @@ class Cluster:
             return left
 
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
+
+    def end_pods(self, namespace: str, timeout: float = 60.0) -> None:
+        """Remove all workloads and pods of a namespace, and wait until gone; call it before the agent ends.
+
+        Workloads must go too: else they replace the removed pods. If the agent has ended by then, the kubelet can not
+        unprepare the claims of these new pods, and keeps their directories.
+        """
+
+        def rest() -> Sequence[str]:
+            return self._delete(_WORKLOADS, namespace)
+
+        self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "no pod is left", log="kubelet")
+
+    def _delete(self, kinds: Sequence[str], namespace: str | None = None) -> list[str]:
+        """Delete all objects of these kinds; return which there were."""
+        left = []
+        for kind in kinds:
+            try:
+                found = self.api.list(kind, namespace)
+            except ApiError as error:
+                if error.code == 404:
+                    continue  # not served by this version
+                raise
+            for entry in found:
+                metadata = entry["metadata"]
+                left.append(f"{kind} {metadata['name']}")
+                if "deletionTimestamp" not in metadata:
+                    grace = 1 if kind == "Pod" else None
+                    self.api.delete(kind, metadata["name"], metadata.get("namespace", "default"), grace=grace)
+        return left
 
 
 def remove_ledger(agent: str = LEDGER.parent.name) -> None:
@@ -1091,6 +1106,10 @@ def _openssl(*arguments: str) -> None:
     done = subprocess.run(["openssl", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         raise ClusterError(f"openssl {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+_WORKLOADS: Final = ("DaemonSet", "Deployment", "ReplicaSet", "StatefulSet", "Job", "Pod")
+_OF_DEVICES: Final = ("ResourceClaimTemplate", "ResourceClaim", "DeviceClass", "DeviceTaintRule", "ResourceSlice")
 
 
 def _not_yet(left: Sequence[str]) -> bool:
