@@ -116,9 +116,12 @@ class HolderScanner:
         doubled = self.tracker.double_held()
         self.log.count_double_allocations(doubled)
         resources = await self.observe(now, sequence)
+        twice = self.register.held_twice()
         for resource, service in tuple(self.services.items()):
             if (seen := resources.get(resource)) is not None:
-                service.observe(now, seen, {device_id for of, device_id in doubled if of == resource})
+                ids = {device_id for of, device_id in doubled if of == resource}
+                devices = {device for of, device in twice if of == resource}
+                service.observe(now, seen, devices.union(map(service.device_of, ids)))
         self.log.withheld(self.services)
         self.register.notify()
         return ScanResult(now, resources)
@@ -169,14 +172,17 @@ class HolderScanner:
         resource. Before the pod's processes run, only a requested checkpoint shows which pod the grant was for. The
         register must learn this soon, because the agent's records and the checkpoint may be lost together.
         """
-        awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
+        releases = self.register.releases
+        pending = releases.pending() - releases.failed.keys()
+        services = self.services.items()
+        awaited = {(name, device_id) for name, service in services for device_id in service.awaited(pending)}
         return awaited.union(key for key, held in self.register.snapshot.allocations.items() if held.pending)
 
     @property
     def _is_awaited(self) -> bool:
         """Whether a claim waits for a device that a pod holds by limits."""
-        now = self.register.snapshot
-        return any(now.allocations_on(of, (device,)) for of, device in self.register.waits.devices)
+        register = self.register
+        return any(register.snapshot.allocations_on(of, (device,)) for of, device in register.waits.devices)
 
     async def run(self) -> None:
         """Scan until cancelled."""
@@ -210,7 +216,7 @@ class HolderScanner:
                 # Holders of other agents and claims become known without a scan: each grant, and each check for other
                 # plugins, reads them.
                 held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
-                if not (self.always or self._awaited or held):
+                if not (self.always or held or self._awaited):
                     continue
             is_asked = self._next is not None
             try:

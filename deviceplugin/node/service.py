@@ -155,7 +155,7 @@ class Service(EndpointHost):
 
     def release_idle(self) -> None:
         """Request a scan if `released` is due for devices that became free while their holders were unknown."""
-        if self._register.releases.pending(self.resource):
+        if any(of == self.resource for of, _ in self._register.releases.pending()):
             self._context.scan_wanted.set()
 
     @property
@@ -192,30 +192,29 @@ class Service(EndpointHost):
         """Return the device of an id that the kubelet knows."""
         return self.endpoint.ids.device_id_of(device_id)
 
-    @property
-    def awaited(self) -> frozenset[str]:
-        """The kubelet ids for which the agent has work to do once they have no holder.
+    def awaited(self, unreleased: Collection[DeviceKey]) -> frozenset[str]:
+        """Return the kubelet ids for which the agent has work to do once they have no holder.
 
         Ids of removed devices, and ids from a former number of replicas, are removed from the device list. For devices
-        that wait for the hook `released`, the hook is called.
+        that wait for the hook `released`, the hook is called. unreleased: these devices, of all resources.
         """
-        snapshot, ids_now, releases = self.inventory.snapshot, self.endpoint.ids, self._register.releases
-        failed = {device for of, device in releases.failed if of == self.resource}
-        devices = snapshot.gone | (releases.pending(self.resource) - failed)
+        snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
+        devices = snapshot.gone.union(device for of, device in unreleased if of == self.resource)
         ids = frozenset(name for device in devices for name in ids_now.names_of(snapshot.devices[device]))
         return ids | ids_now.legacy.keys()
 
-    def observe(self, now: HolderSnapshot, seen: KubeletSnapshot, doubled: Collection[str]) -> None:
+    def observe(self, now: HolderSnapshot, seen: KubeletSnapshot, held_twice: Collection[str]) -> None:
         """Apply the result of a scan: call `released` for free devices, remove unneeded ids from the device list.
 
-        seen: the part of the result that is about this resource. doubled: ids that several pods certainly hold at once.
+        seen: the part of the result that is about this resource. held_twice: see `ResourceStatus`.
         """
         ids, register = self.endpoint.ids, self._register
         in_use = self._ids | seen.held.keys()
         self._released &= now.held.keys()
         self.existing &= in_use
         snapshot = self.inventory.snapshot
-        register.releases.look(self.resource, all_known=self._context.tracker.all_pods_listed)
+        if "released" in self.source.hooks:
+            register.releases.look(self.resource, all_known=self._context.tracker.all_pods_listed)
         if now.current and now.registered is not None and self.endpoint.streams.live:
             # Remove only devices that had vanished at the previous scan already: a grant between the two scans would be
             # known by now.
@@ -229,7 +228,7 @@ class Service(EndpointHost):
             held |= {name for name in snapshot.gone if register.evidence_missing(self.resource, name)}
             self.inventory.forget((snapshot.gone & gone_before) - held)
         self._forgettable = snapshot.gone, frozenset(ids.legacy)
-        self._held_twice = register.held_twice(self.resource).union(map(ids.device_id_of, doubled))
+        self._held_twice = frozenset(held_twice)
         unlisted = (device_id for device_id in seen.held if ids.device_id_of(device_id) not in snapshot.devices)
         self._elsewhere = {
             device_id: same for device_id in unlisted if (same := register.same_as(self.resource, device_id))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -111,7 +112,10 @@ class RegisterHost:
 
 
 class ListedHardware:
-    """The identity tokens of all devices that this process's sources list. served: this process's resources by name."""
+    """The identity tokens of all devices that this process's sources list. served: this process's resources by name.
+
+    scopes, limits, has_released (whether any source has the hook `released`): as of the last call of `now`.
+    """
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
@@ -119,13 +123,7 @@ class ListedHardware:
         self._version: object = None
         self.scopes: Mapping[str, str] = {}
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
-        self._has_released = False
-
-    @property
-    def has_released(self) -> bool:
-        """Whether the source of any resource has the hook `released`."""
-        self.now()
-        return self._has_released
+        self.has_released = False
 
     def now(self) -> HardwareIndex:
         """Return the tokens of all devices of the sources. The same object until a device changes."""
@@ -143,7 +141,7 @@ class ListedHardware:
             self._version, self._hardware = version, HardwareIndex(hardware)
             self.scopes = {name: service.source.driver or name for name, service in services.items()}
             self.limits = self._hardware.limits()
-            self._has_released = any("released" in service.source.hooks for service in services.values())
+            self.has_released = any("released" in service.source.hooks for service in services.values())
         return self._hardware
 
     def has(self, key: DeviceKey) -> bool:
@@ -186,8 +184,8 @@ class Register:
         self._view: tuple[tuple[object, ...], View] = ((), View())
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self._granted_now: Counter[DeviceKey] = Counter()
-        self._adopted: HardwareIndex | None = None
-        """The devices' tokens for which `adopt` last set identities."""
+        self._adopted: tuple[object, object, object] = (None, None, None)
+        """The devices' tokens, allocations and claims for which `adopt` last set identities."""
 
     @property
     def snapshot(self) -> RegisterSnapshot:
@@ -197,7 +195,7 @@ class Register:
     def view(self) -> View:
         """Return what `refusal` needs besides the register's records; the same object until it changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
-        foreign = *self._host.foreign_uses(), *self._possible_now()
+        foreign = *self._host.foreign_uses(), *self._possible_now(hardware)
         unreleased = self.releases.unreleased() if self.listed.has_released else NONE
         failed = {key: failure.reason for key, failure in self.releases.failed.items()} if unreleased else NONE
         now = hardware, unreleased, foreign, overdue, failed
@@ -232,9 +230,9 @@ class Register:
             for device, why in busy.items()
         ]
 
-    def _possible_now(self) -> tuple[Use, ...]:
+    def _possible_now(self, hardware: HardwareIndex) -> tuple[Use, ...]:
         """Return a use for each device that a pod may have got from another plugin."""
-        services, hardware, records = self.listed.served, self.listed.now(), self.store.snapshot.allocations
+        services, records = self.listed.served, self.store.snapshot.allocations
         if self._possible[0] is not hardware or self._possible[1] is not records:
             named = {
                 allocation.resource for allocation in records.values() if is_given_by_others(allocation)
@@ -319,16 +317,18 @@ class Register:
         found = {key for token in tokens for key in hardware.having(token)}
         return frozenset(key for key in found if identity.agree(tokens, hardware.tokens(key)))
 
-    def held_twice(self, resource: str) -> frozenset[str]:
-        """Return the devices of a resource whose holders together have more than the whole device."""
-        state, view, service = self.snapshot, self.view(), self.listed.served[resource]
-        held = state.index.keys() | {point for use in view.others for point in use.points}
-        return frozenset(
-            device.id
-            for device in service.inventory.snapshot.devices.values()
-            if not held.isdisjoint({(resource, device.id), *self.tokens((resource, device.id))})
-            and held_twice(self.wanted(resource, device.id), len(service.ids_now(device)), state, view)
-        )
+    def held_twice(self) -> frozenset[DeviceKey]:
+        """Return the devices whose holders together have more than the whole device."""
+        state, view, hardware, twice = self.snapshot, self.view(), self.listed.now(), set[DeviceKey]()
+        foreign = {point for use in view.others for point in use.points}
+        for resource, service in self.listed.served.items():
+            for name, device in service.inventory.snapshot.devices.items():
+                points: set[Point] = {(resource, name), *hardware.tokens((resource, name))}
+                holders = {entry for point in points for entry in state.index.get(point, ())}
+                several = len(holders) > 1 or not foreign.isdisjoint(points)  # A device usually has one holder at most.
+                if several and held_twice(self.wanted(resource, name), len(service.ids_now(device)), state, view):
+                    twice.add((resource, name))
+        return frozenset(twice)
 
     # Grants.
 
@@ -423,10 +423,11 @@ class Register:
         resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
+        self.listed.now()  # It also finds out whether any source has the hook `released`.
         if keys and self.listed.has_released:
             await self._host.reread()  # The hook `released` must not be called for a device with a holder.
             self.releases.begin(keys)
-        if self._adopted is not self.listed.now():
+        if self._adopted[0] is not self.listed.now():
             await self.adopt()
             self.notify()
         names: dict[str, list[str]] = {}
@@ -534,12 +535,15 @@ class Register:
     async def adopt(self) -> None:
         """Record the present identity of the device for each holder's record that has no identity of this boot."""
         state, hardware = self.snapshot, self.listed.now()
+        now = hardware, state.allocations, state.claims
+        if all(map(operator.is_, now, self._adopted)):
+            return
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
         identities = {key: identified(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
         if identities:
             await self.store.do(identification.adopt(identities, self.boot))
-        self._adopted = hardware
+        self._adopted = now
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
         """Compare a resource's allocations with the evidence `seen`. Raises the store's errors."""

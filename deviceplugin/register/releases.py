@@ -154,10 +154,9 @@ class Releases:
         if now != self._unreleased:
             self._unreleased = now
 
-    def pending(self, resource: str) -> set[str]:
-        """Return the devices of a resource that have no holder, and for which `released` has to be called."""
-        unreleased, index = self.unreleased(), self._register.snapshot.index
-        return {device for of, device in unreleased if of == resource and (of, device) not in index}
+    def pending(self) -> set[DeviceKey]:
+        """Return the devices that have no holder, and for which `released` has to be called."""
+        return set(self.unreleased().keys() - self._register.snapshot.index.keys())
 
     def look(self, resource: str, *, all_known: bool) -> None:
         """Call the hook for a resource's devices whose last holder has ended, or whose last call has failed.

@@ -214,7 +214,7 @@ async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
     await here.grant("b")
     here.list(a=f"{first} char:188:2", b=f"{second} char:188:1")
     await here.register.adopt()
-    assert not here.register.held_twice(R)
+    assert not here.register.held_twice()
     assert here.withheld() == {"a", "b"}
     await here.end("a")
     assert here.withheld() == {"a"}, "the holder of b may reach it"
