@@ -119,7 +119,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     root = how.kubelet_root.rstrip("/")
     for driver in drivers:
-        addresses.socket_path(f"{root}/plugins_registry", driver, "-12345678-reg.sock")
+        addresses.socket_path(f"{root}/plugins_registry", driver, "-0123456789ab-reg.sock")
     lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),

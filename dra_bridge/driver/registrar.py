@@ -1,22 +1,19 @@
-"""Serves one DRA driver to the kubelet at two sockets, and keeps the driver registered.
+"""Serves one DRA driver to the kubelet at a socket, and keeps the driver registered.
 
-The kubelet finds a driver by its registration socket in `plugins_registry/`. At this socket, the kubelet asks for the
-driver's name and endpoint (GetInfo, timeout 1 s), and reports whether it accepts the driver (NotifyRegistrationStatus,
-timeout 5 s). Then the kubelet calls the driver's service at the endpoint, a second socket. A driver cannot call the
-kubelet; the driver can only make the registration socket, and replace this socket after a failure.
-
-The endpoints of all drivers of an agent are in one directory, so that no mount of the agent's pod depends on drivers'
-names. The kubelet connects to the path that GetInfo returns (1.36.3, operation_generator.go and
-cm/dra/plugin/dra_plugin_manager.go).
+The kubelet finds a driver by its socket in `plugins_registry/`. At this socket, the kubelet asks for the driver's name
+and endpoint (GetInfo, timeout 1 s), and reports whether it accepts the driver (NotifyRegistrationStatus, timeout 5 s).
+The response to GetInfo names no endpoint, so the kubelet calls the driver's service at the same socket (1.32.2 to
+1.37.2, operation_generator.go). A driver cannot call the kubelet; the driver can only make the socket, and replace this
+socket after a failure.
 
 Facts (kubelet 1.36.3, pluginmanager): the kubelet's watcher finds every socket whose name does not begin with a dot,
 also sockets that exist at the kubelet's start, and passes the sockets to a reconciler that runs once a second. After a
 failed registration, the kubelet tries the same path again after growing delays, but tries a socket with a new name at
 once. The removal of a socket deregisters the driver. Several instances of one driver with different endpoints may be
 registered together (in a rolling update); the kubelet calls the newest that is connected. An endpoint cannot be
-registered twice, so each new registration has a new endpoint.
+registered twice, so each new registration has a new socket.
 
-The supported versions in the response to GetInfo name all services of the endpoint. For claims, the kubelet uses the
+The supported versions in the response to GetInfo name all services of the driver. For claims, the kubelet uses the
 first version in the driver's order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health,
 1.37.1 prefers v1 to v1alpha1 in any order, and opens no stream if neither version is listed; 1.34.4 and 1.36.3 open
 v1alpha1 without reading the versions.
@@ -27,12 +24,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 import math
 import operator
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -64,16 +63,18 @@ from dra_bridge.wire import (
 _LOG: Final = logging.getLogger(__name__)
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""The gRPC services at the endpoint. The kubelet chooses one version for claims, and one version for health."""
+"""The gRPC services for claims and health. The kubelet chooses one version for claims, and one version for health."""
 
 _MAX_MESSAGE: Final = 1000
+_RANDOM: Final = "[0-9a-f]" * 8
+"""A pattern of the random part of a socket's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrarTiming:
     """Time limits and intervals, in seconds.
 
-    patience: maximum wait for the kubelet to register the driver; afterwards the sockets are made again. drain: maximum
+    patience: maximum wait for the kubelet to register the driver; afterwards the socket is made again. drain: maximum
     wait for running calls when a server stops. keep_alive: time between two reports of the devices' health; the kubelet
     forgets a device's health 30 s after its last report.
     """
@@ -160,7 +161,7 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 
 @dataclass(frozen=True, slots=True)
 class _RegistrationService(RegistrationServicer):
-    """The gRPC service at the registration socket, which the kubelet calls.
+    """The gRPC service for the driver's registration.
 
     info: the response to GetInfo. answered: called with the kubelet's result: True if the driver is registered, or
     False and the error.
@@ -200,21 +201,39 @@ class _Socket:
 
 
 class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
-    """The directories with the sockets of all drivers of this process, which are read once for all drivers.
+    """The kubelet's directory `plugins_registry`, which is read once for all drivers of this process.
 
-    own: the agent's directory with the drivers' endpoints. registry: the kubelet's `plugins_registry`. Missing
-    directories are created.
+    own: the agent's directory with the ledger file. instance: the beginning of the random part of the sockets' names.
+    It depends on `own`, so that an agent finds the sockets of its former processes.
     """
 
     def __init__(self, own: Path, registry: Path, poll: float = POLL) -> None:
-        super().__init__(Looks(f"{registry} and {own}"), self._sockets, (registry, own), AT_ONCE, poll)
+        super().__init__(Looks(str(registry)), self._sockets, (registry,), AT_ONCE, poll)
         self.own: Final = own
         self.registry: Final = registry
+        self.instance: Final = hashlib.sha256(os.fsencode(own)).hexdigest()[:4]
+        self._sweeping = threading.Lock()
+        self._swept = False
 
     def _sockets(self) -> Mapping[str, FileIdentity]:
-        """Return the sockets in both directories, by path. Blocks."""
-        there = (self.own, self.registry)
-        return {f"{place}/{name}": identity for place in there for name, identity in sockets_in(place).items()}
+        """Return the sockets in the directory, by path. Blocks."""
+        return {f"{self.registry}/{name}": identity for name, identity in sockets_in(self.registry).items()}
+
+    def prepare(self) -> None:
+        """Create the directory. The first call also removes the sockets of this agent's killed processes. Blocks.
+
+        No process listens at these sockets. The drivers may be former drivers of this agent. An agent of a former
+        version had a second socket for each driver, the endpoint, in `own`.
+        """
+        self.registry.mkdir(parents=True, exist_ok=True)
+        with self._sweeping:
+            if not self._swept:
+                endpoints = list(self.own.glob(f"dra-{_RANDOM}.sock"))
+                sockets = list(self.registry.glob(f"*-{self.instance}{_RANDOM}-reg.sock"))
+                for endpoint in endpoints:
+                    sockets += self.registry.glob(f"*{endpoint.stem.removeprefix('dra')}-reg.sock")
+                addresses.remove_abandoned((*sockets, *endpoints))
+                self._swept = True
 
 
 class Registrar:
@@ -237,7 +256,6 @@ class Registrar:
         self.driver = driver
         self.statistics = RegistrarStatistics()
         self._directories = directories
-        self._directory, self._registry = directories.own, directories.registry
         self._kubelet = kubelet
         self._registered_by: FileIdentity | None = None
         """The identity of kubelet.sock when the kubelet registered the driver."""
@@ -246,8 +264,7 @@ class Registrar:
         self._changed = changed
         self.backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
-        self._sockets: list[_Socket] = []
-        """The endpoint's socket, then the registration socket."""
+        self._socket: _Socket | None = None
         self._refused = False
         self._stopping = Tasks()
 
@@ -266,7 +283,7 @@ class Registrar:
             self._health.follow()
 
     async def run(self) -> None:
-        """Serve and stay registered until cancelled. Then wait for running calls, and remove this registrar's sockets.
+        """Serve and stay registered until cancelled. Then wait for running calls, and remove this registrar's socket.
 
         Raises ValueError if the path of `plugins_registry` is too long for a socket in it.
         """
@@ -291,13 +308,13 @@ class Registrar:
             await self._stopping.wait(self._timing.drain + 1.0)
 
     def _cannot_serve(self, error: OSError) -> str:
-        needs = "in a pod, both are mounted by the manifests that `dra-bridge manifests` prints for this configuration"
-        return f"cannot serve in {self._registry} and {self._directory}: {error}; {needs}"
+        needs = "in a pod, it is mounted by the manifests that `dra-bridge manifests` prints for this configuration"
+        return f"cannot serve in {self._directories.registry}: {error}; {needs}"
 
     async def _keep(self, watch: DirectoryReader) -> None:
-        """Return when new sockets are needed.
+        """Return when a new socket is needed.
 
-        New sockets are needed if a socket was removed, if the kubelet has refused the driver, or if the kubelet does
+        A new socket is needed if the socket was removed, if the kubelet has refused the driver, or if the kubelet does
         not register the driver.
         """
         made_at = time.monotonic()
@@ -310,7 +327,7 @@ class Registrar:
             wait = math.inf
             if self.statistics.registered and not self.registered:
                 # A new kubelet looks for drivers at its start. If the new kubelet does not register this driver within
-                # `patience`, new sockets let the kubelet find the driver.
+                # `patience`, a new socket lets the kubelet find the driver.
                 self.statistics.registered, made_at = False, time.monotonic()
                 self.statistics.error = "the kubelet was restarted, and has not registered the driver since"
                 self._changed()
@@ -319,15 +336,15 @@ class Registrar:
                 if wait <= 0:
                     return
             await watch.wait(wait, unwatched=filewatch.AT_REST)
-        _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
+        _LOG.warning("the socket was removed; making a new one", extra={"driver": self.driver.name})
 
     async def _in_place(self) -> bool:
-        """Return whether both sockets exist; also True if the directories cannot be read in time."""
+        """Return whether the socket exists; also True if the directory cannot be read in time."""
         try:
             there = await self._directories.now()
-            return all(bound.is_in(there) for bound in self._sockets)
+            return self._socket is not None and self._socket.is_in(there)
         except LookTimeoutError as error:
-            _LOG.warning("cannot see whether the sockets are there: %s", error, extra={"driver": self.driver.name})
+            _LOG.warning("cannot see whether the socket is there: %s", error, extra={"driver": self.driver.name})
             return True
 
     async def pause(self) -> None:
@@ -338,20 +355,18 @@ class Registrar:
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: DirectoryReader) -> None:
-        """Make the endpoint's socket, then the registration socket, both with new names."""
-        name, instance = self.driver.name, os.urandom(4).hex()
-        await self._looks.at("socket", self._sweep)
+        """Make a socket with a new name."""
+        there, name = self._directories, self.driver.name
+        await self._looks.at("socket", there.prepare)
         self._health = HealthService(self.driver, self._timing.keep_alive)
-        service = grpc.aio.server(options=SERVER_OPTIONS)
-        add_to_server(self.driver, self._health, service)
-        endpoint = self._directory / f"dra-{instance}.sock"
-        await self.bind(service, endpoint)
-        info = pb.PluginInfo(type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
-        answered = functools.partial(self._answered, watch)
-        registration = grpc.aio.server(options=SERVER_OPTIONS)
-        add_RegistrationServicer_to_server(_RegistrationService(info, answered), registration)
-        await self.bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
-        _LOG.debug("serving at %s, waiting for the kubelet", endpoint, extra={"driver": name})
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_to_server(self.driver, self._health, server)
+        info = pb.PluginInfo(type="DRAPlugin", name=name, supported_versions=list(SERVICES))
+        registration = _RegistrationService(info, functools.partial(self._answered, watch))
+        add_RegistrationServicer_to_server(registration, server)
+        path = addresses.socket_path(there.registry, name, f"-{there.instance}{os.urandom(4).hex()}-reg.sock")
+        await self.bind(server, path)
+        _LOG.debug("serving at %s, waiting for the kubelet", path, extra={"driver": name})
 
     async def bind(self, server: grpc.aio.Server, path: Path) -> None:
         """Start a server at a new socket. Raises OSError if the socket cannot be made."""
@@ -364,7 +379,7 @@ class Registrar:
         except BaseException:
             self._stopping.start(server.stop(None))
             raise
-        self._sockets.append(_Socket(path, server, identity))
+        self._socket = _Socket(path, server, identity)
 
     async def _answered(self, watch: DirectoryReader, registered: bool, error: str) -> None:
         if registered:
@@ -388,23 +403,8 @@ class Registrar:
         self.statistics.error = error
         self._changed()
 
-    def _sweep(self) -> None:
-        """Create both directories.
-
-        Remove sockets that no server has open: those of killed agents and of former drivers.
-        """
-        self._registry.mkdir(parents=True, exist_ok=True)
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
-        tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
-        prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
-        own = list(self._directory.glob(f"dra-{instance}.sock"))
-        registrations = list(self._registry.glob(f"{prefix}-{instance}-reg.sock"))
-        for socket in own:
-            registrations += self._registry.glob(f"*{socket.stem.removeprefix('dra')}-reg.sock")
-        addresses.remove_abandoned((*registrations, *own))
-
     def _retire(self) -> None:
-        """Stop accepting calls, first at the registration socket. Running calls have `drain` seconds to complete."""
+        """Remove the socket, and accept no new calls. Running calls have `drain` seconds to complete."""
         if self.statistics.registered:
             self.statistics.registered = False
             self._changed()
@@ -412,12 +412,12 @@ class Registrar:
             self._health.end()
             self._health = None
         self.driver.end_waits()
-        retired, self._sockets = self._sockets[::-1], []
-        self._stopping.start(self._end(retired))
+        if self._socket is not None:
+            self._stopping.start(self._end(self._socket))
+            self._socket = None
 
-    async def _end(self, retired: Sequence[_Socket]) -> None:
-        """Remove the sockets of the servers, then stop the servers."""
+    async def _end(self, retired: _Socket) -> None:
+        """Remove a socket, then stop its server."""
         with contextlib.suppress(LookTimeoutError):
-            for bound in retired:
-                await self._looks.at("socket", bound.remove)
-        await asyncio.gather(*(bound.server.stop(self._timing.drain) for bound in retired))
+            await self._looks.at("socket", retired.remove)
+        await retired.server.stop(self._timing.drain)

@@ -178,10 +178,7 @@ class BridgeNode:
 
     @property
     def directory(self) -> Path:
-        """The agent's directory in the kubelet's directory `plugins`.
-
-        This directory contains the ledger file and the sockets of all drivers.
-        """
+        """The agent's directory in the kubelet's directory `plugins`, which contains the ledger file."""
         return self.directories.own
 
     @property

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -497,60 +498,34 @@ def test_a_rolling_update(bridge: Bridge) -> None:
     assert len({name for names in devices for name in names}) == 3
 
 
-FORMER = f"""
-import sys
-from pathlib import Path
-from dra_bridge import cli
-from dra_bridge.driver.registrar import DriverDirectories
-
-make = DriverDirectories.__init__
-
-def former(self, own, *rest, **more):
-    make(self, Path("{PLUGINS}") / "{DRIVER}", *rest, **more)
-
-DriverDirectories.__init__ = former
-sys.exit(cli.main())
-"""
-"""An agent whose drivers have directories of their own, as before there was one for all."""
-
-
-class Former(Bridge):
-    """A Bridge that such an agent is the first process of."""
-
-    former_layout = True
-
-    def command(self) -> list[str]:
-        """Return what is run."""
-        command = super().command()
-        return [sys.executable, "-c", FORMER, *command[3:]] if self.former_layout else command
-
-
 @pytest.mark.parametrize("rename", [False, True])
-@pytest.mark.parametrize("ended", ["killed", "stopped"])
-def test_the_former_layout_of_sockets(cluster: Cluster, ended: str, rename: bool) -> None:
-    """After an upgrade from a socket directory for each driver, claims end as usual, also if a driver is renamed."""
-    with Former.running(cluster, fpga(1)) as bridge:
+def test_the_socket_of_a_killed_agent(cluster: Cluster, rename: bool) -> None:
+    """The next agent removes it, also of a renamed driver, and the two of a former version; claims end as usual."""
+    with Bridge.running(cluster, fpga(1)) as bridge:
         bridge.wait_offered(1)
         bridge.claim("mine")
         pod = bridge.pod("user", {"fpga": "mine"}).wait_running()
-        assert list((PLUGINS / DRIVER).glob("dra-*.sock"))
-        bridge.kill() if ended == "killed" else bridge.stop()
-        bridge.former_layout = False
+        bridge.kill()
+        (left,) = PLUGINS_REGISTRY.glob(f"{DRIVER}-*")
+        two = (PLUGINS_REGISTRY / f"{DRIVER}-0123abcd-reg.sock", PLUGINS / "dra-bridge" / "dra-0123abcd.sock")
+        for path in two:
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(str(path))
         if rename:
             bridge.resources[0]["driver"] = "renamed.example.com"
             bridge.write()
             bridge._install()
         bridge.start()
         bridge.wait_registered()
-        registered = len(list(PLUGINS_REGISTRY.glob(f"{DRIVER}-*")))
-        assert registered == 1, "the socket of the former process is there"
+        (now,) = PLUGINS_REGISTRY.glob(f"{DRIVER}-*")
+        assert now != left
+        assert not two[1].exists()
         pod.delete()
         pod.wait_gone(20)
         bridge.wait_offered(1)
         cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
         bridge.claim("next")
         bridge.pod("other", {"fpga": "next"}).wait_running()
-        shutil.rmtree(PLUGINS / DRIVER)
 
 
 def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:

@@ -8,14 +8,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from deviceplugin import filewatch
+from deviceplugin import addresses, filewatch
 from deviceplugin.addresses import socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
@@ -32,6 +32,7 @@ from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 from tests.dra.agents import until
 from tests.dra.ledger.samples import adopt
+from tests.testing.bare_dra import BareDriver
 
 D = "fpga.example.com"
 R = "example.com/fpga"
@@ -167,7 +168,7 @@ async def test_a_driver_registers_prepares_and_goes(
         assert not files()
     await aside(kubelet.wait_for, lambda: kubelet.plugins(D) == [])
     assert os.listdir(root / "plugins_registry") == []
-    assert os.listdir(root / "plugins" / AGENT) == []
+    assert not (root / "plugins" / AGENT).exists(), "the one socket is in plugins_registry"
 
 
 async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: Server) -> None:
@@ -202,7 +203,7 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
 async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """What the kubelet before has registered does not count; new sockets are made if the next one does not come."""
+    """What the kubelet before has registered does not count; a new socket is made if the next one does not come."""
     own = root / "kubelet.sock"
     own.touch()
     quick = RegistrarTiming(patience=0.3, drain=0.2)
@@ -221,9 +222,11 @@ async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
         assert registrar.statistics.error == ""
 
 
-@pytest.mark.parametrize("what", ["plugins_registry", "plugins", "socket"])
-async def test_sockets_that_vanish_come_back(driver: Driver, root: Path, kubelet: FakeDraKubelet, what: str) -> None:
-    """A directory wiped under a running driver, or one socket of the two."""
+@pytest.mark.parametrize("what", ["plugins_registry", "socket"])
+async def test_a_socket_that_vanishes_comes_back(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, what: str
+) -> None:
+    """The directory is wiped under a running driver, or the socket is removed."""
     async with Running(driver, root) as registrar:
         (first,) = await aside(kubelet.wait_registered, D)
         if what == "socket":
@@ -242,7 +245,7 @@ async def test_sockets_that_vanish_come_back(driver: Driver, root: Path, kubelet
 async def test_a_refusal_is_said_and_tried_again(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With new sockets: the kubelet's own next try is later each time."""
+    """With a new socket: the kubelet's own next try is later each time."""
     kubelet.refuse = "the moon is in the wrong phase"
     async with Running(driver, root) as registrar:
         await aside(kubelet.wait_for, lambda: any("wrong phase" in failure for failure in kubelet.failures))
@@ -266,27 +269,74 @@ async def test_two_instances_may_be_registered_at_once(driver: Driver, root: Pat
         assert os.path.exists(old.endpoint)
 
 
-async def test_sockets_of_a_killed_instance_are_swept_and_a_foreign_file_is_not(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet
-) -> None:
-    """Nobody answers there; the kubelet would try for ever. Former drivers' are known by the agent's directory."""
-    registry, own = root / "plugins_registry", root / "plugins" / AGENT
-    dead = [registry / f"{D}-0123abcd-reg.sock", registry / "former.example.com-456789ab-reg.sock"]
-    dead += [own / "dra-456789ab.sock"]
-    other = [registry / "other.example.com-0123abcd-reg.sock", own / "other.sock"]
-    for path in (*dead, *other):
-        path.parent.mkdir(exist_ok=True)
+def abandon(*paths: Path) -> None:
+    """Leave sockets at which no process listens, as a killed process does."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(path))
+
+
+async def test_sockets_of_killed_processes_are_swept_and_those_of_others_are_not(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet
+) -> None:
+    """The kubelet would try to register them for ever. Sockets of an agent's former drivers are swept as well."""
+    registry, own = root / "plugins_registry", root / "plugins" / AGENT
+    instance = DriverDirectories(own, registry).instance
+    dead = [registry / f"{name}-{instance}0123abcd-reg.sock" for name in (D, "former.example.com")]
+    # An agent of a former version had two sockets for each driver.
+    dead += [registry / f"{name}-456789ab-reg.sock" for name in (D, "former.example.com")] + [own / "dra-456789ab.sock"]
+    elsewhere = DriverDirectories(root / "plugins" / "other-agent", registry).instance
+    other = [registry / f"{D}-{elsewhere}0123abcd-reg.sock", registry / "other.example.com-0123abcd-reg.sock"]
+    abandon(*dead, *other, own / "other.sock")
     async with Running(driver, root):
         await aside(kubelet.wait_registered, D)
-        assert [path.exists() for path in (*dead, *other)] == [False] * 3 + [True] * 2
+        assert [path for path in dead if path.exists()] == []
+        assert [path for path in (*other, own / "other.sock") if not path.exists()] == []
+
+
+async def test_the_sockets_are_swept_once_for_all_drivers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sweep connects to each socket of the agent: 64 drivers would make thousands of connections."""
+    swept: list[int] = []
+    remove = addresses.remove_abandoned
+
+    def count(paths: Iterable[Path]) -> None:
+        swept.append(len(paths := list(paths)))
+        remove(paths)
+
+    monkeypatch.setattr(addresses, "remove_abandoned", count)
+    directories = DriverDirectories(root / "plugins" / AGENT, root / "plugins_registry")
+    abandon(*(directories.registry / f"d{n}.example.com-{directories.instance}0123abcd-reg.sock" for n in range(3)))
+    await asyncio.gather(*(asyncio.to_thread(directories.prepare) for _ in range(8)))
+    assert swept == [3]
+    assert os.listdir(directories.registry) == []
+
+
+async def test_a_driver_of_a_former_version_may_be_registered_beside_this_one(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+) -> None:
+    """An update from the two sockets of a former version: both run, the newer is called, the former's sockets stay."""
+    server.add(claim("c", "uid-1", ("r", "d0")))
+    former, pod = BareDriver(root, D), FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
+    (old,) = await aside(kubelet.wait_registered, D)
+    assert old.endpoint != old.socket
+    async with Running(driver, root):
+        both = await aside(kubelet.wait_registered, D, 2)
+        assert both[1].endpoint == both[1].socket
+        assert await aside(kubelet.prepare_pod, pod)
+        assert not former.prepared
+        assert os.path.exists(old.endpoint)
+        assert os.path.exists(old.socket)
+        await aside(former.stop)
+        await aside(kubelet.wait_for, lambda: kubelet.plugins(D) == [both[1]])
+        await aside(kubelet.unprepare_pod, pod)
+        assert not driver.records.ledger.snapshot.claims
 
 
 async def test_drivers_of_an_agent_share_a_directory(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """Each is registered by an endpoint of its own in it, and one that goes leaves the other's socket."""
+    """Each is registered by a socket of its own in it, and one that goes leaves the other's socket."""
     records, inventory = driver.records, driver.devices.resources[0].inventory
     other = Driver(
         "other.example.com",
@@ -296,7 +346,7 @@ async def test_drivers_of_an_agent_share_a_directory(
     async with Running(driver, root):
         async with Running(other, root):
             both = [(await aside(kubelet.wait_registered, one.name))[0].endpoint for one in (driver, other)]
-            assert {os.path.dirname(endpoint) for endpoint in both} == {str(root / "plugins" / AGENT)}
+            assert {os.path.dirname(endpoint) for endpoint in both} == {str(root / "plugins_registry")}
         await aside(kubelet.wait_for, lambda: kubelet.plugins(other.name) == [])
         assert [os.path.exists(endpoint) for endpoint in both] == [True, False]
         (left,) = await aside(kubelet.wait_registered, D)
@@ -354,7 +404,7 @@ async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: D
 async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """New sockets come after a wait for each refusal, which grows until it is taken."""
+    """A new socket comes after a wait for each refusal, which grows until it is taken."""
     kubelet.refuse = "never"
     running = Running(driver, root)
     waits = running.registrar.backoff = Waits(0.2)
@@ -499,11 +549,11 @@ async def test_a_pod_gets_the_drivers_words(
 def test_paths_fit_and_stay_apart(length: int) -> None:
     """107 bytes; a shortened name keeps a hash of the whole."""
     directory = Path("/var/lib/kubelet/plugins_registry")
-    paths = {socket_path(directory, letter * length, "-12345678-reg.sock") for letter in "ab"}
+    paths = {socket_path(directory, letter * length, "-0123456789ab-reg.sock") for letter in "ab"}
     assert len(paths) == 2
     assert all(len(str(path)) <= 107 for path in paths)
     with pytest.raises(ValueError):
-        socket_path(Path("/" + "x" * 90), "a" * length, "-12345678-reg.sock")
+        socket_path(Path("/" + "x" * 90), "a" * length, "-0123456789ab-reg.sock")
 
 
 @pytest.mark.parametrize("ends", ["holder", "kubelet", "agent"])

@@ -74,16 +74,16 @@ async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: Fa
 async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Log and readiness name the directories and what mounts them; the other driver's devices are served on."""
+    """Log and readiness name the directory and what mounts it; the other driver's devices are served on."""
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2 and not unready(agent))
         with unserved(E):
             await agent.reconfigure({B: Listed(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
-            await until(lambda: str(agent.node.directory) in unready(agent))
+            await until(lambda: str(agent.node.directories.registry) in unready(agent))
         for text in (unready(agent), caplog.text):
             words = "No space left.*manifests that `dra-bridge manifests` prints for this conf"
-            assert re.search(rf"cannot serve in .*{agent.node.directory}.*{words}", text)
+            assert re.search(rf"cannot serve in {agent.node.directories.registry}: .*{words}", text)
         assert agent.drivers[D].registrar.statistics.registered
         assert len(healthy(node, A)) == 2
 
