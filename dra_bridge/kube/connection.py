@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,20 +20,11 @@ from dra_bridge.kube import api, auth, forms, liveness
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.forms import Form
-from dra_bridge.kube.http import (
-    HTTP_ERRORS,
-    MAX_BODY,
-    HttpClient,
-    OversizedBodyError,
-    Response,
-    StreamedResponse,
-    proxy_of,
-)
+from dra_bridge.kube.http import HTTP_ERRORS, MAX_BODY, HttpClient, OversizedBodyError, Response, proxy_of
 from dra_bridge.kube.kubeconfig import KubeConfigError
 
 logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
-_R = TypeVar("_R", Response, StreamedResponse)
 
 USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
@@ -136,15 +127,10 @@ class Connection:
         method, path, parameters, body = request.method, request.path, request.parameters, request.body
         content = b"" if body is None else msgspec.json.encode(body)
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        more = {"Accept": form.accept, **({"Content-Type": content_type} if content else {})}
+        headers = {"Accept": form.accept, **({"Content-Type": content_type} if content else {})}
         target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
-
-        async def once(server: HttpClient, headers: dict[str, str]) -> Response:
-            self.statistics.requests[method] += 1
-            return await server.request(method, target, headers | more, content, most)
-
         with self._failures(method, path):
-            response = await self._authorized(once)
+            response = await self._authorized(HttpClient.request, method, target, headers, content, most)
             if response.status >= 300:
                 raise self._refused(response, request.kind, request.name)
         self._answered()
@@ -161,15 +147,14 @@ class Connection:
 
         If a line cannot be read or decoded, ApiError is raised inside the context manager.
         """
-        self.statistics.requests["GET"] += 1
         self.statistics.watches += 1
         async with AsyncExitStack() as stack:
 
-            async def request(server: HttpClient, headers: dict[str, str]) -> StreamedResponse:
-                return await stack.enter_async_context(server.stream("GET", path, headers))
+            async def opened(server: HttpClient, *request: Any) -> Response:
+                return await stack.enter_async_context(server.stream(*request))
 
             with self._failures("GET", path.partition("?")[0]):
-                response = await self._authorized(request)
+                response = await self._authorized(opened, "GET", path, {"Accept": forms.JSON.accept})
                 if response.status != 200:
                     raise self._refused(response)
                 self._answered()
@@ -181,8 +166,9 @@ class Connection:
         A failure here does not count as a failure of the API server or as a refusal of the credentials.
         """
         try:
-            server, headers = await self._connected()
+            server, credentials = await self._connected()
             self.statistics.requests["GET"] += 1
+            headers = {"Accept": forms.JSON.accept, **credentials}
             async with asyncio.timeout(timeout), server.stream("GET", path, headers) as response:
                 if response.status == 200:
                     answer = bytearray()
@@ -196,19 +182,27 @@ class Connection:
             raise UnavailableError(late if isinstance(error, TimeoutError) else str(error) or "no answer") from error
         raise api.error_of(response.status, bytes(response.body))
 
-    async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[_R]]) -> _R:
-        """Make a request. If the server refuses the credentials (401), repeat the request with new credentials."""
-        server, headers = await self._connected()
-        async with asyncio.timeout(self._deadline):
-            response = await request(server, headers)
-        if response.status == 401:
-            server, renewed = await self._connected(refused=True)
-            if renewed != headers:
-                async with asyncio.timeout(self._deadline):
-                    response = await request(server, renewed)
+    async def _authorized(
+        self, send: Callable[..., Awaitable[Response]], method: str, target: str, headers: Mapping[str, str], *more: Any
+    ) -> Response:
+        """Send a request with the credentials. If the server refuses them (401), send it again with new credentials.
+
+        send: a function like `HttpClient.request`. more: its further arguments.
+        """
+        sent: Mapping[str, str] | None = None
+        for refused in (False, True):
+            server, credentials = await self._connected(refused=refused)
+            if credentials == sent:
+                break
+            sent = credentials
+            self.statistics.requests[method] += 1
+            async with asyncio.timeout(self._deadline):
+                response = await send(server, method, target, {**headers, **credentials}, *more)
+            if response.status != 401:
+                break
         return response
 
-    def _refused(self, response: Response | StreamedResponse, kind: Kind | None = None, name: str = "") -> ApiError:
+    def _refused(self, response: Response, kind: Kind | None = None, name: str = "") -> ApiError:
         retry_after = response.headers.get("retry-after", "")
         body = forms.refusal_of(response.body) or bytes(response.body)
         error = api.error_of(response.status, body, retry_after, kind=kind, name=name)
@@ -297,7 +291,7 @@ class Connection:
         self._made_at, self._renew = time.monotonic(), False
 
     async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
-        """Return the HTTP client and the headers with the credentials.
+        """Return the HTTP client, and the headers that tell the server who asks.
 
         refused: whether the server refused the last credentials. A request's deadline does not apply here, because a
         credential plugin may ask a user to log in.
@@ -310,7 +304,7 @@ class Connection:
                 await self.connect()
         assert self._reached is not None
         access, server = self._reached
-        headers = {"User-Agent": USER_AGENT, "Accept": forms.JSON.accept}
+        headers = {"User-Agent": USER_AGENT}
         if authorization := await access.authorize(refused):
             headers["Authorization"] = authorization
             if authorization != self._authorization:

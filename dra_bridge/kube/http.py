@@ -56,17 +56,10 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Response(NamedTuple):
-    """An HTTP response with its whole body."""
+    """An HTTP response.
 
-    status: int
-    headers: Mapping[str, str]
-    body: bytes | bytearray
-
-
-class StreamedResponse(NamedTuple):
-    """An HTTP response. If its status is 200, the caller can read the body line by line, and need not read all lines.
-
-    body: the whole body if the status is not 200. lines: raises OversizedBodyError if a line is too long.
+    body: the whole body; empty for a streamed response with the status 200. lines: the lines of the body of such a
+    response, of which the caller need not read all; raises OversizedBodyError if a line is too long.
     """
 
     status: int
@@ -147,25 +140,28 @@ class HttpClient:
     ) -> Response:
         """Send a request, and read the whole response. target: path and query.
 
-        most: maximum bytes; None for `MAX_BODY`. Raises OversizedBodyError if the response is larger.
+        most: maximum bytes of the response; None for `MAX_BODY`. Raises OversizedBodyError if the response is larger.
         """
-        async with self._turns, self._exchange(method, target, headers, content) as response:
-            return Response(response.status, response.headers, await self._body(response, most))
+        async with self._turns, self._exchange(method, target, headers, content, most) as response:
+            return response
 
-    @contextlib.asynccontextmanager
-    async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[StreamedResponse]:
-        """Send a request, and yield the response.
-
-        Inside this context manager, the body of a 200 can be read line by line.
-        """
-        async with self._exchange(method, target, headers, b"") as response:
-            body = b"" if response.status == 200 else await self._body(response)
-            yield StreamedResponse(response.status, response.headers, body, self._lines(response))
+    def stream(
+        self, method: str, target: str, headers: Mapping[str, str]
+    ) -> contextlib.AbstractAsyncContextManager[Response]:
+        """Send a request in a context manager, in which the body of a 200 can be read line by line."""
+        return self._exchange(method, target, headers, streamed=True)
 
     @contextlib.asynccontextmanager
     async def _exchange(
-        self, method: str, target: str, headers: Mapping[str, str], content: bytes
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        content: bytes = b"",
+        most: int | None = None,
+        *,
+        streamed: bool = False,
+    ) -> AsyncIterator[Response]:
         self._requests += 1
         try:
             url = yarl.URL(f"{self._base}{target}", encoded=True)
@@ -173,7 +169,14 @@ class HttpClient:
             request = session.request(method, url, headers=headers, data=content or None, **self._options)
             async with request as response:
                 try:
-                    yield response
+                    body = bytearray()  # Not copied to bytes, because a copy would double the memory.
+                    most = MAX_BODY if most is None else most
+                    if not streamed or response.status != 200:
+                        async for piece in response.content.iter_any():
+                            body += piece
+                            if len(body) > most:
+                                raise OversizedBodyError(f"the answer is larger than {most} bytes")
+                    yield Response(response.status, response.headers, body, self._lines(response))
                 finally:
                     # If the caller has not read all lines, the connection is aborted: an orderly end of TLS would wait
                     # for the server in vain.
@@ -199,16 +202,6 @@ class HttpClient:
             headers={"Accept-Encoding": "identity"},
         )
         return self._session
-
-    @staticmethod
-    async def _body(response: aiohttp.ClientResponse, most: int | None = None) -> bytes | bytearray:
-        most = MAX_BODY if most is None else most
-        body = bytearray()  # The bytearray itself is returned, because a copy as bytes would double the memory.
-        async for piece in response.content.iter_any():
-            body += piece
-            if len(body) > most:
-                raise OversizedBodyError(f"the answer is larger than {most} bytes")
-        return body
 
     @staticmethod
     async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
