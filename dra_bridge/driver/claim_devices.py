@@ -49,13 +49,21 @@ class ServedResource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestDevices:
-    """The devices that one request of a claim gets from one source. request: the name without the subrequest."""
+    """The devices that one request of a claim gets from one source.
+
+    request: the name without the subrequest. members: each device with its result in the allocation; a device of which
+    the claim has several shares has several results. records: the records of the members that the register is asked to
+    grant. config: the request's parameters. by_others: whether the setup of the devices calls hooks of the source, or a
+    vendor's plugin.
+    """
 
     request: str
     served: ServedResource
     members: tuple[tuple[Device, Result], ...]
     config: Any
     admin: bool
+    records: tuple[ClaimDevice, ...]
+    by_others: bool
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -64,13 +72,6 @@ class RequestDevices:
         for device, _ in self.members:
             devices[device.id] = device
         return tuple(in_order(devices.values()))
-
-    @property
-    def parameters(self) -> str:
-        """The parameters for the source's hook `prepare`, as JSON; "" if there are none or the hook is not called."""
-        if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
-            return ""
-        return msgspec.json.encode(self.config, order="sorted").decode()
 
 
 _Names = dict[str, tuple[ServedResource, Device]]
@@ -109,49 +110,6 @@ class ServedDevices:
             self._named = resources, dict(qualifiers), now, names
         return names
 
-    def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
-        """Return the devices that each request gets from each source, with the request's decoded parameters.
-
-        Raises ClaimError if a device is unknown, unplugged or unhealthy, if the parameters are wrong, or if a request
-        for administrative access has a device of a vendor's plugin.
-        """
-        by_request: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
-        by_name = self.by_name
-        for result in allocation.results:
-            if result.device not in by_name:
-                what = f"driver {self.driver} has no device {result.device!r} here"
-                raise ClaimError(Reason.MISSING, f"request {result.request!r}: {what}")
-            served, device = by_name[result.device]
-            admin = bool(result.admin_access)
-            if not admin:
-                self._check_usable(served, device, result)
-            elif isinstance(served.source, AdoptedSource):
-                what = "administrative access is not possible: the vendor's plugin would allocate what others hold"
-                raise ClaimError(Reason.ADMIN, f"request {result.request!r}: {served.source.resource}: {what}")
-            by_request.setdefault((result.request, served.source.resource, admin), []).append((device, result))
-        groups: list[RequestDevices] = []
-        for (request, _, admin), members in by_request.items():
-            served = by_name[members[0][1].device][0]
-            config = decoded_config(served.source.config_type, allocation.config, request)
-            groups.append(RequestDevices(request.partition("/")[0], served, tuple(members), config, admin))
-        return groups
-
-    def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:
-        what = f"request {result.request!r}: device {result.device!r}"
-        if not device.health.usable:
-            accepted = {None, "", f"{self.driver}/unhealthy"}
-            tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
-            if device.message == GONE or not tolerated:
-                raise ClaimError(Reason.UNHEALTHY, f"{what} is unhealthy: {device.message or 'no reason was given'}")
-        if self.host.bypassed(served.source.resource):
-            why = "another plugin of its resource has registered with the kubelet instead of this agent"
-            raise ClaimError(Reason.PLUGIN, f"{what}: {why}; pods with limits may be getting the device now")
-        if not self.host.ready(served.source.resource, device.id):
-            key = served.source.resource, device.id
-            awaited = Awaited((key,), lambda: Outlook.FREE if self.host.ready(*key) else Outlook.UNKNOWN)
-            text = f"{what}: its holder is not known yet: the agent has just started"
-            raise ClaimError(Reason.STARTING, text, awaited)
-
 
 Made = Sequence[tuple[RequestDevices, ContainerEdits]]
 """A list of pairs: the devices that one request gets from one source, and the container edits for these devices."""
@@ -179,23 +137,54 @@ class ClaimDevices:
     host: DriverHost
     ending: set[str] = field(default_factory=set)
 
-    def granted(self, groups: Sequence[RequestDevices], allocation: ClaimAllocation, boot: str) -> list[ClaimDevice]:
-        """Return the records of the claim's devices that the register is asked to grant. boot: the node's boot."""
-        devices: list[ClaimDevice] = []
-        for group in groups:
-            for device, result in group.members:
-                times = self.register.times(group.served.source.resource, device) if result.share_id else None
-                devices.append(granted_device(group, device, result, boot, times, limits=allocation.limits))
-        return devices
+    def requested(self, allocation: ClaimAllocation, boot: str) -> list[RequestDevices]:
+        """Return the devices that each request of a claim gets from each source. boot: the node's boot.
 
-    @staticmethod
-    def changed_by(groups: Sequence[RequestDevices]) -> bool:
-        """Return whether the setup of these devices calls hooks of sources, or vendors' plugins."""
-        for group in groups:
-            source = group.served.source
-            if isinstance(source, AdoptedSource) or not _SETUP.isdisjoint(source.hooks):
-                return True
-        return False
+        Raises ClaimError if a device is unknown, unplugged or unhealthy, if the parameters are wrong, or if a request
+        for administrative access has a device of a vendor's plugin.
+        """
+        by_request: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
+        by_name, limits = self.served.by_name, allocation.limits
+        for result in allocation.results:
+            if result.device not in by_name:
+                what = f"driver {self.served.driver} has no device {result.device!r} here"
+                raise ClaimError(Reason.MISSING, f"request {result.request!r}: {what}")
+            served, device = by_name[result.device]
+            admin = bool(result.admin_access)
+            if not admin:
+                self._check_usable(served, device, result)
+            elif isinstance(served.source, AdoptedSource):
+                what = "administrative access is not possible: the vendor's plugin would allocate what others hold"
+                raise ClaimError(Reason.ADMIN, f"request {result.request!r}: {served.source.resource}: {what}")
+            by_request.setdefault((result.request, served.source.resource, admin), []).append((device, result))
+        requested: list[RequestDevices] = []
+        for (request, resource, admin), members in by_request.items():
+            served = by_name[members[0][1].device][0]
+            source, records = served.source, list[ClaimDevice]()
+            config = decoded_config(source.config_type, allocation.config, request)
+            parameters = "" if config is None or admin else compared_parameters(source, config)
+            for device, result in members:
+                times = self.register.times(resource, device) if result.share_id else None
+                records.append(granted_device(served, device, result, boot, parameters, times, limits=limits))
+            by_others = isinstance(source, AdoptedSource) or not _SETUP.isdisjoint(source.hooks)
+            name = request.partition("/")[0]
+            requested.append(RequestDevices(name, served, tuple(members), config, admin, tuple(records), by_others))
+        return requested
+
+    def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:
+        what, key = f"request {result.request!r}: device {result.device!r}", (served.source.resource, device.id)
+        if not device.health.usable:
+            accepted = {None, "", f"{self.served.driver}/unhealthy"}
+            tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
+            if device.message == GONE or not tolerated:
+                raise ClaimError(Reason.UNHEALTHY, f"{what} is unhealthy: {device.message or 'no reason was given'}")
+        if self.host.bypassed(served.source.resource):
+            why = "another plugin of its resource has registered with the kubelet instead of this agent"
+            raise ClaimError(Reason.PLUGIN, f"{what}: {why}; pods with limits may be getting the device now")
+        if not self.host.ready(*key):
+            awaited = Awaited((key,), lambda: Outlook.FREE if self.host.ready(*key) else Outlook.UNKNOWN)
+            text = f"{what}: its holder is not known yet: the agent has just started"
+            raise ClaimError(Reason.STARTING, text, awaited)
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a reserved claim with its Prepare response, if each device is still the reserved hardware.
@@ -366,15 +355,30 @@ class ClaimDevices:
                 self.register.releases.look(resource, all_known=False)
 
 
+def compared_parameters(source: DeviceSource, config: Any) -> str:
+    """Return a request's parameters as JSON, which are compared among the claims that share a device.
+
+    Returns "" if the source has no hook `prepare`, for which alone the parameters of several claims matter.
+    """
+    return msgspec.json.encode(config, order="sorted").decode() if "prepare" in source.hooks else ""
+
+
 def granted_device(
-    asked: RequestDevices, device: Device, result: Result, boot: str, times: int | None = None, *, limits: bool = False
+    served: ServedResource,
+    device: Device,
+    result: Result,
+    boot: str,
+    parameters: str = "",
+    times: int | None = None,
+    *,
+    limits: bool = False,
 ) -> ClaimDevice:
     """Return the record of a claim's device that the register is asked to grant, made from the present inventory.
 
-    asked: the request that gets the device. boot: the node's boot. times: how many claims may share the published
-    device; None: as many as its inventory states. limits: whether the claim stands for a pod's `limits`.
+    boot: the node's boot. parameters: see `compared_parameters`. times: how many claims may share the published device;
+    None: as many as its inventory states. limits: whether the claim stands for a pod's `limits`.
     """
-    now, admin = asked.served.inventory.snapshot, asked.admin
+    now, admin = served.inventory.snapshot, bool(result.admin_access)
     tokens = now.identities.get(device.id, frozenset())
     part = "0" if admin else "1"
     if result.share_id and not admin:
@@ -386,7 +390,7 @@ def granted_device(
         admin,
         identified(tokens, boot),
         Amount(part, () if admin else takes_of(device)),
-        asked.parameters,
+        parameters,
         limits,
     )
 

@@ -49,7 +49,7 @@ from deviceplugin.device import counted
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, LedgerError, Outlook
+from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Outlook
 from deviceplugin.tasks import Tasks, ended
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_devices import ClaimDevices, RequestDevices
@@ -178,17 +178,19 @@ class ClaimPreparation:
             await self.files.write(recorded, former)
             self.statistics.prepared_again += 1
             return former
-        groups = self.devices.served.groups(allocation)
-        devices = tuple(self.devices.granted(groups, allocation, self.files.boot))
+        groups, devices, by_others = self.devices.requested(allocation, self.files.boot), list[ClaimDevice](), False
+        for group in groups:
+            devices += group.records
+            by_others |= group.by_others
         names = ref.uid, ref.namespace, ref.name
-        record = Claim(self.records.driver, *names, devices, None, time.time(), pods=allocation.pods)
+        record = Claim(self.records.driver, *names, tuple(devices), None, time.time(), pods=allocation.pods)
         if recorded is not None:
             anew = recorded.held != record.held if former is None else former.named != allocation.named
             await self._leave(ref, recorded, former, anew=anew)
             recorded = self.records.get(ref.uid)
         if recorded is None:
             self.begun[ref.uid] = time.monotonic()
-        set_up = self._set_up_by_others if self.devices.changed_by(groups) else self._set_up
+        set_up = self._set_up_by_others if by_others else self._set_up
         prepared = await set_up(ref, record, groups, allocation.pod_claim)
         self.host.claims_changed()
         if self.events.report:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +14,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.claim_devices import RequestDevices, ServedResource, granted_device
+from dra_bridge.driver.claim_devices import ServedResource, compared_parameters, granted_device
 from dra_bridge.driver.claim_files import filed
 from dra_bridge.driver.claims import Result
 from tests.identities import seen_as
@@ -36,12 +35,11 @@ class Shared(DeviceSource):
 
 
 def granted(device: Device, *, admin: bool = False, parameters: str = "", **result: Any) -> ClaimDevice:
-    made = msgspec.convert({"request": "r", "driver": D, "pool": "n", "device": "published", **result}, Result)
+    fields = {"request": "r", "driver": D, "pool": "n", "device": "published", "adminAccess": admin, **result}
     inventory = Inventory(R)
     inventory.publish([device], {device.id: frozenset({"uuid:1", "char:240:0"})}, shares(Shared(), [device]))
     served = ServedResource(Shared(), inventory)
-    asked = SimpleNamespace(served=served, admin=admin, parameters=parameters)
-    return granted_device(cast("RequestDevices", asked), device, made, "b")
+    return granted_device(served, device, msgspec.convert(fields, Result), "b", parameters)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +82,15 @@ def test_a_partition_takes_counters() -> None:
 
 
 def test_parameters_are_compared_as_text() -> None:
-    """The same ones have the same text, whatever the order of their fields; only those that set something up count."""
+    """The same ones have the same text, whatever the order of their fields; only those of a hook `prepare` count."""
 
     class Tuned(Shared):
         def prepare(self, devices: Sequence[Device], config: Any) -> None: ...
 
-    def text(source: DeviceSource, config: object, *, admin: bool = False) -> str:
-        return RequestDevices("r", ServedResource(source, Inventory(R)), (), config, admin).parameters
-
+    text = compared_parameters
     assert text(Tuned(), {"b": 1, "a": 2}) == text(Tuned(), {"a": 2, "b": 1}) == '{"a":2,"b":1}'
     assert text(Tuned(), msgspec.defstruct("Config", [("b", int), ("a", int)])(b=1, a=2)) == '{"a":2,"b":1}'
-    assert {text(Tuned(), None), text(Tuned(), {"a": 2}, admin=True), text(Shared(), {"a": 2})} == {""}
+    assert not text(Shared(), {"a": 2})
 
 
 def test_a_file_says_all_that_a_record_does() -> None:
