@@ -73,6 +73,13 @@ class RequestDevices:
             devices[device.id] = device
         return tuple(in_order(devices.values()))
 
+    def edits(self, extra: ContainerEdits | None = None) -> ContainerEdits:
+        """Return the edits of the devices, merged with the edits of hooks. Raises ClaimError if they contradict."""
+        try:
+            return ContainerEdits.merge(map(attrgetter("container_edits"), self.devices), winner=extra)
+        except EditConflictError as error:
+            raise ClaimError(Reason.CONFLICT, f"request {self.request!r}: the devices' edits: {error}") from error
+
 
 _Names = dict[str, tuple[ServedResource, Device]]
 """Devices by their published names."""
@@ -248,8 +255,8 @@ class ClaimDevices:
         self.events.refused(ref, kind, message)
         return ClaimError(Reason.REFUSED, message, awaited)
 
-    async def edits(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Set up a claim's devices, and return the edits for the containers that use these devices.
+    async def set_up(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
+        """Set up a claim's devices by hooks and vendors' plugins, and return the edits for the claim's containers.
 
         The AllocateResponses of vendors' plugins must not contradict each other, because the driver does not know which
         container gets which response.
@@ -263,7 +270,7 @@ class ClaimDevices:
             if isinstance(group.served.source, AdoptedSource):
                 adopted.append(group)
             else:
-                made.append((group, await self._edits(uid, group)))
+                made.append((group, group.edits(await self._call_hooks(uid, group))))
         return [*made, *await self._answers(uid, adopted)] if adopted else made
 
     async def _answers(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
@@ -296,8 +303,8 @@ class ClaimDevices:
         except AnswerError as error:
             raise ClaimError(Reason.PLUGIN, f"request {group.request!r}: {source.resource}: {error}") from error
 
-    async def _edits(self, uid: str, group: RequestDevices) -> ContainerEdits:
-        """Set up the devices of one request. Return the edits of the devices, merged with the edits of the hooks.
+    async def _call_hooks(self, uid: str, group: RequestDevices) -> ContainerEdits | None:
+        """Call the hooks that set up the devices of one request. Return the hooks' edits, None if there are none.
 
         For a claim with administrative access, only the hook `edits` is called, because other claims may use the
         devices.
@@ -315,10 +322,7 @@ class ClaimDevices:
             if made is not None:
                 before = (extra,) if extra is not None else ()
                 extra = ContainerEdits.merge(before, winner=_edits_of(source, "prepare", made))
-        try:
-            return ContainerEdits.merge(map(attrgetter("container_edits"), devices), winner=extra)
-        except EditConflictError as error:
-            raise ClaimError(Reason.CONFLICT, f"request {group.request!r}: the devices' edits: {error}") from error
+        return extra
 
     def forget(self, uid: str) -> None:
         """Drop AllocateResponses of vendors' plugins that arrive for this claim after it has ended."""

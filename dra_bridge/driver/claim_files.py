@@ -343,10 +343,12 @@ class ClaimFiles:
         written as CDI, LookTimeoutError if the read of a device node hangs.
         """
         uid, metadata = ref.uid, dict[str, str]()
-        requests: dict[str, list[tuple[RequestDevices, ContainerEdits]]] = {}
+        requests: dict[str, tuple[list[RequestDevices], list[ContainerEdits]]] = {}
         wanted: dict[Looks, dict[DeviceNode, None]] = {}
         for group, edits in made:
-            requests.setdefault(group.request, []).append((group, edits))
+            of_request, parts = requests.setdefault(group.request, ([], []))
+            of_request.append(group)
+            parts.append(edits)
             for node in edits.device_nodes:
                 wanted.setdefault(group.served.inventory.looks, {})[node] = None
         nodes: dict[DeviceNode, Sequence[dict[str, Any]]] = {}
@@ -354,25 +356,24 @@ class ClaimFiles:
             nodes |= await looks.at("prepare", described, of_resource, brief=True)
         listed: dict[str, ContainerEdits] = {}
         devices: list[PreparedDevice] = []
-        for request, parts in requests.items():
-            merged = parts[0][1]
+        for request, (of_request, parts) in requests.items():
+            merged = parts[0]
             if len(parts) > 1:
                 try:
-                    merged = ContainerEdits.merge([edits for _, edits in parts])
+                    merged = ContainerEdits.merge(parts)
                 except EditConflictError as error:
                     raise ClaimError(Reason.CONFLICT, f"request {request!r}: {error}") from error
-            if text := self._metadata.text(ref, [group for group, _ in parts], pod_claim):
+            if text := self._metadata.text(ref, of_request, pod_claim):
                 metadata[request] = text
                 merged = ContainerEdits.merge([merged], winner=self._metadata.mount(ref, request, pod_claim))
             ids = list(merged.cdi)
             if merged.env or merged.nodes or merged.mounts:
-                of_request = [group for group, _ in parts]
                 holding = [group for group in of_request if not group.admin]
                 name = "_".join((cdi.HOLDING if holding else cdi.ADMIN, uid, request))
                 names = [result.device for group in holding or of_request for _, result in group.members]
                 listed[name] = listed["_".join((name, *dict.fromkeys(names)))] = merged
                 ids.insert(0, cdi.qualified(self._driver, name))
-            for group, _ in parts:
+            for group in of_request:
                 for _, result in group.members:
                     share = result.share_id or ""
                     devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), share))

@@ -303,7 +303,8 @@ class ClaimPreparation:
 
         Its devices are recorded together with the Prepare response, then its files are written.
         """
-        prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
+        made = tuple(zip(groups, map(RequestDevices.edits, groups), strict=True))
+        prepared = await self.files.answer(ref, made, pod_claim)
         try:
             # The grant verifies that the device numbers in the CDI file are still those of the devices.
             await self.devices.grant(ref, _answered(record, prepared), operations.prepare)
@@ -326,7 +327,7 @@ class ClaimPreparation:
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.grant(ref, record, functools.partial(operations.reserve, durable=traces))
         try:
-            prepared = await self.files.answer(ref, await self.devices.edits(ref.uid, groups), pod_claim)
+            prepared = await self.files.answer(ref, await self.devices.set_up(ref.uid, groups), pod_claim)
             await self.files.write(record, prepared)
             # `confirm` verifies that the device numbers in the CDI file are still those of the devices.
             await self.devices.confirm(ref, _answered(record, prepared))

@@ -158,7 +158,7 @@ class Connection:
                 if response.status != 200:
                     raise self._refused(response)
                 self._answered()
-                yield response.lines
+                yield response.lines()
 
     async def fetch(self, path: str, timeout: float) -> bytes:
         """Return the body of a response that the API server forwards from a pod or node. Raises ApiError.
@@ -172,7 +172,7 @@ class Connection:
             async with asyncio.timeout(timeout), server.stream("GET", path, headers) as response:
                 if response.status == 200:
                     answer = bytearray()
-                    async for line in response.lines:
+                    async for line in response.lines():
                         answer += line
                         if len(answer) > MAX_BODY:
                             raise api.OversizedError(f"the answer is larger than {MAX_BODY} bytes")

@@ -56,16 +56,24 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Response(NamedTuple):
-    """An HTTP response.
-
-    body: the whole body; empty for a streamed response with the status 200. lines: the lines of the body of such a
-    response, of which the caller need not read all; raises OversizedBodyError if a line is too long.
-    """
+    """An HTTP response. body: the whole body; empty for a streamed response with the status 200."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes | bytearray
-    lines: AsyncIterator[bytes]
+    rest: aiohttp.StreamReader
+    """The part of the body that is not read yet."""
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield the lines of a streamed response's body, which the caller need not read to the end.
+
+        Raises OversizedBodyError if a line is too long.
+        """
+        try:
+            while line := await self.rest.readline(max_line_length=MAX_LINE):
+                yield line
+        except LineTooLong as error:
+            raise OversizedBodyError(f"a line is longer than {MAX_LINE} bytes") from error
 
 
 def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -176,7 +184,7 @@ class HttpClient:
                             body += piece
                             if len(body) > most:
                                 raise OversizedBodyError(f"the answer is larger than {most} bytes")
-                    yield Response(response.status, response.headers, body, self._lines(response))
+                    yield Response(response.status, response.headers, body, response.content)
                 finally:
                     # If the caller has not read all lines, the connection is aborted: an orderly end of TLS would wait
                     # for the server in vain.
@@ -202,14 +210,6 @@ class HttpClient:
             headers={"Accept-Encoding": "identity"},
         )
         return self._session
-
-    @staticmethod
-    async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        try:
-            while line := await response.content.readline(max_line_length=MAX_LINE):
-                yield line
-        except LineTooLong as error:
-            raise OversizedBodyError(f"a line is longer than {MAX_LINE} bytes") from error
 
 
 def proxy_of(url: str) -> str:

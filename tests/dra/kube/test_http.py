@@ -233,7 +233,7 @@ async def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         server.stream("GET", "/", {}) as response,
     ):
         with pytest.raises(HTTP_ERRORS, match="1000"):
-            await anext(response.lines)
+            await anext(response.lines())
 
 
 @pytest.mark.parametrize("part", [b"Content-Length: 5", b"Transfer-Encoding: chunked"])
@@ -278,9 +278,10 @@ async def test_a_stream() -> None:
     async with answering(head) as other, reaching(other.url) as server:
         async with server.stream("GET", "/", {}) as response:
             assert response.status == 200
-            assert await anext(response.lines) == b"one\n"
+            lines = response.lines()
+            assert await anext(lines) == b"one\n"
             other.writers[0].write(b"5\r\n\ntri\n\r\n")
-            assert [await anext(response.lines), await anext(response.lines)] == [b"two\n", b"tri\n"]
+            assert [await anext(lines), await anext(lines)] == [b"two\n", b"tri\n"]
         assert not await server.retire()  # no request is running
 
 
@@ -300,7 +301,7 @@ def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
     async def leave(url: str) -> None:
         server = HttpClient(url, trusting(certificate))
         async with server.stream("GET", "/", {}) as response:
-            assert await anext(response.lines) == b"one\n"
+            assert await anext(response.lines()) == b"one\n"
         await server.aclose()
 
     with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings(record=True) as caught:
@@ -333,7 +334,7 @@ async def test_a_retired_server() -> None:
         async with server.stream("GET", "/", {}) as response:
             assert await server.retire()
             other.writers[0].write(b"4\r\none\n\r\n")
-            assert await anext(response.lines) == b"one\n"
+            assert await anext(response.lines()) == b"one\n"
         assert not await server.retire()
 
 
