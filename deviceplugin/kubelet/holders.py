@@ -9,6 +9,7 @@ allocation is "unknown"; an unknown allocation counts as held. PodResources `Lis
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,7 +63,7 @@ class HolderEvidence:
     ended: frozenset[Allocation] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HolderSnapshot:
     """The allocations that counted as held at one moment.
 
@@ -80,13 +81,16 @@ class HolderSnapshot:
     problem: str = ""
     shown: PodsShown = SHOWN
 
-    def of(self, resource: str) -> dict[str, dict[Allocation, HoldReason]]:
-        """Return the allocations of one resource by device id."""
-        by_id: dict[str, dict[Allocation, HoldReason]] = {}
+    @functools.cached_property
+    def _by_resource(self) -> Mapping[str, Mapping[str, Mapping[Allocation, HoldReason]]]:
+        held: dict[str, dict[str, dict[Allocation, HoldReason]]] = {}
         for allocation, holding in self.held.items():
-            if allocation.resource == resource:
-                by_id.setdefault(allocation.device_id, {})[allocation] = holding
-        return by_id
+            held.setdefault(allocation.resource, {}).setdefault(allocation.device_id, {})[allocation] = holding
+        return held
+
+    def of(self, resource: str) -> Mapping[str, Mapping[Allocation, HoldReason]]:
+        """Return the allocations of one resource by device id."""
+        return self._by_resource.get(resource, {})
 
     def unnamed(self, resource: str) -> frozenset[str]:
         """Return the held ids that the kubelet may allocate again: no checkpoint names a holder with running processes.
@@ -95,9 +99,14 @@ class HolderSnapshot:
         reported as unhealthy until that is proved, new pods would fail. Before the next grant of the id, the agent
         reads the holder's processes again.
         """
-        mine = [holding for holding in self.held.items() if holding[0].resource == resource]
-        named = {allocation.device_id for allocation, holding in mine if holding.named}
-        return frozenset(allocation.device_id for allocation, holding in mine if holding.certain) - named
+        unnamed: set[str] = set()
+        for device_id, holding in self.of(resource).items():
+            certain, named = False, False
+            for reason in holding.values():
+                certain, named = certain or reason.certain, named or reason.named
+            if certain and not named:
+                unnamed.add(device_id)
+        return frozenset(unnamed)
 
 
 def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:

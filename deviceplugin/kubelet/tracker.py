@@ -94,9 +94,7 @@ class HolderTracker:
         self.other_looks: Final = Looks("files of other agents and drivers", threads=1)
         """Runs all reads of other agents' copies and of claim files. It has one thread, because each read takes what it
         found since the read before."""
-        self._checkpoint = CheckpointReader(
-            paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
-        )
+        self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
         self.in_flight = AllocationsInFlight()
@@ -409,13 +407,13 @@ class HolderTracker:
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
         """Return, for each id that counts as held although the kubelet may allocate it again, the reason."""
-        unnamed = self.snapshot.unnamed(resource)
-        refused = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
-        return refused | {
-            allocation.device_id: f"{holding.reason} (pod {self.title(allocation.pod_uid)})"
-            for allocation, holding in self.snapshot.held.items()
-            if allocation.resource == resource and allocation.device_id in unnamed and holding.certain
-        }
+        snapshot = self.snapshot
+        reasons = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
+        for device_id in snapshot.unnamed(resource):
+            for allocation, holding in snapshot.of(resource)[device_id].items():
+                if holding.certain:
+                    reasons[device_id] = f"{holding.reason} (pod {self.title(allocation.pod_uid)})"
+        return reasons
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         """Read the evidence now; return None if an Allocate ran meanwhile: its grant may be newer than the evidence.

@@ -131,38 +131,32 @@ class HolderScanner:
 
         Returns the holders by resource. sequence: the register's sequence before the scan.
         """
-        found: dict[str, KubeletSnapshot] = {}
-        records = self.register.snapshot.allocations
-        resources = {allocation.resource for allocation in records.values()} | self.services.keys()
-        self.tracker.observed &= resources
+        tracker, services, records = self.tracker, self.services, self.register.snapshot.allocations
+        resources = {allocation.resource for allocation in records.values()} | services.keys()
+        tracker.observed &= resources
+        seen: dict[str, KubeletSnapshot] = {}
         for resource in sorted(resources):
-            service = self.services.get(resource)
 
             def unserved(name: str, of: str = resource) -> str:
                 allocation = records.get((of, name))
                 return allocation.device if allocation is not None else name
 
-            device_of = service.device_of if service is not None else unserved
-            tracker = self.tracker
-            seen = kubelet_snapshot(sequence, now, resource, device_of, tracker.granted, tracker.title)
-            found[resource] = seen
-            try:
-                done = await self.register.observe(resource, seen)
-            except LedgerError as error:
-                _LOG.warning("the ledger cannot be written: %s", error, extra={"resource": resource})
-                continue
-            self.tracker.observed |= {resource}
-            for name in done.found:
-                pod = seen.held[name].pod
-                text = "pod %s holds %s, which the register did not know"
-                _LOG.info(text, pod, name, extra={"resource": resource, "pod": pod})
-            for observer in self.observers:
-                observer.observed(resource, done)
+            device_of = services[resource].device_of if resource in services else unserved
+            seen[resource] = kubelet_snapshot(sequence, now, resource, device_of, tracker.granted, tracker.title)
         try:
+            observed = await self.register.observe(seen)
+            tracker.observed |= observed.keys()
+            for resource, done in observed.items():
+                for name in done.found:
+                    pod = seen[resource].held[name].pod
+                    text = "pod %s holds %s, which the register did not know"
+                    _LOG.info(text, pod, name, extra={"resource": resource, "pod": pod})
+                for observer in self.observers:
+                    observer.observed(resource, done)
             await self.register.adopt()
         except LedgerError as error:
             _LOG.warning("the ledger cannot be written: %s", error)
-        return found
+        return seen
 
     @property
     def _awaited(self) -> set[DeviceKey]:

@@ -165,8 +165,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
             changes.append(Change("allocations", key, None))
         elif after != record:
             stored = replace(after, absent_since=record.absent_since, pod=record.pod, ending=record.ending)
-            durable = stored != record
-            changes.append(_put_allocation(after, durable=durable))
+            changes.append(_put_allocation(after, durable=stored != record))
     added: list[str] = []
     quarantined: dict[str, None] = {}
     for device_id, observed in snapshot.held.items():
@@ -180,6 +179,16 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
             reason = f"{at.text}, but the kubelet says that pod {observed.pod} holds it"
             changes += _moved(state, resource, {observed.device: State.QUARANTINED}, now, reason)
     return Decision(Observed(tuple(released), tuple(added), tuple(quarantined)), tuple(changes))
+
+
+@_operation
+def observe_all(
+    state: RegisterSnapshot, seen: Mapping[str, rules.KubeletSnapshot], now: float
+) -> Decision[Mapping[str, Observed]]:
+    """Do `observe` for each resource of a scan. Resources have no records in common."""
+    decisions = {resource: observe(resource, snapshot, now)(state) for resource, snapshot in seen.items()}
+    changes = [change for decision in decisions.values() for change in decision.changes]
+    return Decision({resource: decision.answer for resource, decision in decisions.items()}, tuple(changes))
 
 
 @_operation

@@ -545,9 +545,9 @@ class Register:
             await self.store.do(identification.adopt(identities, self.boot))
         self._adopted = now
 
-    async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
-        """Compare a resource's allocations with the evidence `seen`. Raises the store's errors."""
-        return await self.store.do(operations.observe(resource, seen, time.time()))
+    async def observe(self, seen: Mapping[str, KubeletSnapshot]) -> Mapping[str, operations.Observed]:
+        """Compare the allocations of resources with the evidence `seen`, by resource. Raises the store's errors."""
+        return await self.store.do(operations.observe_all(seen, time.time()))
 
     async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
         """Record further holders of ids: (pod UID, container, resource, id). Raises the store's errors."""
@@ -573,7 +573,7 @@ class Register:
                     foreign[point] = entries
             elif point in hardware.related or self._of_another_driver(point, entries):
                 foreign[point] = entries
-        sides = {key: self.side(key) for key in hardware.related}
+        sides = {key: state.state(*key).side for key in hardware.related}
         noticed: object = hardware.related, foreign, sides, view.others
         if noticed != self._noticed:
             self._noticed = noticed

@@ -111,7 +111,8 @@ class RegisterInMemory(ListedResources):
             )
             for name in held
         }
-        await self.register.observe(resource, KubeletSnapshot(self.store.snapshot.sequence, self.now, True, by_id))
+        seen = KubeletSnapshot(self.store.snapshot.sequence, self.now, True, by_id)
+        await self.register.observe({resource: seen})
         self.register.notify()
 
     async def end(self, *names: str, resource: str = R) -> None:

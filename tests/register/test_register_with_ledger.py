@@ -133,14 +133,20 @@ async def test_a_resource_may_be_dropped_during_a_scan(path: str) -> None:
 
 
 async def test_a_scan_that_cannot_be_recorded_is_made_good_by_the_next(path: str) -> None:
-    """Of the resources of one scan each is recorded by itself."""
+    """All resources of one scan are recorded together."""
     fails: set[str] = set()
-    async with on_disk(path, listed(R, a="n1"), connect=lambda where: Flaky(where, fails)) as here:
+    served = listed(R, a="n1"), listed(S, b="n2")
+    async with on_disk(path, *served, connect=lambda where: Flaky(where, fails)) as here:
         await here.register.grant(R, {"a": "a"})
-        named = scanned(Allocation("u1", "main", R, "a"))
+        await here.register.grant(S, {"b": "b"})
+        named = scanned(Allocation("u1", "main", R, "a"), Allocation("u1", "main", S, "b"))
         fails.add("COMMIT")
         await here.scanner.observe(named, here.register.snapshot.sequence)
-        assert here.allocations["a"].pending
+        assert all(one.pending for one in here.allocations.values())
+        assert here.seen == []
         fails.clear()
+        before = here.ledger.snapshot.sequence
         await here.scanner.observe(named, here.register.snapshot.sequence)
-        assert not here.allocations["a"].pending
+        assert not any(one.pending for one in here.allocations.values())
+        assert here.ledger.snapshot.sequence == before + 1, "one change of the ledger for all resources"
+        assert here.seen == [(R, Observed()), (S, Observed())]
