@@ -78,7 +78,10 @@ class DriverSide(Protocol):
         """Return the endpoint of another resource of the driver; None if this process has no such resource."""
 
     def moved(self, resource: str) -> None:
-        """Send new device lists and slices, because moves of this resource have begun or ended."""
+        """Have new device lists and slices sent, because moves of this resource have begun or ended.
+
+        The lists are out of date until the event loop has run the tasks that are ready now.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Handover:
                     progress, moving = False, True
                 if progress:
                     backoff.reset()
+                    await asyncio.sleep(0)  # The next step needs the device lists of after these moves (`DriverSide`).
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pause(backoff) if moving else 60.0):

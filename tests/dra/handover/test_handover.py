@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
-from dra_bridge.handover.ends import shown_unhealthy
+from dra_bridge.handover.ends import MovesToPlugin, shown_unhealthy
 from dra_bridge.handover.moved import Allocated
 from dra_bridge.handover.planner import ALL, Movable, Moving, Plan, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
@@ -177,6 +179,36 @@ async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path:
     await flow.unprepare("1")
     outside.record("deallocated", "1")
     await flow.move(0)
+    await flow.end()
+
+
+async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks that a move has woken run before the next step."""
+    flow = await Flow.begin(tmp_path, Outside(), Source())
+    events: list[str] = []
+    followed = asyncio.Event()
+    moved, commit = flow.moved, MovesToPlugin.commit
+
+    def has_moved(resource: str) -> None:
+        moved(resource)
+        asyncio.get_running_loop().call_soon(events.append, "lists")
+
+    async def in_each_step(moves: MovesToPlugin, *args: Any) -> tuple[str, ...]:
+        if "commit" in events:
+            followed.set()
+        events.append("commit")
+        return await commit(moves, *args)
+
+    monkeypatch.setattr(flow, "moved", has_moved)
+    monkeypatch.setattr(MovesToPlugin, "commit", in_each_step)
+    flow.handover.ask(Share(1))
+    moving = asyncio.create_task(flow.handover.run())
+    async with asyncio.timeout(20):
+        await followed.wait()
+    moving.cancel()
+    assert events == ["commit", "lists", "lists", "commit"]
     await flow.end()
 
 
