@@ -120,6 +120,11 @@ class PodReader:
             self.shown = self.shown.hide(uids)
             return replace(look, shown=look.shown.hide(uids))
 
+    @property
+    def is_in_kubelets_root(self) -> bool:
+        """Whether `kubelet_root` is the kubelet's root by the last read and an earlier call of `answered`."""
+        return self._last.root in self.shown.roots
+
     def answered(self) -> None:
         """Record that `kubelet_root` is the kubelet's root, because the kubelet answers at a socket below it."""
         with self._looking:

@@ -320,7 +320,8 @@ class CheckpointReader:
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
-        with filewatch.shared().watch([str(self._directory)]) as watch:
+        gather = filewatch.Gather(UNHINTED, FILE_NAME)  # The kubelet first writes a file of another name.
+        with filewatch.shared().watch([str(self._directory)], gather=gather) as watch:
             while not shows_present(written):
                 if not self._lists.resend():
                     why = "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"

@@ -24,15 +24,10 @@ from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.kubelet.holders import EvidenceSource
-from deviceplugin.looks import Looks
 from deviceplugin.register import claim_files
 from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
-FRESH: Final = 0.005
-"""Seconds for which the claim files count as unchanged, because `uses` is called for each device, and a check of the
-files costs two system calls.
-"""
 ENDING: Final = 1.0
 """Seconds between two checks whether pods still run whose claims the kubelet's claim state does not name any more."""
 
@@ -101,8 +96,8 @@ class OrphanedClaims:
     """The claims of drivers that no agent serves now, from the agent's claim files and the kubelet's claim state.
 
     A claim with such a file holds the file's devices while the claim state names the claim, while the claim state
-    cannot be read, or while processes of the claim's pods may run. boot: the id of the node's boot. fresh: `FRESH`, or
-    another value in tests. looks: runs all reads of the files; has one thread.
+    cannot be read, or while processes of the claim's pods may run. The methods other than `refresh` return what the
+    last `refresh` has read. boot: the id of the node's boot.
     """
 
     kubelet_root: Path
@@ -110,9 +105,6 @@ class OrphanedClaims:
     cdi_directory: str
     pods: PodReader
     boot: str = field(default_factory=boot_id)
-    fresh: float = FRESH
-    looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1))
-    _looked_at: float = field(default=-math.inf, init=False)
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
     _read_for: frozenset[str] = field(default=frozenset(), init=False)
@@ -137,7 +129,7 @@ class OrphanedClaims:
 
         driver: the driver that the resource's configuration names.
         """
-        held = self._current()
+        held = self._held
         return held.unknown or held.lost or held.drivers.get(driver or "", "")
 
     def lost(self) -> str:
@@ -145,11 +137,11 @@ class OrphanedClaims:
 
         Such a claim is in the claim state, its file is lost or damaged, and no agent serves its driver.
         """
-        return self._current().lost
+        return self._held.lost
 
     def unknown(self) -> frozenset[EvidenceSource]:
         """Return the sources of evidence whose failure makes the devices of claims of other drivers unknown."""
-        return self._current().sources
+        return self._held.sources
 
     def uses(self) -> tuple[Use, ...]:
         """Return the uses of devices by claims of other drivers.
@@ -157,29 +149,19 @@ class OrphanedClaims:
         The returned object stays the same until a use changes. While the kubelet's claim state cannot be read, the
         claims that it last named count.
         """
-        return self._current().uses
+        return self._held.uses
 
-    def _current(self) -> _Held:
-        """Return the claims' device uses. Check the files unless the last check is less than `fresh` seconds old."""
-        now, served = time.monotonic(), frozenset(self.served)
-        ending = self._unnamed and now - self._made_at >= ENDING
-        due = now - self._looked_at >= self.fresh or served != self._read_for or ending
-        if due and (look := self.looks.brief("claims", self.refresh, served)) is not None:
-            look.result  # noqa: B018  # raises the exception
-        return self._held
-
-    def refresh(self, served: frozenset[str], again: bool = False) -> None:
-        """Read the changed files, in a thread of `looks`. again: whether to read even within `fresh` seconds.
+    def refresh(self, served: frozenset[str]) -> None:
+        """Read the changed files. Blocks. served: the drivers of this process, whose claims do not count.
 
         If the file system hangs, the known uses stay: no agent can write other claim files there meanwhile.
         """
         now = time.monotonic()
-        if again or now - self._looked_at >= self.fresh or served != self._read_for:
-            state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
-            if state is None or self._state != state:
-                self._read_state(state)
-            if directory is None or self._directory != directory or self._read_for != served:
-                self._read_files(directory, served)
+        state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
+        if state is None or self._state != state:
+            self._read_state(state)
+        if directory is None or self._directory != directory or self._read_for != served:
+            self._read_files(directory, served)
         # Claims with devices of drivers that this process does not have.
         foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
         made_from = foreign, self._problem, self._files, served
@@ -187,7 +169,6 @@ class OrphanedClaims:
             held = self._decide(self._counted(foreign, served), foreign, served)
             self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
             self._made_from, self._made_at = made_from, now
-        self._looked_at = now
 
     def _read_state(self, file: FileIdentity | None) -> None:
         self._state = file

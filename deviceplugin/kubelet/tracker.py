@@ -108,7 +108,7 @@ class HolderTracker:
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._lost = LostAllocations(self.pods, paths.container_log_dir)
         self.starts: Final = ContainerStarts(self.pods, paths.container_log_dir)
-        self._copies, self._scan_wanted = copies, scan_wanted
+        self._copies = copies
         self._copied: Mapping[Allocation, Wanted] = {}
         """For each held allocation in other agents' copies, the grant in the copy."""
         self._unscanned: frozenset[Allocation] = frozenset()
@@ -132,8 +132,10 @@ class HolderTracker:
         """For each source of evidence, how often it did not show whether a holder had ended."""
 
     async def start(self) -> None:
-        """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device."""
-        await self._read_copies()
+        """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device.
+
+        The copies must have been read.
+        """
         records = self._register.snapshot.allocations.values()
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
         seen = await self.looks.until_answered("evidence", self._read)
@@ -329,18 +331,8 @@ class HolderTracker:
         with contextlib.suppress(CheckpointError):
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
-    async def _read_copies(self) -> None:
-        """Read the changed copies of other agents. If the read hangs, the known grants stay."""
-        with contextlib.suppress(LookTimeoutError):
-            await self.other_looks.at("copies", self._copies.read, brief=True)
-        self._note_copies()
-
-    def take_copies(self) -> None:
-        """Use the copies of other agents that were read since the last call; request a scan if there are any."""
-        if self._note_copies():
-            self._scan_wanted.set()
-
-    def _note_copies(self) -> bool:
+    def note_copies(self) -> bool:
+        """Count the allocations in copies that were read since the last call; return whether there are any."""
         if copied := self._copies.changed():
             self._copied = {**self._copied, **copied}
             self._unscanned |= copied.keys()
@@ -424,7 +416,6 @@ class HolderTracker:
         """
         await self.in_flight.wait()
         at = time.monotonic()
-        await self._read_copies()
         unscanned = self._unscanned
         before = seen = await self.looks.at("evidence", self._read, timeout=LONG)
         report = await self._list() if self._wants_claim_uses else None
@@ -438,7 +429,7 @@ class HolderTracker:
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
-            look = await self.looks.at("evidence", self.pods.read, timeout=LONG)
+            look = seen.pods if asked else await self.looks.at("evidence", self.pods.read, timeout=LONG)
             listed = await self._listed(report, look.running or ())
             all_pods_listed = look.running == listed and (look.whole or bool(listed))
         if not self.in_flight.none_since(at):
@@ -483,7 +474,7 @@ class HolderTracker:
             self._checkpoint.take(written)
         else:
             try:
-                read.append(self._checkpoint.read())
+                read.append(self._checkpoint.newest(nodes=True))
                 problem = problem or self._unanswered or "the kubelet has not been asked for a newer checkpoint"
             except CheckpointError as error:
                 problem = "; ".join(filter(None, (str(error), problem)))
@@ -492,7 +483,7 @@ class HolderTracker:
 
     async def _list(self) -> PodResourcesReport | None:
         report = await self.pod_resources.list()
-        if report is not None and self._in_one_root:
+        if report is not None and self._in_one_root and not self.pods.is_in_kubelets_root:
             await self.looks.at("evidence", self.pods.answered)
         return report
 

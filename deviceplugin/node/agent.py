@@ -77,7 +77,7 @@ class Agent:
         )
         self.register, self.tracker, self.claims = evidence.register, evidence.tracker, evidence.claims
         self.scanner = HolderScanner(
-            services, self.tracker, self.register, scan_wanted, period, self.claims, always=report_holders
+            services, self.tracker, self.register, scan_wanted, period, evidence, always=report_holders
         )
         self._adopts = vendors is not None
         # If the agent adopts no plugins, this object stays without plugins.
@@ -146,6 +146,7 @@ class Agent:
         return not starting.cancelled()
 
     async def _start(self) -> None:
+        await self.evidence.read_others()
         await self.tracker.start()
         self.scanner.log.holders(self.tracker.snapshot.held)
         await self.scanner.observe(self.tracker.snapshot, self.register.snapshot.sequence)

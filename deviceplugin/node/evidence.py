@@ -69,10 +69,9 @@ class NodeEvidence(RegisterHost):
             claim_uses=report_holders,
             believe_checkpoint=not side.serves_claims,
         )
-        self.claims = OrphanedClaims(
-            paths.kubelet_root, side.drivers, str(paths.cdi_dir), self.tracker.pods, looks=self.tracker.other_looks
-        )
+        self.claims = OrphanedClaims(paths.kubelet_root, side.drivers, str(paths.cdi_dir), self.tracker.pods)
         self._serves_claims = side.serves_claims
+        self._scan_wanted = scan_wanted
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
@@ -83,20 +82,28 @@ class NodeEvidence(RegisterHost):
         return self._foreign[2]
 
     async def reread(self, *, checkpoint: bool = True) -> None:
-        """Read other agents' copies of allocations, claim files and the kubelet's checkpoint again, if changed.
+        """Read the files of other agents and drivers, and the kubelet's checkpoint, again if they have changed.
 
         Raises LookTimeoutError if the read of the checkpoint hangs.
         """
         if checkpoint:
             await self.tracker.reread()
+        if await self.read_others():
+            self._scan_wanted.set()
+
+    async def read_others(self) -> bool:
+        """Read the changed copies of other agents' allocations, and claim files. If a read hangs, the known facts stay.
+
+        Returns whether the copies name further allocations, about which a scan decides.
+        """
         with contextlib.suppress(LookTimeoutError):
-            await self.tracker.other_looks.at("claims", self._read_others, frozenset(self.claims.served), brief=True)
-        self.tracker.take_copies()
+            served = frozenset(self.claims.served)
+            await self.tracker.other_looks.at("claims", self._read_others, served, brief=True)
+        return self.tracker.note_copies()
 
     def _read_others(self, served: frozenset[str]) -> None:
-        """Read the files of other agents and of other drivers' claims: one look, because each grant waits for it."""
         self._copies.read()
-        self.claims.refresh(served, again=True)
+        self.claims.refresh(served)
 
     async def keep_copies(self) -> None:
         """Write copies of allocations if this process has no ledger, until cancelled."""

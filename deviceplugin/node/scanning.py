@@ -16,9 +16,9 @@ from typing import Final, NamedTuple, Protocol
 from deviceplugin.backoff import Backoff
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.device_log import HolderLog
+from deviceplugin.node.evidence import NodeEvidence
 from deviceplugin.node.service import Service
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import LedgerError
@@ -29,9 +29,9 @@ from deviceplugin.register.waits import PROMPT
 _LOG: Final = logging.getLogger(__name__)
 
 _FIELDS: Final = ("resource", "device")
-SOON: Final = 0.3
+SOON: Final = 1.0
 """Seconds between a grant and the scan that finds the pod of the grant."""
-BURST: Final = 0.9
+BURST: Final = 2.0
 """Seconds after the first of several grants from which further grants do not delay the scan any more."""
 
 
@@ -57,8 +57,7 @@ class HolderScanner:
     """Scans for holders of devices: periodically while there may be holders, and soon after each grant.
 
     wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan even
-    if no device has a holder or a waiting claim. claims: the claims of drivers outside this process; missing evidence
-    about them is counted as well.
+    if no device has a holder or a waiting claim. evidence: reads the files of other agents and drivers.
     """
 
     services: Mapping[str, Service]
@@ -66,7 +65,7 @@ class HolderScanner:
     register: Register
     wanted: asyncio.Event
     period: float
-    claims: OrphanedClaims
+    evidence: NodeEvidence
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     _asked: set[DeviceKey] = field(default_factory=set, init=False)
@@ -108,10 +107,11 @@ class HolderScanner:
     async def _read(self) -> ScanResult | None:
         wanted, self._asked = self._asked | self._awaited, set()
         sequence = self.register.snapshot.sequence
+        await self.evidence.read_others()
         now = await self.tracker.scan(wanted)
         if now is None:
             return None
-        self.tracker.unknown.update(self.claims.unknown())
+        self.tracker.unknown.update(self.evidence.claims.unknown())
         self.log.holders(now.held)
         doubled = self.tracker.double_held()
         self.log.count_double_allocations(doubled)
@@ -207,10 +207,8 @@ class HolderScanner:
                 async with asyncio.timeout(max(period, pause)):
                     await self._requested.wait()
             except TimeoutError:
-                # Holders of other agents and claims become known without a scan: each grant, and each check for other
-                # plugins, reads them.
                 held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
-                if not (self.always or held or self._awaited):
+                if not (self.always or held or self._awaited or await self._others_hold()):
                     continue
             is_asked = self._next is not None
             try:
@@ -223,6 +221,11 @@ class HolderScanner:
                     self.log.problem(result.holders if result is not None else None)
                 backoff.reset()
                 pause = 0.0
+
+    async def _others_hold(self) -> bool:
+        """Read the files of other agents and drivers; return whether holders outside this process have devices."""
+        await self.evidence.read_others()
+        return bool(self.register.view().others)
 
 
 class ScanLog:

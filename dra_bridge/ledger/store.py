@@ -33,7 +33,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -44,7 +44,6 @@ from deviceplugin.register.copies import Copy
 from deviceplugin.register.records import Change, Decision, LedgerError, LedgerLostError, Operation, RegisterSnapshot
 
 _LOG: Final = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 7
@@ -290,23 +289,19 @@ class Ledger:
             self._empty_log()
             return answers
 
-    def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
-        """Execute an operation that needs no sync, record its changes, and return the decision.
+    def record(self, decision: Decision[Any]) -> bool:
+        """Record the changes of a decision about the present snapshot that need no sync; return whether it was done.
 
-        Returns None if nothing was done, because the operation needs `do_all`: its changes must be synced, or the file
-        must first be opened again.
+        False if the file must first be opened again, by `do_all`.
         """
         with self.guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
-                return None
-            decision = operation(self.snapshot)
-            if outlives_boot(decision.changes):
-                return None
+                return False
             after = self.snapshot.following(decision)
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, decision.changes, synced=False)
             self.snapshot = after
-            return decision
+            return True
 
     def close(self) -> None:
         """Close the file and release the lock."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Self, TypeVar
 from deviceplugin.looks import Look, Looks, LookTimeoutError
 from deviceplugin.register.records import Decision, LedgerError, LedgerLostError, Operation, RegisterSnapshot
 from deviceplugin.register.store import Changes
-from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.store import Ledger, outlives_boot
 
 _T = TypeVar("_T")
 _Asked = tuple[Operation[Any], asyncio.Future[Any]]
@@ -25,10 +25,10 @@ CLOSING: Final = 2.0
 class AsyncLedger:
     """The ledger for one event loop, with a thread for its file.
 
-    The changes of an operation that needs no sync are written in the event loop itself: the call is short, because the
-    kernel keeps the write in memory. In a measurement with four pods at once on two busy cores, the return from a
-    thread took longer than the rest of an Unprepare. Operations that arrive during a commit are committed together
-    afterwards.
+    An operation that changes nothing needs no thread. While changes that need no sync are written, the event loop
+    blocks shortly: the kernel keeps the write in memory, and in a measurement with four pods at once on two busy cores,
+    the return from a thread took longer than the rest of an Unprepare. Operations that arrive during a commit are
+    committed together afterwards.
 
     If the file system hangs, waiting operations fail after `DEADLINE` seconds, and new operations fail at once until
     the file system answers again. The operation that the thread was executing may still be recorded; the record of such
@@ -49,8 +49,9 @@ class AsyncLedger:
         self._asked: list[_Asked] = []
         self._batch: list[_Asked] = []
         """The operations that the thread is executing."""
-        self._first: Look[Decision[Any] | None] | None = None
-        """The running call of `do_at_once` for the only operation in `_batch`; None if `do_all` executes the batch."""
+        self._first: tuple[Decision[Any], Look[bool]] | None = None
+        """The decision of the only operation in `_batch`, and the running call of `Ledger.record` for this decision.
+        None if `do_all` executes the batch."""
         self.answering: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
 
@@ -86,11 +87,26 @@ class AsyncLedger:
             # Operations keep their order, because an Unprepare must find the records of its claim's Prepare.
             self._asked.append(asked)
         else:
-            look = self.looks.begin("record", self.ledger.do_at_once, operation)
-            if not self.looks.ended_at_once(look) or not self._decided(asked, look):
-                self._batch, self._first = [asked], look
+            self._decide(asked)
         self._go_on()
         return answered
+
+    def _decide(self, asked: _Asked) -> None:
+        """Execute an operation while no other operation is pending."""
+        operation, answered = asked
+        try:
+            decision = operation(self.snapshot)
+        except Exception as error:  # An exception here is a bug in this code.
+            self._set(answered, error)
+            return
+        if not decision.changes:
+            self._set(answered, decision.answer)
+        elif outlives_boot(decision.changes):
+            self._batch = [asked]
+        else:
+            look = self.looks.begin("record", self.ledger.record, decision)
+            if not self.looks.ended_at_once(look) or not self._recorded(asked, decision, look):
+                self._batch, self._first = [asked], (decision, look)
 
     async def close(self) -> None:
         """Execute the pending operations, then close the ledger; give up if the file system hangs in time."""
@@ -116,9 +132,9 @@ class AsyncLedger:
         try:
             while self._batch or self._asked or self.ledger.must_tidy:
                 if (first := self._first) is not None:
-                    if await self._ended(first):
+                    if await self._ended(first[1]):
                         self._first = None
-                        if self._decided(self._batch[0], first):
+                        if self._recorded(self._batch[0], *first):
                             self._batch = []
                     continue
                 if not self._batch:
@@ -148,7 +164,7 @@ class AsyncLedger:
         asked, self._batch, self._asked = [*self._batch, *self._asked], [], []
         if (first := self._first) is not None:
             self._first = None
-            self.looks.give_up(first)
+            self.looks.give_up(first[1])
         self._fail(asked, self._unanswered(why))
         await self.looks.until_ended(look)
         self.changes.note()  # The late call may have recorded the changes of its operation.
@@ -164,24 +180,20 @@ class AsyncLedger:
             self._set(answered, answer)
         self.changes.note()
 
-    def _decided(self, asked: _Asked, look: Look[Decision[Any] | None]) -> bool:
-        """Give an operation's future the result of `do_at_once`.
+    def _recorded(self, asked: _Asked, decision: Decision[Any], look: Look[bool]) -> bool:
+        """Give an operation's future its result if the decision was recorded, or could not be recorded.
 
-        Return False if nothing was written because the operation needs `do_all`.
+        Return False if nothing was written, because the operation needs `do_all`.
         """
         try:
-            decision = look.result
+            recorded = look.result
         except LedgerError as error:
             self._fail([asked], error)
             return True
-        except Exception as error:  # An exception here is a bug in this code.
-            self._set(asked[1], error)
-            return True
-        if decision is not None:
+        if recorded:
             self._set(asked[1], decision.answer)
-            if decision.changes:
-                self.changes.note()
-        return decision is not None
+            self.changes.note()
+        return recorded
 
     async def _copy(self) -> None:
         """Write the copy of the allocations until the copy has all commits.

@@ -17,7 +17,7 @@ from deviceplugin import cdi
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
-from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaims
+from deviceplugin.kubelet.orphaned_claims import ENDING, OrphanedClaims
 from deviceplugin.register import claim_files
 from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use
@@ -65,17 +65,19 @@ def reader(seen: PodProcesses) -> PodReader:
 def of(root: Path, *served: str, pods: Collection[str] | None = ()) -> OrphanedClaims:
     """Return the claims by the files below a directory. pods: those whose processes run; None: not known."""
     seen = PodProcesses(None if pods is None else frozenset(pods))
-    return OrphanedClaims(root, served, str(root / "cdi"), reader(seen), "b", fresh=0.0)
+    return OrphanedClaims(root, served, str(root / "cdi"), reader(seen), "b")
 
 
 def holder(claims: OrphanedClaims, resource: str, device: str, driver: str | None) -> str:
     """Return who holds a device of a resource that names this driver, or why that is not known; "" if nobody does."""
+    claims.refresh(frozenset(claims.served))
     found = (use.title for use in claims.uses() if use.key == (resource, device))
     return next(found, "") or claims.problem(driver)
 
 
 def nodes(claims: OrphanedClaims) -> dict[str, frozenset[str]]:
     """Return which device nodes claims hold, by their titles."""
+    claims.refresh(frozenset(claims.served))
     return {use.title: use.tokens for use in claims.uses() if use.tokens}
 
 
@@ -199,7 +201,7 @@ def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: 
 
     written.write(tmp_path, [])
     reading = cast("PodReader", SimpleNamespace(read=processes))
-    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reading, "b", fresh=0.0)
+    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reading, "b")
     assert (holder(claims, R, "a", D), looks[0]) == ("", 0)
     file(tmp_path, "a")
     for _ in range(3):
@@ -351,20 +353,6 @@ def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
     assert [bool(holder(claims, R, name, None)) for name in ("a", "c")] == [True, False]
 
 
-def test_a_list_looks_at_the_claim_state_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions in a row are answered from one look at the file, later ones from another."""
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    written.write(tmp_path, [])
-    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()))
-    assert holder(claims, R, "a", D) == ""
-    written.write(tmp_path, [claim("a")])
-    file(tmp_path, "a")
-    assert holder(claims, R, "a", D) == ""
-    now[0] += 2 * FRESH
-    assert [holder(claims, R, name, D) for name in ("a", "b")] == [held(), ""]
-
-
 def register(claims: OrphanedClaims) -> Register:
     """Return a register that knows these claims, and nothing else."""
 
@@ -373,7 +361,7 @@ def register(claims: OrphanedClaims) -> Register:
             return claims.uses()
 
         async def reread(self, *, checkpoint: bool = True) -> None:
-            claims.refresh(frozenset(claims.served), again=True)
+            claims.refresh(frozenset(claims.served))
 
     return Register(Host(), MemoryStore())
 
@@ -425,7 +413,7 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
 
 async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
     """A list may be some milliseconds old; what a claim got since then is not given to a pod."""
-    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()), fresh=3600.0)
+    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()))
     asked = register(claims)
     written.write(tmp_path, [])
     assert not claims.uses()

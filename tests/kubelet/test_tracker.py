@@ -84,13 +84,14 @@ class TrackedKubelet:
         return self.listens
 
     async def scan(self, *wanted: str) -> HolderSnapshot:
+        """Scan as `HolderScanner` does."""
+        self.tracker.note_copies()
         now = await self.tracker.scan({(R, one) for one in wanted})
         assert now is not None
         return now
 
     async def still_held(self, resource: str, ids: Collection[str]) -> Mapping[str, str]:
         """Ask as an Allocate does."""
-        await self.tracker.reread()
         return await self.tracker.still_held(resource, ids)
 
     async def run_pod(self, name: str = "p") -> FakePod:
@@ -181,9 +182,8 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
     assert held() == set()
     for _ in range(2):
         tracked.tracker.observed = frozenset({other})
-        tracked.copied, woken = dict(what), tracked.woken
-        tracked.tracker.take_copies()
-        assert tracked.woken > woken
+        tracked.copied = dict(what)
+        assert tracked.tracker.note_copies()
         assert held() == {"d0", "d1"}
         assert (await tracked.scan("a")).current
         assert tracked.tracker.granted(hangs) == what[hangs]

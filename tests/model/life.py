@@ -201,7 +201,6 @@ class Life(Bridge):
         self.ledger: DirectLedger | None = None
         self.sources = sources = [*_sources(config, outside).values()]
         super().__init__(sources, _policies(config), BridgeOptions(paths, None, cast("Any", outside), NODE))
-        self.agent.claims.fresh = 0.0
         self.node.watch.allocatable = cast("Any", SimpleNamespace(observe=lambda numbers: None))
         self.node.watch.observe({"metadata": {"name": NODE, "uid": NODE}})
         outside.lease_wanted = self.node.lease.reports
@@ -210,9 +209,15 @@ class Life(Bridge):
         node_agent: Any = self.agent
         node_agent.tracker.in_flight.__class__ = InFlight
         node_agent.tracker.pods = SimpleNamespace(
-            read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", seen={}, cgroups=""
+            read=outside.read,
+            running=outside.running,
+            in_cgroups=outside.in_cgroups,
+            own_pod="",
+            seen={},
+            cgroups="",
+            is_in_kubelets_root=True,
         )
-        node_agent.tracker.pods.known = node_agent.tracker.pods.answered = lambda *_: None
+        node_agent.tracker.pods.known = lambda *_: None
         node_agent.claims.pods = node_agent.tracker.pods
         node_agent.tracker.pods.kubelet_root = outside.root
         node_agent.tracker.pods.may_exist = lambda uid: bool(outside.read().may_run(uid))
@@ -233,6 +238,7 @@ class Life(Bridge):
         """Start, as far as nothing is offered yet."""
         await self._open_all()
         agent = self.agent
+        await agent.evidence.read_others()
         await agent.tracker.start()
         await agent.scanner.observe(agent.tracker.snapshot, agent.register.snapshot.sequence)
         for service in agent.services.values():

@@ -11,9 +11,9 @@ from typing import cast
 import pytest
 
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node import scanning
+from deviceplugin.node.evidence import NodeEvidence
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.register import Register
@@ -31,9 +31,12 @@ class Scans:
         self.came, self.answer = asyncio.Event(), asyncio.Event()
         self.answer.set()
         self.failing: Exception | None = None
-        tracker, claims = cast("HolderTracker", self), cast("OrphanedClaims", None)
+        tracker, evidence = cast("HolderTracker", self), cast("NodeEvidence", self)
         always, self.wanted = register is None, asyncio.Event()
-        self.scanner = HolderScanner({}, tracker, register or Register(), self.wanted, period, claims, always=always)
+        self.scanner = HolderScanner({}, tracker, register or Register(), self.wanted, period, evidence, always=always)
+
+    async def read_others(self) -> bool:
+        return False
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         self.wanted_ids.append(wanted)

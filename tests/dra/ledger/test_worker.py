@@ -231,7 +231,7 @@ async def test_a_disk_that_does_not_answer_stops_no_caller(path: str, monkeypatc
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
     """A reservation is answered at once; one that comes during a commit, after the commit."""
     async_ledger, disk = slow(path)
-    await async_ledger.do(adopt(R, ["a", "b", "c"], Side.DRA, T0))
+    await async_ledger.do(adopt(R, ["a", "b", "c", "d"], Side.DRA, T0))
     disk.commits = 0
     assert async_ledger.do(reserve(claim("1", "a", result=None), durable=False)).done()
     assert [one.uid for one in async_ledger.snapshot.claims_on(R, ["a"])] == ["1"]
@@ -246,7 +246,7 @@ async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> N
     assert {one.uid for one in async_ledger.snapshot.claims.values()} == {"1", "2", "3"}
     shutil.rmtree(Path(path).parent)
     with pytest.raises(LedgerLostError):
-        await async_ledger.do(reserve(claim("4", "a", result=None), durable=False))
+        await async_ledger.do(reserve(claim("4", "d", result=None), durable=False))
     await async_ledger.close()
 
 
