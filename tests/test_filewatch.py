@@ -22,6 +22,7 @@ from watchdog.observers.inotify_c import InotifyEvent, InotifyFD
 from deviceplugin import filewatch, unwatched
 from deviceplugin.filewatch import AT_ONCE, Gather, Watch, Watcher
 from deviceplugin.unwatched import UnwatchedCause
+from tests.waits import until
 
 LONG = 10.0
 Watching = Callable[..., Watch]
@@ -57,13 +58,6 @@ async def watching(watcher: Watcher) -> AsyncIterator[Watching]:
     yield watch
     for one in watches:
         one.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(LONG):
-        while not condition():  # noqa: ASYNC110  # nothing tells
-            await asyncio.sleep(0.005)
 
 
 async def in_flight(watch: Watch) -> Watch:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import isolate
+from tests.waits import wait
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUN = "import sys; from tests.cluster import isolate; sys.exit(isolate.run(sys.argv[1:]))"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and mounts need root")
-
-
-def wait_until(what: str, predicate: Callable[[], object], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not predicate():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.02)
 
 
 def processes(mark: str) -> list[int]:
@@ -76,7 +69,7 @@ class Run:
             assert self.process.poll() is None or word in self.output.read_text(), self.output.read_text()
             return word in self.output.read_text()
 
-        wait_until(f"the isolated script says {word}", said)
+        wait(said, f"the isolated script says {word}")
 
     @property
     def names(self) -> set[str]:
@@ -96,7 +89,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
     for run in runs:
         run.process.kill()
         run.process.wait()
-        wait_until("all processes are gone", partial(ended, run.mark))
+        wait(partial(ended, run.mark), "all processes are gone")
 
 
 # Leaves what a cluster leaves: a cgroup below its own with a process in it, a veth pair, a mount, a child of its own
@@ -121,8 +114,8 @@ echo ready
 
 
 def assert_nothing_left(run: Run, before: set[str]) -> None:
-    wait_until("all processes are gone", lambda: not processes(run.mark))
-    wait_until("the run is gone", lambda: not run.names)
+    wait(lambda: not processes(run.mark), "all processes are gone")
+    wait(lambda: not run.names, "the run is gone")
     assert not [path for path in cgroups() if f"{PREFIX}{run.process.pid}-" in path]
     assert links() == before
     assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(isolate.BASE) in line]
@@ -191,7 +184,7 @@ def test_next_run_removes_what_a_run_left_whose_reaper_was_killed(start: Callabl
     for pid in (*reapers, run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
-    wait_until("all processes are gone", lambda: not processes(run.mark))
+    wait(lambda: not processes(run.mark), "all processes are gone")
     assert run.names
     assert [path for path in cgroups() if path.endswith(name)]
     after = start("true")

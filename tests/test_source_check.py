@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from deviceplugin.node.agent import Agent
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.source_check import check_source
 from deviceplugin.testing import FakeKubelet, Served
+from tests.waits import until
 
 
 class Toys(DeviceSource):
@@ -262,9 +264,7 @@ async def test_lists_of_anything_else_are_refused_with_their_place(listed: Calla
         follower = SourceFollower(source, inventory, Receiver())
         follower.start()
         try:
-            async with asyncio.timeout(20):
-                while follower.failure is None:  # noqa: ASYNC110  # nothing notifies of it
-                    await asyncio.sleep(0.001)
+            await until(partial(getattr, follower, "failure"))
             assert not inventory.snapshot.listed
             place = r"TypeError: Wrong\.watch \(.*test_source_check\.py:\d+\) must yield "
             assert re.fullmatch(place + re.escape(instead) + ".*", follower.error)

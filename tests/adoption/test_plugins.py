@@ -30,6 +30,7 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
     add_DevicePluginServicer_to_server,
 )
 from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
+from tests.waits import until
 
 RESOURCE = "vendor.example/gadget"
 OPTIONS = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
@@ -98,13 +99,6 @@ async def plugin(
         yield made
     finally:
         await made.server.stop(0)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Look until something is so."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def following(vendors: VendorPlugins, into: list[VendorList]) -> None:

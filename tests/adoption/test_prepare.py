@@ -19,8 +19,9 @@ from deviceplugin.device import Device
 from deviceplugin.testing.foreign import AllocateAnswer
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver.claims import ClaimError
-from tests.adoption.test_plugins import RESOURCE, Plugin, plugin, serving, until
+from tests.adoption.test_plugins import RESOURCE, Plugin, plugin, serving
 from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
+from tests.waits import until
 
 
 class Allocating(Plugin):

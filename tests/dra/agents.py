@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.node.agent import Agent
 from deviceplugin.register.records import RegisterSnapshot, State
@@ -30,12 +28,11 @@ from dra_bridge.testing.kubelet import PodError
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class as class_of_resource
 from tests.dra.objects import allocated_claim, device_class
+from tests.waits import PATIENCE, until
 
 NODE: Final = "node"
 R, D = "example.com/fpga", "fpga.example.com"
 """Resource and driver of tests that have one of each."""
-PATIENCE: Final = 60.0
-"""Seconds for what is to come."""
 SAYS: Final = "DEVICE_"
 """Begins the variable by which a container says that it has a device."""
 
@@ -272,13 +269,3 @@ async def on_node(node: FakeNode, *sources: DeviceSource, offered: bool = True) 
         drivers = {source.driver for source in sources}
         await here.until(lambda: here.healthy() if offered else drivers <= made.drivers.keys())
         yield here
-
-
-async def until(what: Callable[[], object], why: Callable[[], str] | str = "", timeout: float = PATIENCE) -> None:
-    """Wait until something is so. why: what is said if it does not come."""
-    try:
-        async with asyncio.timeout(timeout):
-            while not what():  # noqa: ASYNC110  # what is waited for tells nobody
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"it does not come: {why if isinstance(why, str) else why()}")

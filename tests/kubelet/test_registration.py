@@ -45,6 +45,7 @@ from deviceplugin.kubelet.servicer import Endpoint, EndpointHost
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
+from tests.waits import wait
 
 R = "example.com/r"
 OLD, NEW = FileIdentity(1, 2, 3), FileIdentity(1, 2, 4)
@@ -591,14 +592,6 @@ def drop_stream(kubelet: FakeKubelet) -> None:
     """End the stream that is open now, once it is."""
     kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
     kubelet.drop_streams(R)
-
-
-def wait(condition: Callable[[], object], timeout: float = 30.0) -> None:
-    """Wait until something is so that nobody tells of; a look every ms."""
-    until = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
 from tests.identities import seen_as
+from tests.waits import until
 
 R = "example.com/r"
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # unknown to grpc-stubs
@@ -201,9 +202,7 @@ class Served(RegisterHost, EndpointHost):
             yield Lists(call)
         finally:
             call.cancel()
-            async with asyncio.timeout(HANGS):
-                while self.endpoint.streams.live:  # noqa: ASYNC110  # nobody tells
-                    await asyncio.sleep(0.001)
+            await until(lambda: not self.endpoint.streams.live)
 
 
 class Lists:
@@ -327,9 +326,7 @@ async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
     served = await serve(Source())
     async with served.listening() as lists:
         reading = asyncio.create_task(lists.next())
-        async with asyncio.timeout(5):
-            while not served.endpoint.streams.live:  # noqa: ASYNC110  # the call is on its way
-                await asyncio.sleep(0)
+        await until(lambda: served.endpoint.streams.live)
         assert not reading.done()
         served.publish()
         served.inventory.publish([])
@@ -371,9 +368,7 @@ async def test_too_large_list_is_not_sent_and_said(
     async with served.listening() as lists:
         await lists.next()
         served.publish(*(f"device-{number}" for number in range(10)))
-        async with asyncio.timeout(5):
-            while "not sent" not in caplog.text:  # noqa: ASYNC110  # nobody else tells
-                await asyncio.sleep(0)
+        await until(lambda: "not sent" in caplog.text)
         served.endpoint.refresh()
         served.publish("a", *[])
         served.inventory.forget([f"device-{number}" for number in range(10)])
@@ -820,9 +815,7 @@ async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: p
             known.withheld = ["a", "b"]
             served.endpoint.refresh()
             assert await lists.next() == {"a": "Unhealthy", "b": "Unhealthy"}
-            async with asyncio.timeout(60):  # until the stream waits for the next change
-                while served.endpoint.streams.healthy() != set():  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: served.endpoint.streams.healthy() == set(), "the stream waits for the next change")
             known.withheld = []
             served.endpoint.refresh()
             later = asyncio.create_task(lists.next())

@@ -54,6 +54,7 @@ from deviceplugin.version import VERSION
 from tests.metrics.test_web import make_certificate
 from tests.metrics.views import RESOURCE, Still, resource
 from tests.programs import promtool, running
+from tests.waits import wait
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -120,11 +121,8 @@ class Seen:
         }
 
     def wait(self, condition: Callable[[], object], timeout: float = 15.0) -> None:
-        """Look until it is so."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < deadline, self.get("/metrics")[1]
-            time.sleep(0.02)
+        """Wait until a condition is true; print the metrics if it never is."""
+        wait(condition, lambda: self.get("/metrics")[1], timeout)
 
 
 def scraped(command: Sequence[str], certificate: Path | None) -> bytes:
@@ -209,10 +207,7 @@ def watched(
     def start(*sources: DeviceSource, **options: Any) -> tuple[FakeKubelet, Seen]:
         agent = served(*sources, report_holders=True, period=0.1).agent
         # The kubelet knows the resource before the agent has read the answer to Register.
-        deadline = time.monotonic() + 10.0
-        while not all(one.registered for one in agent.status().resources):
-            assert time.monotonic() < deadline, "the agent is not registered"
-            time.sleep(0.01)
+        wait(lambda: all(one.registered for one in agent.status().resources), "the agent is registered")
         # In the agent's own loop, whose health is asked for.
         assert agent.loop is not None
         return fake_kubelet, loop.serving(agent, MetricsConfig(**options), agent.loop)

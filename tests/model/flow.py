@@ -350,13 +350,17 @@ class Flow(DriverHost):
 
         await self.patiently(once)
 
+    async def advance(self) -> None:
+        """Have the handover execute the steps that are possible now, and write the slice."""
+        await self.handover._step()
+        self.publish()
+
     async def move(self, share: int, until: Callable[[], bool] | None = None) -> None:
         """Ask for a share and let the handover work until all is as asked for."""
         self.handover.ask(Share(share))
         for _ in range(40):
             with contextlib.suppress(LedgerError):
-                await self.handover._step()
-                self.publish()
+                await self.advance()
             states = [self.state(name) for name in DEVICES]
             resting = states.count(State.DRA) == share and states.count(State.PLUGIN) == len(DEVICES) - share
             if until() if until is not None else resting:

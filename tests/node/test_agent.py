@@ -49,7 +49,7 @@ from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
-from tests.kubelet.test_registration import wait
+from tests.waits import until, wait
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -548,8 +548,7 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(config: Path,
     following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
-        while agent.config_error:  # noqa: ASYNC110  # nobody else tells
-            await asyncio.sleep(0.001)
+    await until(lambda: not agent.config_error)
     following.cancel()
 
 
@@ -576,13 +575,10 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
 
     program = Taking(taken.append, agent)
     following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
-    async with asyncio.timeout(20):
-        while not agent.config_error:  # noqa: ASYNC110  # nobody else tells
-            await asyncio.sleep(0.001)
-        assert file.refused in unready(agent.status())
-        config.write_text(text(a=1, b=1))
-        while agent.config_error or kept.read_text() != text(a=1, b=1):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: agent.config_error)
+    assert file.refused in unready(agent.status())
+    config.write_text(text(a=1, b=1))
+    await until(lambda: not agent.config_error and kept.read_text() == text(a=1, b=1))
     assert len(taken) == 1
     assert file.refused not in unready(agent.status())
     following.cancel()

@@ -15,7 +15,7 @@ from deviceplugin.node.device_log import SHOWN, HolderLog, InventoryLog
 from deviceplugin.register.records import Allocation
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served
-from tests.kubelet.test_registration import wait
+from tests.waits import wait
 
 R = "example.com/gpu"
 

@@ -16,6 +16,7 @@ from deviceplugin.hooks import HookError
 from deviceplugin.naming import NUMA_NODE, PCI_BUS_ID
 from dra_bridge.driver import ClaimError
 from tests.dra.driver.served import NODE, D, Plain, R, ServedDriver, claim, ref, result, served_driver
+from tests.waits import until
 
 CARD = Device(
     "card0",
@@ -143,9 +144,7 @@ async def test_files_that_are_lost_are_written_again(here: ServedDriver, monkeyp
     path.unlink()
     after = await here.again(devices=[Device("card0")])
     keeping = asyncio.create_task(after.driver.files.keep())
-    async with asyncio.timeout(20):
-        while not path.exists():  # noqa: ASYNC110  # files tell nobody
-            await asyncio.sleep(0.01)
+    await until(path.exists)
     keeping.cancel()
     assert path.read_text() == text
 

@@ -56,7 +56,6 @@ from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
-from tests.dra.agents import until
 from tests.dra.driver.served import (
     NODE,
     T0,
@@ -74,6 +73,7 @@ from tests.dra.driver.served import (
 )
 from tests.dra.ledger.samples import adopt
 from tests.identities import seen_as
+from tests.waits import until
 
 ENDED = PodProcesses(frozenset())
 """No process of any pod runs."""
@@ -843,9 +843,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
 
     async def reconciled_until(*uids: str) -> None:
-        async with asyncio.timeout(20):
-            while here.files != [f"{D}-claim_{uid}.json" for uid in uids]:  # noqa: ASYNC110  # files tell nobody
-                await asyncio.sleep(0.01)
+        await until(lambda: here.files == [f"{D}-claim_{uid}.json" for uid in uids])
 
     here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)))
     for uid in ("0", "1", "2"):
@@ -860,9 +858,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     await reconciled_until("0", "2")
     here.cdi.rename(here.cdi.with_name("elsewhere"))
     here.cdi.write_text("in the way")
-    async with asyncio.timeout(20):
-        while "cannot write" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: "cannot write" in caplog.text)
     here.cdi.unlink()
     await reconciled_until("0", "2")
     keeping.cancel()
@@ -1053,9 +1049,7 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(
     keeping = asyncio.create_task(here.driver.files.keep())
     for uid in ("1", "2"):
         os.remove(here.cdi / "deviceplugin" / f"{D}_{uid}.claim")
-        async with asyncio.timeout(20):
-            while here.own != before:  # noqa: ASYNC110  # files tell nobody
-                await asyncio.sleep(0.01)
+        await until(lambda: here.own == before)
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeping

@@ -30,9 +30,9 @@ from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import DriverDirectories, Registrar, RegistrarTiming, health_list
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
-from tests.dra.agents import until
 from tests.dra.ledger.samples import adopt
 from tests.testing.bare_dra import BareDriver
+from tests.waits import until
 
 D = "fpga.example.com"
 R = "example.com/fpga"
@@ -439,9 +439,7 @@ async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
     """As soon as it can, all is well."""
     (root / "plugins_registry").write_text("in the way")
     async with Running(driver, root) as registrar:
-        async with asyncio.timeout(10):
-            while not registrar.statistics.failures:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: registrar.statistics.failures)
         (root / "plugins_registry").unlink()
         with FakeDraKubelet(root, lambda namespace, name: None) as kubelet:
             await aside(kubelet.wait_registered, D)

@@ -12,6 +12,7 @@ import pytest
 from deviceplugin import identity
 from deviceplugin.device import ContainerEdits, Device, DeviceNode
 from tests.dra.driver.served import ServedDriver, claim, result, served_driver
+from tests.waits import until
 
 TTY, PTMX = (f"char:{os.major(n)}:{os.minor(n)}" for n in (os.stat(f"/dev/{x}").st_rdev for x in ("tty", "ptmx")))
 
@@ -70,9 +71,7 @@ async def test_a_file_follows_what_is_the_same_device(
     after = await here.again(devices=[stick.lead("/dev/tty")])
     await identity.publish(after.inventory, [stick.device], {})
     keeping = asyncio.create_task(after.driver.renewal.keep())
-    async with asyncio.timeout(20):
-        while numbers(after, *answer.cdi_ids)[str(stick.link)] != TTY:  # noqa: ASYNC110  # files tell nobody
-            await asyncio.sleep(0.01)
+    await until(lambda: numbers(after, *answer.cdi_ids)[str(stick.link)] == TTY)
     keeping.cancel()
 
 

@@ -25,6 +25,7 @@ from dra_bridge.driver import DriverHost, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import prepared_of
 from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
+from tests.waits import until
 
 NODES = ("/dev/tty", "/dev/ptmx")
 NUMBERS = [f"{os.major(of)}:{os.minor(of)}" for of in (os.stat(node).st_rdev for node in NODES)]
@@ -163,9 +164,7 @@ async def test_a_stick_that_is_away_has_no_number(here: ServedDriver, sticks: St
     """Its claim has no file until the stick is back, even at its old number; another stick's number is not given."""
     await publish(here, sticks.plug(B=1))
     assert numbers(here, "1") == set()
-    async with asyncio.timeout(5):
-        while not here.claims.events:  # noqa: ASYNC110  # it is written in the background
-            await asyncio.sleep(0)
+    await until(lambda: here.claims.events, "it is written in the background")
     assert reaches(here, "1") == {TTY}
     assert numbers(here, "2") == {PTMX}
     await publish(here, sticks.plug(A=0, B=1))
@@ -221,9 +220,7 @@ async def test_the_files_follow_without_being_asked(here: ServedDriver, sticks: 
     await identity.publish(here.inventory, sticks.plug(A=1, B=0), {})
     pods.replaced = {"pod-1", "pod-2"}
     keeping = asyncio.create_task(here.driver.renewal.keep())
-    async with asyncio.timeout(30):
-        while (numbers(here, "1"), numbers(here, "2")) != ({PTMX}, {TTY}):  # noqa: ASYNC110  # files tell nobody
-            await asyncio.sleep(0.01)
+    await until(lambda: (numbers(here, "1"), numbers(here, "2")) == ({PTMX}, {TTY}))
     keeping.cancel()
 
 
@@ -241,12 +238,9 @@ async def test_a_file_that_cannot_be_renewed_delays_no_other(
 
     monkeypatch.setattr(cdi, "described", fails)
     keeping = asyncio.create_task(here.driver.renewal.keep())
-    async with asyncio.timeout(30):
-        while "claim 1 cannot be renewed: no such node" not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
-            await asyncio.sleep(0.01)
-        await identity.publish(here.inventory, sticks.plug(A=0), {})
-        while numbers(here, "2"):  # noqa: ASYNC110  # files tell nobody
-            await asyncio.sleep(0.01)
+    await until(lambda: "claim 1 cannot be renewed: no such node" in caplog.text)
+    await identity.publish(here.inventory, sticks.plug(A=0), {})
+    await until(lambda: not numbers(here, "2"))
     keeping.cancel()
 
 

@@ -14,8 +14,8 @@ from deviceplugin.register.records import Change, Side, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from dra_bridge.driver import ClaimError, DriverHost, Prepared, RunningPods, preparation, waiting
 from dra_bridge.driver.waiting import MARGIN
-from tests.dra.agents import until
 from tests.dra.driver.served import T0, D, Plain, R, Serve, ServedDriver, claim, ref, result
+from tests.waits import until
 
 CALL = 45.0
 """Seconds that the kubelet gives a call."""

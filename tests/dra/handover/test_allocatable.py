@@ -23,7 +23,8 @@ from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
-from tests.dra.agents import NODE, D, R, fake_node, fpgas, until
+from tests.dra.agents import NODE, D, R, fake_node, fpgas
+from tests.waits import until
 
 
 class FakeStatus:

@@ -82,15 +82,14 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     monkeypatch.setattr(flow, "allocates", reads_claim)
     flow.handover.ask(Share(0))
     for _ in range(1800):
-        await flow.handover._step()
-        flow.publish()
+        await flow.advance()
         clock.now += 2.0
     assert len(lists) == 1
     assert set(reads) == {("default/1", R, device)}
     assert 12 <= len(reads) <= 40
     outside.record("deallocated", "1")
     clock.now += 300.0
-    await flow.handover._step()
+    await flow.advance()
     assert flow.state(device) is State.PLUGIN
     assert len(lists) == 2
     await flow.end()
@@ -114,12 +113,11 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
         flow.handover.ask(Share(0))
         for _ in range(1800):
             with contextlib.suppress(LedgerError):
-                await flow.handover._step()
-            flow.publish()
+                await flow.advance()
             clock.now += 2.0
     assert 120 <= len(tries) <= 250
     clock.now += 30.0
-    await flow.handover._step()
+    await flow.advance()
     assert {flow.state(name) for name in DEVICES} == {State.PLUGIN}
     await flow.end()
 
@@ -139,8 +137,7 @@ async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
     monkeypatch.setattr(flow, "withdrawn", lambda resource, device: None if device in flow.slice() else 5.0)
     flow.handover.ask(Share(0))
     for _ in range(5):
-        await flow.handover._step()
-        flow.publish()
+        await flow.advance()
     assert {flow.state(name) for name in DEVICES} == {State.TO_PLUGIN}
     assert {wait.text for wait in flow.handover.waiting.values()} == {"a list of claims"}
     began = 6.0
@@ -162,8 +159,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
     monkeypatch.setattr(flow, "allocated", lists_claims)
     flow.handover.ask(Share(0, forced=True))
     while flow.handover.share.forced:
-        await flow.handover._step()
-        flow.publish()
+        await flow.advance()
     assert {flow.state(name) for name in DEVICES} == {State.TO_PLUGIN}
     assert "until it ends, a kubelet restart would end others" in flow.handover.waiting["b"].text
     await flow.end()

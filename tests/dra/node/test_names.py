@@ -14,7 +14,8 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
-from tests.dra.agents import Listed, until
+from tests.dra.agents import Listed
+from tests.waits import until
 
 A, B = "example.com/a", "example.com/b"
 D = "d.example.com"

@@ -24,9 +24,10 @@ from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
 from tests.dra import agents
-from tests.dra.agents import NODE, Listed, healthy, running, sliced, until
+from tests.dra.agents import NODE, Listed, healthy, running, sliced
 from tests.dra.ledger.samples import DirectLedger
 from tests.dra.objects import unserved
+from tests.waits import until
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"

@@ -32,8 +32,9 @@ from dra_bridge.node.resource import ResourceRuntime
 from dra_bridge.rollout import progress
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
-from tests.dra.agents import NODE, D, R, fpgas, until
+from tests.dra.agents import NODE, D, R, fpgas
 from tests.dra.ledger.samples import DirectLedger
+from tests.waits import until
 
 LEDGER = "plugins/dra-bridge/register.db"
 

@@ -22,6 +22,7 @@ from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.testing.scheduler import offered
 from tests.dra.objects import node_body
 from tests.dra.slices.test_publisher import DRIVER, NODE, applied, became, client, many, pool, running, slices
+from tests.waits import until
 
 MOST = 2**63 - 1
 """The highest generation that the API server takes."""
@@ -85,14 +86,6 @@ async def becomes(server: FakeApiServer, *devices: str) -> None:
         return in_use(it) == list(devices) and all(own_name(NODE, DRIVER, name) for name in names)
 
     await asyncio.to_thread(server.wait_for, whole)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something holds in this process."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.005)
-    assert condition(), what
 
 
 def kinds(publisher: Publisher) -> dict[ForeignKind, int]:

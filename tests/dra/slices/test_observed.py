@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from dra_bridge.slices.publisher import Publisher
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from tests.dra.objects import node_body
 from tests.dra.slices.test_publisher import DRIVER, NODE, many, pool, publishing
+from tests.waits import until
 
 FOR_EVER = 10**6
 
@@ -39,12 +39,6 @@ def later(publisher: Publisher) -> tuple[ObservedPool, float]:
     """Return what is known once a failure has lasted, with that time."""
     at = time.monotonic() + LOST
     return publisher.observed(DRIVER, at), at
-
-
-async def until(met: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not met():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def refuse(server: FakeApiServer, code: int, which: Callable[[LoggedRequest], bool] = writes) -> None:

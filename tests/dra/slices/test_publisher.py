@@ -25,6 +25,7 @@ from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
 from dra_bridge.slices.publisher import Publisher, remove_slices
 from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
 from tests.dra.objects import node_body
+from tests.waits import until
 
 DRIVER = "gpu.example.com"
 NODE = "node1"
@@ -732,8 +733,7 @@ async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -
     async with publishing(server, pool(*many(3))) as publisher:
         with server.outage():
             ticket = publisher.want(pool(*many(6)))
-            while publisher.cluster.statistics.lost_since is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+            await until(lambda: publisher.cluster.statistics.lost_since is not None)
         await publisher.accepted(DRIVER, ticket)
         assert len(published(server)) == 6
     reported = [record.getMessage() for record in caplog.records]
@@ -908,9 +908,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
             answer = await replace(cluster, kind, body, *more, **options)
             if not overtaken:
                 server.wipe(NODE)
-                async with asyncio.timeout(10):
-                    while publisher.withdrawn(DRIVER, "gpu0") is None:  # noqa: ASYNC110  # nobody tells
-                        await asyncio.sleep(0.001)  # until the watch has reported it
+                await until(lambda: publisher.withdrawn(DRIVER, "gpu0") is not None, "the watch reports it")
                 overtaken += 1
             return answer
 
