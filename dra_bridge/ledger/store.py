@@ -58,7 +58,7 @@ _PRAGMAS: Final = (
     "journal_size_limit = 2097152",
 )
 
-_CHECKPOINT: Final = 100
+CHECKPOINT: Final = 100
 """Number of commits after which SQLite's log is copied into the database. A commit adds two to four pages to the log.
 """
 
@@ -228,7 +228,7 @@ class Ledger:
     @property
     def must_tidy(self) -> bool:
         """Whether SQLite's log has grown so much that `tidy` is due."""
-        return self._logged >= _CHECKPOINT
+        return self._logged >= CHECKPOINT
 
     def tidy(self) -> None:
         """Copy SQLite's log into the database if `must_tidy` is true. Blocks."""
@@ -238,7 +238,7 @@ class Ledger:
     def _empty_log(self) -> None:
         """Copy SQLite's log into the database if `must_tidy` is true, then begin a new log and sync this log."""
         connection = self._connection
-        if self._logged < _CHECKPOINT:
+        if self._logged < CHECKPOINT:
             return
         self._logged = 0
         if connection is None:

@@ -156,7 +156,7 @@ async def test_nobody_waits_for_a_ledger_whose_process_is_torn_down(path: str) -
 
 async def test_a_log_that_cannot_be_emptied_is_written_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that has failed once may succeed the next time, although what it was for is lost."""
-    monkeypatch.setattr("dra_bridge.ledger.store._CHECKPOINT", 3)
+    monkeypatch.setattr("dra_bridge.ledger.store.CHECKPOINT", 3)
     fails: set[str] = set()
     opened: list[str] = []
 
