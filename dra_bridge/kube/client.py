@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
@@ -63,18 +63,6 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 _CHANGED: Final = msgspec.json.Decoder(Changed)
-
-
-class _Asked(NamedTuple):
-    """The target and content of a request. The request's path also depends on the used version of resource.k8s.io."""
-
-    method: str
-    kind: Kind
-    name: str
-    namespace: str
-    parameters: Mapping[str, str] | None = None
-    body: object = None
-    subresource: str = ""
 
 
 class Cluster:
@@ -169,7 +157,7 @@ class Cluster:
 
     async def claim(self, name: str, namespace: str) -> ListedClaim:
         """Read the allocation of one ResourceClaim. Raises NotFoundError if the claim does not exist."""
-        return await self._exchange(_Asked("GET", api.RESOURCE_CLAIMS, name, namespace), forms.CLAIM)
+        return await self._exchange(forms.CLAIM, "GET", api.RESOURCE_CLAIMS, name, namespace)
 
     async def allocated_claims(self) -> list[Object]:
         """Return all allocated ResourceClaims at one moment, with only their allocations and the pods using them."""
@@ -229,9 +217,9 @@ class Cluster:
         limit, version, more = forms.FIRST_LIMIT, "", ""
         while True:
             parameters = {**(selectors or {}), "limit": str(limit), **({"continue": more} if more else {})}
-            asked = _Asked("GET", kind, "", namespace, parameters)
+            most = forms.MAX_PAGE if limit > 1 else None
             try:
-                page = await self._exchange(asked, form, forms.MAX_PAGE if limit > 1 else None)
+                page = await self._exchange(form, "GET", kind, "", namespace, parameters, most=most)
             except api.OversizedError:
                 if limit == 1:
                     raise
@@ -440,8 +428,7 @@ class Cluster:
 
         Raises UnavailableError if the response is not the requested object.
         """
-        asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
-        answer = await self._exchange(asked, forms.JSON)
+        answer = await self._exchange(forms.JSON, method, kind, name, namespace, parameters, body, subresource)
         if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
             return answer
         metadata = answer.get("metadata")
@@ -451,8 +438,20 @@ class Cluster:
             forms.trim_node(answer)
         return answer
 
-    async def _exchange(self, asked: _Asked, form: Form[T], most: int | None = None) -> T:
-        method, kind, name, namespace, parameters, body, subresource = asked
+    async def _exchange(
+        self,
+        form: Form[T],
+        method: str,
+        kind: Kind,
+        name: str,
+        namespace: str,
+        parameters: Mapping[str, str] | None = None,
+        body: object = None,
+        subresource: str = "",
+        *,
+        most: int | None = None,
+    ) -> T:
+        """Send a request in the used version of resource.k8s.io, which the request's path contains."""
         for again in (True, False):
             version = kind.version or self._discovery.chosen or await self._discovery.version()
             if method in ("POST", "PUT") and isinstance(body, dict):
@@ -464,9 +463,8 @@ class Cluster:
                 body.setdefault("kind", kind.kind)
             path = path_of(kind, version, name, namespace, subresource)
             try:
-                return await self._connection.exchange(
-                    ApiRequest(method, path, parameters, body, kind, name), form, most
-                )
+                request = ApiRequest(method, path, parameters, body, kind, name)
+                return await self._connection.exchange(request, form, most)
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
