@@ -46,6 +46,9 @@ from dra_bridge.driver.preparation import ClaimPreparation
 
 _LOG: Final = logging.getLogger(__name__)
 
+DEBOUNCE: Final = 0.05
+"""Seconds from a change of the register to the next comparison of the inventories. Several changes follow each other
+when a pod starts."""
 SETTLED: Final = 1.0
 """Seconds after which the runtime has read a changed CDI file, because it watches the directory
 (container-device-interface 1.0, cache.go: watch)."""
@@ -125,6 +128,7 @@ class ClaimRenewal:
             if claims:
                 await asyncio.sleep(CHECK)
             await changes.after(count, CHECK)  # The resources that are served may change without a note.
+            await asyncio.sleep(DEBOUNCE)
 
     async def _try(self, uid: str, *, left: bool = False) -> bool:
         """Call `renew` for a claim, or `look_left` if `left` is true; return whether this failed."""
