@@ -32,7 +32,7 @@ from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
 from dra_bridge.wire import dra_v1beta1_pb2_grpc as v1beta1_grpc
 from tests.cluster import isolate
 from tests.cluster.api import ApiError
-from tests.cluster.node import LEDGER, Cluster, ClusterError, ClusterTimeout, Pod, remove_ledger
+from tests.cluster.node import PLUGINS_REGISTRY, Cluster, ClusterError, ClusterTimeout, Pod, remove_ledger
 from tests.programs import ANY_CONFIG
 
 __all__ = ["Bridge", "ClaimPod"]
@@ -253,7 +253,8 @@ class Bridge:
     def call(self, method: Literal["Prepare", "Unprepare"], name: str, uid: str) -> str:
         """Call the driver as the kubelet does, for one claim; return the error of its answer, "" if there is none."""
         wire, stub = (v1, v1_grpc) if self.cluster.minor >= 34 else (v1beta1, v1beta1_grpc)
-        (socket,) = LEDGER.parent.glob("dra-*.sock")
+        (driver,) = self.drivers
+        (socket,) = PLUGINS_REGISTRY.glob(f"{driver}-*")
         with grpc.insecure_channel(f"unix:{socket}", (("grpc.default_authority", "localhost"),)) as channel:
             request = getattr(wire, f"Node{method}ResourcesRequest")()
             request.claims.add(namespace="default", name=name, uid=uid)
