@@ -69,7 +69,7 @@ class Size(NamedTuple):
 
 LIMITS: Final = {
     "Allocate": Size(111, 23),
-    "NodePrepareResources": Size(180, 36),
+    "NodePrepareResources": Size(177, 36),
     "NodeUnprepareResources": Size(100, 22),
     "move": Size(138, 30),
     "evidence": Size(287, 43),
