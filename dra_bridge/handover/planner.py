@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
@@ -113,7 +113,7 @@ def plan(
     held: Collection[str],
     share: Share,
     drain: Drain = "cordon",
-    groups: Sequence[frozenset[str]] = (),
+    groups: Callable[[], Sequence[frozenset[str]]] = tuple,
     expected: Collection[str] = frozenset(),
 ) -> Plan:
     """Choose the devices to move, so that as many devices as `share` requires are on the DRA side or moving there.
@@ -122,9 +122,9 @@ def plan(
     devices only if `drain` is "cordon".
 
     states: the state of every device that counts; quarantined devices do not move. held: devices that a pod or a claim
-    holds. groups: sets of devices that belong together (by links, a switch, a NUMA node); if possible, a whole group
-    moves. expected: devices that move to DRA for a claim. These moves are not reversed, because the claim's next
-    Prepare must find the device on the DRA side.
+    holds. groups: returns sets of devices that belong together (by links, a switch, a NUMA node); if possible, a whole
+    group moves; not called if no device has to move. expected: devices that move to DRA for a claim. These moves are
+    not reversed, because the claim's next Prepare must find the device on the DRA side.
     """
     dra: list[str] = []
     leaving_dra: list[str] = []
@@ -143,7 +143,7 @@ def plan(
     else:
         turning, candidates, there = State.TO_DRA, leaving_dra, plugin
     count = min(abs(missing), len(candidates))
-    chosen = _choose(candidates, count, there, held, groups, turning, states) if count else ()
+    chosen = _choose(candidates, count, there, held, groups(), turning, states) if count else ()
     begin = [name for name in chosen if drain == "cordon" or name not in held or states[name] is turning]
     if missing > 0:
         return Plan(tuple(begin), (), frozenset(chosen).difference(begin))

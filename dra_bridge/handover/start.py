@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -92,7 +93,8 @@ class MoveStarter:
         limited: see `MovesToPlugin`.
         """
         leaders, held, expected = leading(movable)
-        linked = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
+        devices, source = self.moved.inventory.snapshot.devices, self.moved.endpoint.source
+        linked = functools.cache(lambda: groups(devices, source.links))
         wanted = plan(leaders, held, self.share, self.drain, linked, expected)
         if self.share.forced:
             return wanted

@@ -838,7 +838,7 @@ class Small:
         now = snapshot(system)
         in_use, expected = (frozenset(name for _, name in keys) for keys in held_and_expected(now))
         states = {name: record.state for name, record in now.of(R).items()}
-        wish = plan(states, in_use, share, "cordon", (), expected)
+        wish = plan(states, in_use, share, "cordon", expected=expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
                 yield self.do(
