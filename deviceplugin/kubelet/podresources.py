@@ -15,11 +15,11 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote
 
 import grpc.aio
@@ -42,6 +42,26 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 SERVER_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
+
+
+@dataclass(frozen=True, slots=True)
+class _MethodsByName:
+    server: grpc.aio.Server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler[Any, Any]]) -> None:
+        self.server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Do nothing: the service's generic handler has the same methods."""
+
+
+def methods_by_name(server: grpc.aio.Server) -> grpc.aio.Server:
+    """Return the server as an argument for the generated functions that add services to a server.
+
+    These functions also register each method with gRPC's core, and then grpcio 1.85 keeps a task and a prepared call
+    for each method. Without that, a server finds a method by its name.
+    """
+    return cast("grpc.aio.Server", _MethodsByName(server))
 
 
 def unix_address(path: str | Path) -> str:

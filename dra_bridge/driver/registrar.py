@@ -44,7 +44,7 @@ from deviceplugin.directory_watch import POLL, DirectoryReader, DirectoryWatch, 
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.filewatch import AT_ONCE
 from deviceplugin.kubelet.plugin_directory import PluginDirectory, sockets_in
-from deviceplugin.kubelet.podresources import SERVER_OPTIONS, unix_address
+from deviceplugin.kubelet.podresources import SERVER_OPTIONS, methods_by_name, unix_address
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
 from deviceplugin.wire import pluginregistration_pb2 as pb
@@ -360,10 +360,10 @@ class Registrar:
         await self._looks.at("socket", there.prepare)
         self._health = HealthService(self.driver, self._timing.keep_alive)
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_to_server(self.driver, self._health, server)
+        add_to_server(self.driver, self._health, services := methods_by_name(server))
         info = pb.PluginInfo(type="DRAPlugin", name=name, supported_versions=list(SERVICES))
         registration = _RegistrationService(info, functools.partial(self._answered, watch))
-        add_RegistrationServicer_to_server(registration, server)
+        add_RegistrationServicer_to_server(registration, services)
         path = addresses.socket_path(there.registry, name, f"-{there.instance}{os.urandom(4).hex()}-reg.sock")
         await self.bind(server, path)
         _LOG.debug("serving at %s, waiting for the kubelet", path, extra={"driver": name})

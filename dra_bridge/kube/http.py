@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 import urllib.parse
+from asyncio import sslproto
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +33,11 @@ MAX_BODY: Final = 16 * 2**20
 """Maximum bytes of one response. etcd accepts objects of 1.5 MiB, and one byte can become six bytes in JSON."""
 # Maximum bytes of one watch event. kube-apiserver accepts objects of up to 3 MiB, etcd of 1.5 MiB.
 MAX_LINE: Final = 8 * 2**20
+TLS_BUFFER: Final = 16 * 2**10
+"""Bytes of the buffer in which asyncio keeps received data of each TLS connection, the size of a TLS record.
+
+asyncio's 256 KiB for each watch would take 16 MiB on a node with 64 drivers.
+"""
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -74,6 +80,9 @@ class Response(NamedTuple):
                 yield line
         except LineTooLong as error:
             raise OversizedBodyError(f"a line is longer than {MAX_LINE} bytes") from error
+
+
+sslproto.SSLProtocol.max_size = TLS_BUFFER
 
 
 def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:

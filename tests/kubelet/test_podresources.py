@@ -19,10 +19,17 @@ from deviceplugin.kubelet.podresources import (
     PodContainer,
     PodResources,
     PodResourcesReport,
+    methods_by_name,
     parse_list,
+    unix_address,
 )
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.wire import podresources_pb2 as pb
+from deviceplugin.wire.podresources_pb2_grpc import (
+    PodResourcesListerServicer,
+    PodResourcesListerStub,
+    add_PodResourcesListerServicer_to_server,
+)
 
 # The answer of List.
 
@@ -149,3 +156,28 @@ async def test_kubelet_that_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCa
     assert await service.list() is None
     logged = [one.getMessage() for one in caplog.records if one.name == podresources.__name__]
     assert re.search(r"none.sock: (UNAVAILABLE|DEADLINE_EXCEEDED)", "".join(logged))
+
+
+class Lister(PodResourcesListerServicer):
+    """Answers `List`, one of three methods, with nothing."""
+
+    async def List(self, request: object, context: object) -> Any:  # noqa: N802  # the API's name
+        return pb.ListPodResourcesResponse()
+
+
+async def test_a_server_keeps_no_task_for_each_method(tmp_path: Path) -> None:
+    """An agent with 64 resources has over 800 methods, of which at most a few are called at a time."""
+    idle = []
+    for name, count in (("one", 1), ("three", 3)):
+        server = grpc.aio.server()
+        for _ in range(count):
+            add_PodResourcesListerServicer_to_server(Lister(), methods_by_name(server))  # type: ignore[abstract]
+        server.add_insecure_port(unix_address(tmp_path / name))
+        before = len(asyncio.all_tasks())
+        await server.start()
+        async with grpc.aio.insecure_channel(unix_address(tmp_path / name)) as channel:
+            stub: Any = PodResourcesListerStub(channel)
+            await stub.List(pb.ListPodResourcesRequest())
+            idle.append(len(asyncio.all_tasks()) - before)
+        await server.stop(None)
+    assert idle[0] == idle[1] <= 4

@@ -8,6 +8,7 @@ import gc
 import socket
 import ssl
 import threading
+import tracemalloc
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -315,6 +316,48 @@ def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
             over.set()
             thread.join()
     assert [str(one.message) for one in caught] == []
+
+
+def test_many_tls_streams_take_little_memory(tmp_path: Path) -> None:
+    """Each driver of a node has a watch; asyncio's own buffer would be 256 KiB for each."""
+    certificate, key = make_certificate(tmp_path, "a")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with tls.wrap_socket(connection, server_side=True) as wrapped:
+            wrapped.recv(1000)
+            wrapped.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n")
+            over.wait(60)
+
+    def serve(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    async def measure(url: str) -> float:
+        """Return the bytes that each stream after the first takes in the client."""
+        server = HttpClient(url, trusting(certificate))
+        async with contextlib.AsyncExitStack() as stack:
+            sizes = []
+            for streams in (1, 16):
+                for _ in range(streams):
+                    response = await stack.enter_async_context(server.stream("GET", "/", {}))
+                    assert await anext(response.lines()) == b"one\n"
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+        await server.aclose()
+        return (sizes[1] - sizes[0]) / 16
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, args=(listening,), daemon=True).start()
+        tracemalloc.start()
+        try:
+            assert asyncio.run(measure(f"https://127.0.0.1:{listening.getsockname()[1]}")) < 128 * 1024
+        finally:
+            tracemalloc.stop()
+            over.set()
 
 
 async def test_cancelled() -> None:
