@@ -17,6 +17,7 @@ from deviceplugin.directory_watch import POLL, DirectoryWatch
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.filewatch import Gather
 from deviceplugin.kubelet import checkpoint
+from deviceplugin.kubelet.foreign_plugin import Socket, foreign_sockets
 from deviceplugin.looks import Looks
 
 KUBELET_SOCKET: Final = "kubelet.sock"
@@ -28,11 +29,13 @@ GATHER: Final = 0.02
 class DirectoryContents:
     """The content of the device plugin directory at one moment.
 
-    kubelet: the identity of kubelet.sock. sockets: all sockets by name, also plugins' sockets.
+    kubelet: the identity of kubelet.sock. sockets: all sockets by name, also plugins' sockets. foreign: the sockets of
+    other plugins.
     """
 
     kubelet: FileIdentity | None
     sockets: Mapping[str, FileIdentity]
+    foreign: frozenset[Socket]
     checkpoint: FileIdentity | None
 
 
@@ -52,7 +55,8 @@ def sockets_in(directory: Path) -> dict[str, FileIdentity]:
 def contents(directory: Path) -> DirectoryContents:
     """Read the device plugin directory now. Blocks."""
     kubelet = file_identity(f"{directory}/{KUBELET_SOCKET}")
-    return DirectoryContents(kubelet, sockets_in(directory), checkpoint.identity(directory))
+    sockets = sockets_in(directory)
+    return DirectoryContents(kubelet, sockets, foreign_sockets(sockets), checkpoint.identity(directory))
 
 
 class PluginDirectory(DirectoryWatch[DirectoryContents]):

@@ -33,11 +33,11 @@ import grpc.aio
 from deviceplugin import filewatch, looked_at
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
-from deviceplugin.directory_watch import DirectoryReader, all_of, reading
+from deviceplugin.directory_watch import DirectoryReader, reading
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.foreign_plugin import LATE, Finding, ForeignPluginWatch, foreign_sockets
+from deviceplugin.kubelet.foreign_plugin import LATE, Finding, ForeignPluginWatch
 from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET, DirectoryContents, PluginDirectory
-from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
+from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, methods_by_name, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
@@ -213,6 +213,7 @@ class SocketServer:
         self._identity: FileIdentity | None = None
         self.used = False
         """Whether a Register may have named this socket to the kubelet."""
+        self._swept = False
         self._stopping = Tasks()
 
     def is_in(self, contents: DirectoryContents) -> bool:
@@ -247,19 +248,23 @@ class SocketServer:
         owner = f"{await self._looks.at('socket', self.lock.owner)}, which has locked {self.lock.path}"
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
-    async def serve(self) -> str:
+    async def serve(self, now: DirectoryContents | None = None) -> str:
         """Return the name of a served socket that no Register has named yet. Starts a server if no socket is such.
 
-        Raises RegistrationError.
+        now: the directory's content if it was just read. Raises RegistrationError.
         """
+        if now is not None and self.is_in(now) and not self.used:
+            return self._socket.name
         await self.lock_resource()
         if await self.in_place() and not self.used:
             return self._socket.name
         self.retire()
-        await self._looks.at("socket", self._remove_stale_sockets)
+        if not self._swept:
+            await self._looks.at("socket", self._remove_stale_sockets)
+            self._swept = True
         path = self._directory / socket_name(self._endpoint.resource, str(self._directory), os.urandom(4).hex())
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._endpoint.add_to(server)
+        self._endpoint.add_to(methods_by_name(server))
         try:
             await self._looks.at("socket", server.add_insecure_port, unix_address(path), brief=True)
             await server.start()
@@ -336,12 +341,16 @@ class PluginRegistration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the socket. Raises RegistrationError."""
         try:
-            with reading({self._directory: all_of}) as watch:
+            with reading({self._directory: self._part}) as watch:
                 self.wake = self.endpoint.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
                 await self._loop(watch)
         finally:
             await self._close()
+
+    def _part(self, contents: DirectoryContents) -> object:
+        """Return the content that decides the next step. Each Register of another resource makes another socket."""
+        return contents.kubelet, contents.checkpoint, contents.foreign, self._server.is_in(contents)
 
     async def _loop(self, watch: DirectoryReader) -> None:
         locked = False
@@ -395,8 +404,7 @@ class PluginRegistration:
             self.statistics.awaits_kubelet = True
         elif step is Step.REST and seen.since >= timing.patience:
             self.backoff.reset()
-        stream_due = max(0.01, timing.patience - seen.since)
-        due = stream_due if step is Step.WAIT_FOR_STREAM else seen.foreign.again
+        due = max(0.01, timing.patience - seen.since) if step is Step.WAIT_FOR_STREAM else seen.foreign.again
         await watch.wait(due, unwatched=self._unwatched(step))
 
     def _unwatched(self, step: Step) -> float:
@@ -418,13 +426,13 @@ class PluginRegistration:
         if now < self._next_look:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
-        there, record = foreign_sockets(contents.sockets), await self.endpoint.host.recorded()
+        record = await self.endpoint.host.recorded()
         # The sent lists are read last, because the record may contain a list that was sent while the record was read.
         sent = self.endpoint.streams.sent
-        return self._foreign.found(record, there, sent, plugin=self.endpoint.plugin_socket)
+        return self._foreign.found(record, contents.foreign, sent, plugin=self.endpoint.plugin_socket)
 
     async def _kubelet_now(self) -> FileIdentity | None:
-        return (await self._directory.now()).kubelet
+        return await self._looks.at("socket", file_identity, self._kubelet, brief=True)
 
     async def _has_directory(self) -> bool:
         """Return whether the device plugin directory exists.
@@ -465,11 +473,8 @@ class PluginRegistration:
         """Log, and report to the host, that another plugin has registered the resource or may have registered it."""
         extra = {"resource": self.endpoint.resource}
         if not finding.sure:
-            _LOG.info(
-                "registering again because another plugin may have registered this resource: %s",
-                finding.reason,
-                extra=extra,
-            )
+            why = f"registering again because another plugin may have registered this resource: {finding.reason}"
+            _LOG.info("%s", why, extra=extra)
             return
         self.statistics.foreign += 1
         self.statistics.contested = finding.reason
@@ -515,8 +520,7 @@ class PluginRegistration:
             self._server.retire()
         await self._server.serve()
         self.endpoint.streams.sent = ()
-        there = foreign_sockets((await self._directory.now()).sockets)
-        record = await self.endpoint.host.recorded()
+        there, record = (await self._directory.now()).foreign, await self.endpoint.host.recorded()
         self.endpoint.keep_registered(record.registered if record is not None else ())
         self._foreign.begin(record, there)
         options = self.endpoint.options
@@ -524,8 +528,8 @@ class PluginRegistration:
             async with self._directory.turn:
                 # Check the socket last: a starting kubelet deletes all sockets, perhaps while another resource
                 # registered. After Register, the kubelet would try for 10 s to connect to a deleted socket.
-                kubelet = await self._kubelet_now()
-                name = await self._server.serve()
+                now = await self._directory.now()
+                kubelet, name = now.kubelet, await self._server.serve(now)
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
                 # Each Register has a new channel. A channel that had failed for long took 3 s to recover, a new channel
@@ -561,14 +565,11 @@ class PluginRegistration:
     ) -> bool:
         """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
-            while await self._kubelet_now() == kubelet:
+            while not call.done() and await self._kubelet_now() == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll, unwatched=filewatch.SOON))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()
-                if call.done():
-                    await call
-                    return True
-            return False
+            return call.done() and await call is not None
         finally:
             call.cancel()
 

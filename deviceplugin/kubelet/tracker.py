@@ -94,6 +94,8 @@ class HolderTracker:
         self.other_looks: Final = Looks("files of other agents and drivers", threads=1)
         """Runs all reads of other agents' copies and of claim files. It has one thread, because each read takes what it
         found since the read before."""
+        self._present = SharedCall(lambda: self.looks.at("checkpoint", self._checkpoint.newest, brief=True))
+        """Reads the checkpoint. The registrations of all resources need it at the same moments."""
         self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
@@ -312,7 +314,7 @@ class HolderTracker:
         """
         now = None
         with contextlib.suppress(CheckpointError, LookTimeoutError):
-            now = await self.looks.at("checkpoint", self._checkpoint.newest, brief=True)
+            now = await self._present()
         if now is None or now.file is None:
             return None
         grants = self._checkpoint.known.grants

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from deviceplugin.tasks import SharedCall
 from dra_bridge import kube
 from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object, WatchState
 from dra_bridge.slices.desired import Desired, Pool, desired, own_name
@@ -81,6 +82,7 @@ class Publisher:
         self._of_node: dict[str, Object] = {}
         """The slices that name the node, of all drivers, by their names, as the watch has reported them."""
         self._owner: Object | None = None
+        self._read_node = SharedCall(lambda: self.cluster.get(kube.NODES, self._node))
         self._changed = asyncio.Event()
         self._noticed = noticed
         self.watch: Final = WatchState()
@@ -456,7 +458,7 @@ class Publisher:
 
     async def _know_owner(self, wanted: Desired) -> None:
         if self._owner is None and wanted.slices:
-            node = await self.cluster.get(kube.NODES, self._node)
+            node = await self._read_node()
             self._owner = {
                 "apiVersion": "v1",
                 "kind": "Node",

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from deviceplugin.addresses import MAX_SOCKET_PATH
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
+from deviceplugin.directory_watch import all_of, reading
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
@@ -42,6 +44,7 @@ from deviceplugin.kubelet.registration import (
     socket_name,
 )
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost
+from deviceplugin.looks import Looks
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
@@ -84,6 +87,58 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
     running.cancel()
     await asyncio.wait({running})
     assert 0 < len(looks) - began <= 2 + lasted / LOOK
+
+
+async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet: FakeKubelet) -> None:
+    """Each Register makes a socket, so 64 loops would wake for each of 64 resources; another plugin's socket counts."""
+    looks = asyncio.Event()
+
+    class Host(EndpointHost):
+        async def recorded(self) -> None:
+            looks.set()
+
+    inventory, directory = Inventory(R), PluginDirectory(fake_kubelet.device_plugin_dir)
+    inventory.publish([Device("a")])
+    registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight(), Host()), directory)
+    running = asyncio.create_task(registration.run())
+    await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
+    woken: list[str] = []
+    try:
+        with reading({directory: all_of}) as watch:
+            for name in ("other-0123abcd.sock", "foreign.sock"):
+                while await watch.wait(2 * LOOK):  # The directory is as it was for a while, and the loop rests.
+                    pass
+                looks.clear()
+                with socket.socket(socket.AF_UNIX) as bound:
+                    bound.bind(str(directory.path / name))
+                while directory.latest is None or name not in directory.latest.sockets:
+                    await watch.wait(10)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2 * LOOK if name == "other-0123abcd.sock" else 20):
+                        await looks.wait()
+                        woken.append(name)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    assert woken == ["foreign.sock"]
+
+
+async def test_resources_share_a_read_of_the_checkpoint(
+    fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet writes its checkpoint after each list, and all resources compare with it at the same moment."""
+    kinds: list[str] = []
+    begin = Looks.begin
+
+    def note(looks: Looks, kind: str, *arguments: Any, **options: Any) -> Any:
+        kinds.append(kind)
+        return begin(looks, kind, *arguments, **options)
+
+    tracker = Agent([source()], Paths(fake_kubelet.root)).tracker
+    monkeypatch.setattr(Looks, "begin", note)
+    found = await asyncio.gather(*(tracker.recorded(f"example.com/r{number}", {R}) for number in range(64)))
+    assert len(found) == 64
+    assert 1 <= kinds.count("checkpoint") <= 2
 
 
 async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plugins(fake_kubelet: FakeKubelet) -> None:

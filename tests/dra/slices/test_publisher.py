@@ -810,6 +810,24 @@ async def test_no_node_yet() -> None:
                 await publisher.accepted(DRIVER, ticket)
 
 
+async def test_drivers_share_a_read_of_the_node(server: FakeApiServer) -> None:
+    """A starting kubelet deletes the slices of all drivers; each needs the Node's UID for its next slices."""
+    drivers = [f"d{number}.example.com" for number in range(16)]
+    pools = [Pool(driver, NODE, (Offer(snapshot(Device("a"))),)) for driver in drivers]
+    async with publishing(server, *pools):
+        before = {body["metadata"]["uid"] for body in server.objects("resourceslices")}
+        server.forget_log()
+        for driver in drivers:
+            server.delete("resourceslices", slice_name(NODE, driver, 0))
+
+        def again(it: FakeApiServer) -> bool:
+            now = {body["metadata"]["uid"] for body in it.objects("resourceslices")}
+            return len(now) == 16 and not now & before
+
+        await asyncio.to_thread(server.wait_for, again)
+        assert 1 <= len(server.requests("GET", "/nodes/")) <= 8
+
+
 async def test_uninstall(server: FakeApiServer) -> None:
     """Uninstalling removes the driver's slices and nobody else's."""
     other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"))),))
