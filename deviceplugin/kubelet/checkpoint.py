@@ -338,7 +338,7 @@ class CheckpointReader:
         """Wait until the kubelet has replaced the checkpoint file; None if it has not within `patience` seconds."""
         until = time.monotonic() + patience
         while True:
-            if (after := await self._looks.at("checkpoint", self._newer, before)) is not None:
+            if (after := await self._looks.at("checkpoint", self._newer, before, brief=True)) is not None:
                 return after
             if (rest := until - time.monotonic()) <= 0:
                 return None

@@ -33,7 +33,7 @@ class PodNames:
 
     async def now(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
         """Return (namespace, name) by UID of these pods, if their log directories exist. Raises LookTimeoutError."""
-        return await self.looks.at("pod names", self.read, uids)
+        return await self.looks.at("pod names", self.read, uids, brief=True)
 
     def read_shortly(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
         """Return (namespace, name) of these pods by UID; empty if the read takes longer than SHORTLY. Blocks."""

@@ -131,6 +131,7 @@ class Agent:
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
                 # The connections to vendors' plugins end last, because running calls are forwarded to these plugins.
                 await cancel_all([adopting, copying])
+                await self.evidence.write_copies()
         if self._error is not None:
             raise self._error
 

@@ -12,11 +12,12 @@ from deviceplugin.kubelet.checkpoint import DeviceLists
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.looks import LookTimeoutError
+from deviceplugin.looks import TIMEOUT, LookTimeoutError
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.register.copies import AllocationCopies
 from deviceplugin.register.question import Use
 from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
+from deviceplugin.tasks import in_time
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,6 @@ class NodeEvidence(RegisterHost):
         self.drivers: dict[str, DriverEvidence] = {}
         self.register = Register(self)
         self._copies = copies = AllocationCopies(paths.cdi_dir, side.agent_name)
-        self._has_ledger = bool(side.agent_name)
         self.tracker = HolderTracker(
             lists,
             paths,
@@ -106,9 +106,13 @@ class NodeEvidence(RegisterHost):
         self.claims.refresh(served)
 
     async def keep_copies(self) -> None:
-        """Write copies of allocations if this process has no ledger, until cancelled."""
-        if not self._has_ledger:
-            await self._copies.keep(self.register.store, self.tracker.other_looks)
+        """Write copies of allocations, until cancelled."""
+        await self._copies.keep(self.register.store, self.tracker.other_looks)
+
+    async def write_copies(self) -> None:
+        """Write copies of the last allocations before the process ends. Does nothing if the write hangs or fails."""
+        with contextlib.suppress(OSError):
+            await in_time(self._copies.write(self.register.snapshot, self.tracker.other_looks), TIMEOUT)
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why it is unknown who holds a device; "" if it is known."""

@@ -24,11 +24,13 @@ from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import boot_id, numbers_change
 from deviceplugin.looks import Looks
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import NONE, Allocation, AllocationRecord, RecordKey
+from deviceplugin.register.records import NONE, Allocation, AllocationRecord, RecordKey, RegisterSnapshot
 from deviceplugin.register.store import Store
 
 _LOG: Final = logging.getLogger(__name__)
 SUFFIX: Final = ".allocations"
+FIRST_TRY: Final = 1.0
+"""Seconds after which a failed write is repeated for the first time."""
 REST: Final = 60.0
 """Seconds after which `keep` compares the records with the copies again, even if the register has not changed."""
 
@@ -68,46 +70,60 @@ def read(path: str) -> Copy | None:
 
 
 class AllocationCopies:
-    """Reads the copies of agents' allocations in a directory of CDI specs, except the copy of the agent `own`.
+    """Writes the copies of this process's allocations, and reads the copies of other agents.
 
-    An agent without a name has no ledger: `keep` writes its copies, one for each resource.
+    directory: the directory of CDI specs. own: the agent's name; its copy has all its allocations. An agent without a
+    name has no ledger, and writes a copy for each resource whose devices can get other numbers. Its other allocations
+    need no copy, because the kubelet's checkpoint suffices to restore them.
     """
 
     def __init__(self, directory: Path, own: str = "") -> None:
         self._directory = Path(cdi.own_directory(str(directory)))
+        self._agent = own
         self._own = {f"{own}{SUFFIX}"}
+        self._written: tuple[int, Mapping[RecordKey, AllocationRecord]] = (-1, NONE)
+        """The register's sequence and its allocations when the copies were last written."""
         self._read: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """For each copy, the file and its grants. Each read that finds a change makes a new mapping."""
         self._taken: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """The value of `_read` at the last call of `changed`."""
 
     async def keep(self, store: Store, looks: Looks) -> None:
-        """Until cancelled, write a copy of the allocations of each resource whose devices can get other numbers.
-
-        The other allocations need no copy, because the kubelet's checkpoint suffices to restore them.
-        """
-        written: Mapping[RecordKey, AllocationRecord] = NONE
-        failing = Backoff(first=1.0, most=60.0)
+        """Write the copies after each change of the allocations, until cancelled."""
+        failing = Backoff(first=FIRST_TRY, most=60.0)
         while True:
-            count, now = store.changes.count, store.snapshot.allocations
-            changing = {one.resource for one in now.values() if numbers_change(one.identity.tokens)}
-            copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
+            count = store.changes.count
             try:
-                for resource in sorted(changing | copied) if now is not written else ():
-                    allocations = tuple(one for one in now.values() if one.resource == resource)
-                    copy = Copy(boot_id(), store.snapshot.sequence, allocations)
-                    await looks.until_answered("copy", self._write, _file_of(resource), copy, brief=True)
+                await self.write(store.snapshot, looks)
             except OSError as error:
                 _LOG.warning("cannot copy the allocations: %s", error)
                 await asyncio.sleep(failing.next())
                 continue
             failing.reset()
-            written = now
             await store.changes.after(count, REST)
 
-    def _write(self, agent: str, copy: Copy) -> None:
-        write(str(self._directory / f"{agent}{SUFFIX}"), copy)
-        self._own.add(f"{agent}{SUFFIX}")
+    async def write(self, now: RegisterSnapshot, looks: Looks) -> None:
+        """Write the copies, if recorded allocations have changed since the last write. Raises OSError."""
+        sequence, written = self._written
+        if now.allocations is written or now.sequence == sequence:
+            return
+        copied = [(self._agent, tuple(now.allocations.values()))] if self._agent else self._of_resources(now, written)
+        for name, allocations in copied:
+            copy = Copy(boot_id(), now.sequence, allocations)
+            await looks.until_answered("copy", self._write, f"{name}{SUFFIX}", copy, brief=True)
+        self._written = now.sequence, now.allocations
+
+    def _of_resources(
+        self, now: RegisterSnapshot, written: Mapping[RecordKey, AllocationRecord]
+    ) -> list[tuple[str, tuple[AllocationRecord, ...]]]:
+        """Return the names of the resources' copies, and the allocations in each copy."""
+        changing = {one.resource for one in now.allocations.values() if numbers_change(one.identity.tokens)}
+        copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
+        return [(_file_of(name), tuple(now.allocations_of(name))) for name in sorted(changing | copied)]
+
+    def _write(self, name: str, copy: Copy) -> None:
+        write(str(self._directory / name), copy)
+        self._own.add(name)
 
     def read(self) -> None:
         """Read the copies that are new or have changed since the last read. Blocks.

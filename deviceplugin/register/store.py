@@ -58,6 +58,6 @@ class MemoryStore:
         """Execute an operation on the snapshot, record its changes, then return its result. Never waits."""
         decision: Decision[_T] = operation(self.snapshot)
         if decision.changes:
-            self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)
+            self.snapshot = self.snapshot.following(decision)
             self.changes.note()
         return decision.answer

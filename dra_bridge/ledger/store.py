@@ -197,8 +197,6 @@ class Ledger:
         self._seal = 0
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
-        self.copy_is_old = False
-        """Whether the copy lacks allocations of the last commits."""
         self._logged = 0
         """Number of commits since SQLite's log was last copied into the database."""
         try:
@@ -220,7 +218,6 @@ class Ledger:
                 # copy's agent had read.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
-            self.write_copy()
         except BaseException:
             self.close()
             raise
@@ -337,12 +334,12 @@ class Ledger:
         for change in changes:
             if change.durable:
                 last[change.table, change.key] = change.record
-        seal, allocations = self._seal, False
+        seal = self._seal
         try:
             connection.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             for (table, key), record in last.items():
-                old, allocations = getattr(self.snapshot, table).get(key), allocations or table == "allocations"
+                old = getattr(self.snapshot, table).get(key)
                 if old is not None and getattr(old, "durable", True):
                     seal ^= _digest(table, _row(table, old))
                 if record is None:
@@ -360,21 +357,6 @@ class Ledger:
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
         self._logged += 1
-        self.copy_is_old |= allocations
-
-    def write_copy(self) -> None:
-        """Write the copy of the allocations. Blocks.
-
-        If the write fails, only the ledger and the kubelet's checkpoint name the allocations after a restart.
-        """
-        with self.guard:  # A commit after this block sets `copy_is_old` to True again.
-            self.copy_is_old, now = False, self.snapshot
-        if not self.copy:
-            return
-        try:
-            copies.write(self.copy, Copy(boot_id(), now.sequence, tuple(now.allocations.values())))
-        except OSError as error:
-            _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
     def _copied(self) -> Copy | None:
         """Return the copy if it is of this boot and newer than the ledger, which is new or has lost commits."""

@@ -39,9 +39,6 @@ class AsyncLedger:
         self.ledger: Final = ledger
         self.changes = Changes()
         self.looks: Final = Looks(ledger.path, threads=1)
-        self.copy_looks: Final = Looks(ledger.copy or "no copy", threads=1)
-        """The thread that writes the copy of the allocations, because the copy is in another file system than the
-        ledger."""
         self.lost = asyncio.Event()
         """An event that is set when the ledger refuses all grants, so that the process has to start again."""
         self.write_failures = 0
@@ -53,7 +50,6 @@ class AsyncLedger:
         """The decision of the only operation in `_batch`, and the running call of `Ledger.record` for this decision.
         None if `do_all` executes the batch."""
         self.answering: asyncio.Task[None] | None = None
-        self._copying: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, path: str, copy: str = "") -> Self:
@@ -110,22 +106,15 @@ class AsyncLedger:
 
     async def close(self) -> None:
         """Execute the pending operations, then close the ledger; give up if the file system hangs in time."""
-        going = [
-            task
-            for task, looks in ((self.answering, self.looks), (self._copying, self.copy_looks))
-            if task is not None and not looks.hanging
-        ]
-        if going:
-            await asyncio.wait(going, timeout=DEADLINE + CLOSING)
+        if self.answering is not None and not self.looks.hanging:
+            await asyncio.wait({self.answering}, timeout=DEADLINE + CLOSING)
         with contextlib.suppress(LookTimeoutError):
             await self.looks.at("record", self.ledger.close, timeout=CLOSING)
 
     def _go_on(self) -> None:
-        """Start a task for pending operations, and a task for the copy of the allocations, unless it runs already."""
+        """Start a task for pending operations, unless it runs already."""
         if (self._batch or self.ledger.must_tidy) and (self.answering is None or self.answering.done()):
             self.answering = asyncio.create_task(self._answer())
-        if self.ledger.copy_is_old and (self._copying is None or self._copying.done()):
-            self._copying = asyncio.create_task(self._copy())
 
     async def _answer(self) -> None:
         """Execute pending operations until there are none. Operations that arrive together share one commit."""
@@ -152,7 +141,6 @@ class AsyncLedger:
             for _, answered in (*self._batch, *self._asked):
                 answered.cancel()
             self._batch, self._asked, self._first = [], [], None
-        self._go_on()  # The copy of the allocations may have to be written now.
 
     async def _ended(self, look: Look[Any]) -> bool:
         """Wait for the call in the thread. Return whether the call has ended within `DEADLINE` seconds.
@@ -194,14 +182,6 @@ class AsyncLedger:
             self._set(asked[1], decision.answer)
             self.changes.note()
         return recorded
-
-    async def _copy(self) -> None:
-        """Write the copy of the allocations until the copy has all commits.
-
-        The copy is needed only if the ledger and the kubelet's checkpoint are both lost.
-        """
-        while self.ledger.copy_is_old:
-            await self.copy_looks.until_answered("copy", self.ledger.write_copy, timeout=DEADLINE, brief=True)
 
     def _unanswered(self, why: str) -> LedgerError:
         return LedgerError(f"the ledger cannot be written: {why}")

@@ -17,6 +17,7 @@ from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import Allocation, AllocationRecord, Amount, Change, Decision
 from deviceplugin.register.store import MemoryStore
 from tests.identities import seen_as
+from tests.waits import until
 
 R = "example.com/fpga"
 
@@ -105,6 +106,53 @@ async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_hav
         while await read() != granted:
             assert not keeping.done()
     assert changed(found) == {}
+    keeping.cancel()
+
+
+@pytest.mark.parametrize("left", [None, b"", b"{", b'{"boot": "1", "allocations": []}'])
+async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_path: Path, left: bytes | None) -> None:
+    """It is made anew at each start: the former may be of another boot, be lost, or be of before a kill."""
+    if left is not None:
+        put(tmp_path, "own", ("u0", "main"))
+        Path(copies.path(str(tmp_path), "own")).write_bytes(left)
+    store, found = MemoryStore(), AllocationCopies(tmp_path, "own")
+    one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
+    await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+    await found.write(store.snapshot, Looks("copies", threads=1))
+    assert copies.read(copies.path(str(tmp_path), "own")) == Copy(boot_id(), store.snapshot.sequence, (one,))
+    assert changed(found) == {}
+
+
+async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> None:
+    """Facts that are read again at each start, such as a pod's name, are in no copy."""
+    store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, "own")
+    one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
+    path = Path(copies.path(str(tmp_path), "own"))
+
+    async def is_written(*, durable: bool) -> bool:
+        path.unlink(missing_ok=True)
+        await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one, durable=durable),)))
+        await found.write(store.snapshot, looks)
+        return path.exists()
+
+    assert await is_written(durable=True)
+    assert not await is_written(durable=False)
+    assert await is_written(durable=True)
+
+
+async def test_a_copy_that_cannot_be_written_is_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log says so; until then, the ledger and the checkpoint have to do."""
+    monkeypatch.setattr(copies, "FIRST_TRY", 0.01)
+    (tmp_path / "deviceplugin").write_bytes(b"")
+    store, found = MemoryStore(), AllocationCopies(tmp_path, "own")
+    one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
+    await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+    keeping = asyncio.create_task(found.keep(store, Looks("copies", threads=1)))
+    await until(lambda: "cannot copy the allocations" in caplog.text)
+    (tmp_path / "deviceplugin").unlink()
+    await until(Path(copies.path(str(tmp_path), "own")).exists)
     keeping.cancel()
 
 

@@ -7,8 +7,9 @@ import sqlite3
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar, cast
 
-from deviceplugin.identity import UNIDENTIFIED, Identity
-from deviceplugin.register import operations
+from deviceplugin.identity import UNIDENTIFIED, Identity, boot_id
+from deviceplugin.register import copies, operations
+from deviceplugin.register.copies import Copy
 from deviceplugin.register.operations import Reconciled
 from deviceplugin.register.question import View, Wanted
 from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Operation, RecordKey, Side, State
@@ -44,8 +45,8 @@ class DirectLedger(Ledger):
         """Decide and record one operation; raise what it fails with."""
         (answer,) = self.do_all([operation])
         self.tidy()
-        if self.copy_is_old:
-            self.write_copy()
+        if self.copy:
+            copies.write(self.copy, Copy(boot_id(), self.snapshot.sequence, tuple(self.snapshot.allocations.values())))
         if isinstance(answer, Exception):
             raise answer
         return cast("_T", answer)
