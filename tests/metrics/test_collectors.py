@@ -358,17 +358,17 @@ class TestRunningAgent:
     ) -> None:
         """/healthz tells, while /metrics goes on from its own threads."""
         monkeypatch.setattr(metrics, "LOOP_TIMEOUT", 0.2)
-        source, released = Gpus(), threading.Event()
-        stuck = threading.Event()
+        source, registered, stuck, released = Gpus(), threading.Event(), threading.Event(), threading.Event()
 
         async def watch() -> AsyncIterator[Sequence[Device]]:
             yield [Device("a")]
-            await asyncio.sleep(0.5)
+            await asyncio.to_thread(registered.wait, 60)
             stuck.set()
             released.wait()
 
         source.watch = watch  # type: ignore[method-assign]
         _, seen = watched(source)
+        registered.set()
         assert stuck.wait(10)
         assert seen.get("/healthz") == (503, "the event loop has been blocked for 0.2 s\n")
         assert seen.value("devices", health="healthy") == 1
