@@ -163,11 +163,6 @@ class Service(EndpointHost):
         """The ids of this resource that pods hold according to the register."""
         return frozenset(allocation.device_id for allocation in self._register.snapshot.allocations_of(self.resource))
 
-    @property
-    def in_use(self) -> bool:
-        """Whether pods hold devices of this resource."""
-        return bool(self._ids)
-
     def _holder(self, device: str) -> str:
         """Return a device's holders as text, from the last scan or from the register; "" if there are none."""
         tracker = self._context.tracker

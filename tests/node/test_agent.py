@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import grpc
 import pytest
 
 from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
@@ -45,9 +44,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
 from deviceplugin.testing import checkpoint as written
-from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import deviceplugin_pb2 as pb
-from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
 from tests.waits import until, wait
 
@@ -285,19 +282,6 @@ def test_released_after_a_pod_that_no_scan_has_seen(
     fake_kubelet.run_pod("short", {R: 1}).delete()
     assert fake_kubelet.run_pod("next", {R: 1}).running
     assert devices.released_ids == ["sim-0"] * 2
-
-
-def test_released_between_two_pods_spares_who_shares_the_device(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A replica that goes from pod to pod is released only if no other replica of the device is held."""
-    devices = Releasing(1, fake_kubelet.notify)
-    devices.replicas = 2
-    agent = served(devices, **SELDOM)
-    stays, ends = fake_kubelet.run_pod("stays", {R: 1}), fake_kubelet.run_pod("ends", {R: 1})
-    named(agent, stays)
-    named(agent, ends)
-    ends.delete()
-    assert fake_kubelet.run_pod("next", {R: 1}).running
-    assert devices.released_ids == ["sim-0"], "only before the first grant"
 
 
 def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -854,22 +838,6 @@ async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
     assert service.inventory.snapshot.gone == ({"sim-0"} if stays else frozenset())
 
 
-async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_not_name_them(alone: Agent) -> None:
-    """A holder from before the grant does not count as the one that it was for."""
-    register, service = alone.register, alone.services[R]
-    await register.grant(R, {"sim-0::0": "sim-0"})
-    await register.add_holders([Allocation("u1", "main", R, "sim-0::0")])
-    for at, held, ids in (
-        (1.0, ("sim-0::0",), {"sim-0::0"}),
-        (2.0, (), {"sim-0::0"}),
-        (2.0 + grants.WELL_APART, (), set()),
-    ):
-        await taken(alone, scan(at, *held))
-        assert {device_id for _, device_id in register.snapshot.allocations} == ids
-        assert register.is_free((R, "sim-0")) is not bool(ids)
-        assert service.in_use is bool(ids)
-
-
 async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) -> None:
     """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
     service = alone.services[R]
@@ -1106,43 +1074,3 @@ def test_status_is_safe_from_any_thread(fake_kubelet: FakeKubelet, served: Serve
             devices.set_health("sim-0", Health.HEALTHY if turn % 2 else Health.UNHEALTHY)
             fake_kubelet.wait_allocatable(R, 4 if turn % 2 else 3)
     assert not errors
-
-
-def test_a_device_that_the_kubelet_forgot_during_its_allocation_is_not_granted_twice(
-    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A List of anybody's, after another pod's end, makes the kubelet forget it (kubernetes#137534)."""
-    asked, answer = threading.Event(), threading.Event()
-    answer.set()
-
-    class Slow(SimulatedSource):
-        resource = "example.com/simulated"
-
-        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-            asked.set()
-            assert answer.wait(10)
-            return ContainerEdits()
-
-        def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Sequence[Device]:
-            return [device for device in available if device.id not in other.device_ids][:size]
-
-    def no_network(pod: FakePod) -> None:
-        raise PluginCallError("no network")
-
-    served(Slow(count=2))
-    other = fake_kubelet.start_pod("other", {"example.com/simulated": 1})
-    other.wait_running()
-    monkeypatch.setattr(fake_kubelet, "start_sandbox", no_network)
-    asked.clear()
-    answer.clear()
-    pod = fake_kubelet.start_pod("p", {"example.com/simulated": 1})
-    assert asked.wait(10)
-    other.complete()
-    with grpc.insecure_channel(f"unix:{fake_kubelet.pod_resources_socket}") as channel:
-        podresources_pb2_grpc.PodResourcesListerStub(channel).List(podresources_pb2.ListPodResourcesRequest())
-    answer.set()
-    fake_kubelet.wait_until(lambda: pod.container().message == "no network", 10)
-    assert not fake_kubelet.allocated("example.com/simulated")
-    twin = fake_kubelet.start_pod("twin", {"example.com/simulated": 1})
-    fake_kubelet.wait_until(lambda: twin.phase == "Failed", 10)
-    assert "has not started a process yet" in twin.message
