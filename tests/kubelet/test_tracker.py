@@ -442,23 +442,6 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked
     assert tracked.tracker.unnamed_reasons(R) == {}
 
 
-async def test_an_empty_list_lets_nobody_go(tracked: TrackedKubelet) -> None:
-    """A kubelet that the API server does not reach lists no pods; the checkpoint that it writes names them."""
-    pod = await tracked.hold()
-    tracked.kubelet.hold_sources()
-    await asyncio.to_thread(tracked.kubelet.restart, wipe=False)
-    await asyncio.to_thread(tracked.plugin.register)
-    await asyncio.to_thread(tracked.kubelet.wait_devices, R, 2)
-    now = await tracked.scan("a", "b")
-    assert now.current
-    assert set(now.held) == {allocation(pod)}
-    assert not tracked.tracker.all_pods_listed, "a pod that runs is not in it"
-    tracked.kubelet.release_sources()
-    async with asyncio.timeout(20):
-        while not tracked.tracker.all_pods_listed:
-            await tracked.scan("a", "b")
-
-
 async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKubelet) -> None:
     """It returns nothing, and what was known stays."""
     pod = await tracked.hold()
