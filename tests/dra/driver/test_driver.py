@@ -72,7 +72,6 @@ from tests.dra.driver.served import (
     served_driver,
 )
 from tests.dra.ledger.samples import adopt
-from tests.identities import seen_as
 from tests.waits import until
 
 ENDED = PodProcesses(frozenset())
@@ -1053,15 +1052,6 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeping
-
-
-async def test_a_claims_file_says_what_its_device_is(here: ServedDriver) -> None:
-    """By the tokens that the device is listed with, in this boot."""
-    devices = list(here.inventory.snapshot.devices.values())
-    here.inventory.publish(devices, {"d0": frozenset({"uuid:1", "char:240:0"})})
-    await here.give("1", "d0")
-    (device,) = here.own["1"].devices or ()
-    assert device.identity == seen_as("1", "char:240:0", "uuid:1")
 
 
 async def lost(here: ServedDriver, *prepared: PreparedClaim) -> ServedDriver:

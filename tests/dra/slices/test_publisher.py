@@ -280,14 +280,6 @@ def generations(bodies: list[dict[str, Any]]) -> list[int]:
     return [body["spec"]["pool"]["generation"] for body in bodies]
 
 
-def test_one_slice_is_changed_by_one_write() -> None:
-    """A change of a pool of one slice is one replace, in a new generation."""
-    before = applied([], plan(slices(pool(*many(3))), []))
-    writes = plan(slices(pool(*many(4))), before)
-    assert [verb for verb, _ in writes] == ["replace"]
-    assert generations([writes[0].body]) == [generations(before)[0] + 1]
-
-
 def test_fewer_slices_are_deleted_last() -> None:
     """A pool that shrinks is first written whole in a new generation, then rid of what is left over."""
     before = applied([], plan(slices(pool(*many(300))), []))
