@@ -491,6 +491,7 @@ async def test_cgroups_without_the_agents_own_pod_are_not_believed(
     assert any("not all, this kubelet's: they do not show pod own" in problem for problem in tracked.tracker.problems)
     await asyncio.to_thread(pod.delete)
     assert not (await tracked.scan(*pod.device_ids)).held
+    assert not tracked.tracker.all_pods_listed, "an empty list is not compared with cgroups that may hide a pod"
 
 
 async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
