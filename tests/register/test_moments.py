@@ -55,6 +55,7 @@ async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: 
         second = await here.run("q", {A: 1})
         third = await here.run("r", {A: 1})
         has = [sorted(got(node, pod)) for pod in (first, second, third) if pod.running]
+        assert has, "a pod runs"
         assert len(has) == len({tuple(one) for one in has}), has
 
 
@@ -97,6 +98,7 @@ async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: st
         await here.until(lambda: pods[0].phase != "Pending")
         await here.scans()
         has = [sorted(got(node, pod)) for pod in (first, *pods) if pod.running]
+        assert has, "a pod runs"
         assert len(has) == len({tuple(one) for one in has}), has
 
 
@@ -138,4 +140,5 @@ async def test_a_reload_moves_hardware_while_edits_works(
         else:
             second = await here.run("q", {to: 1})
         has = [sorted(got(node, pod)) for pod in (first, second) if pod.running]
+        assert has, "a pod runs"
         assert len(has) == len({tuple(one) for one in has}), has
