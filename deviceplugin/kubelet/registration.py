@@ -550,14 +550,13 @@ class PluginRegistration:
             self.statistics.error = f"the kubelet {text}"
             self._log_once(why, f"the kubelet {text}; trying again", logging.INFO if gone else logging.ERROR)
             return False
-        again = " again" if self.statistics.registrations else ""
-        self.statistics.registrations += 1
+        again, self.statistics.registrations = self.statistics.registrations, self.statistics.registrations + 1
         self.statistics.kubelet_restarts += self._last_kubelet not in (None, kubelet)
         self.statistics.registered, self.statistics.awaits_kubelet = True, False
         self.statistics.contested = self.statistics.error = ""
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
-        _LOG.info("registered%s as %s", again, name, extra={"resource": resource})
+        _LOG.info("registered%s as %s", " again" if again else "", name, extra={"resource": resource})
         return True
 
     async def _answered(
@@ -565,7 +564,8 @@ class PluginRegistration:
     ) -> bool:
         """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
-            while not call.done() and await self._kubelet_now() == kubelet:
+            # The whole directory is read, because the next step needs a content with the socket that was just made.
+            while not call.done() and (await self._directory.now()).kubelet == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll, unwatched=filewatch.SOON))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()

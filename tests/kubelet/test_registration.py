@@ -123,6 +123,33 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
     assert woken == ["foreign.sock"]
 
 
+async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake_kubelet: FakeKubelet) -> None:
+    """A starting kubelet deletes sockets while other resources register; file events may come late."""
+
+    class Unwatched(PluginDirectory):
+        def add(self, reader: object) -> None:
+            pass
+
+    inventory, directory = Inventory(R), Unwatched(fake_kubelet.device_plugin_dir)
+    inventory.publish([Device("a")])
+    registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight(), EndpointHost()), directory)
+    async with directory.turn:
+        running = asyncio.create_task(registration.run())
+        while not sockets(fake_kubelet):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for _ in range(20):
+            await asyncio.sleep(0.01)  # The registration waits for its turn.
+        for name in sockets(fake_kubelet):
+            (directory.path / name).unlink()
+    await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
+    for _ in range(20):
+        registration.wake()
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running})
+    assert registration.statistics.registrations == 1
+
+
 async def test_resources_share_a_read_of_the_checkpoint(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
