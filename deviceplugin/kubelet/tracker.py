@@ -57,6 +57,11 @@ GRANT_REWRITE: Final = 4.0
 fails a pod."""
 
 
+def is_recent(record: AllocationRecord) -> bool:
+    """Return whether the kubelet may still be admitting the pod of a grant."""
+    return record.since > time.time() - ADMISSION
+
+
 class HolderTracker:
     """Reads from the node which pods hold devices by `limits`. The register stores the result.
 
@@ -275,13 +280,13 @@ class HolderTracker:
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
         # A short-lived pod may have ended, and its directories been removed, before any scan saw the pod. So after
         # ADMISSION seconds without directories, a pod counts as ended.
-        records, recent = self._register.snapshot.allocations, time.time() - ADMISSION
+        records = self._register.snapshot.allocations
         admitted = {
             allocation
             for allocation in allocations
             if allocation.pod_uid not in begun
             and (record := records.get(allocation[2:])) is not None
-            and record.since > recent
+            and is_recent(record)
         }
         ended = holders.ended(allocations - admitted, pods) | (allocations & self._ended_containers(read, pods))
         return ended, allocations - ended

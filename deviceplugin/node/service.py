@@ -24,7 +24,7 @@ from deviceplugin.kubelet.plugin_directory import PluginDirectory
 from deviceplugin.kubelet.registration import PluginRegistration, RegistrationError, RegistrationTiming
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
-from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.kubelet.tracker import HolderTracker, is_recent
 from deviceplugin.naming import device_name, node_name
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
@@ -245,6 +245,12 @@ class Service(EndpointHost):
             ended, others = await self._context.tracker.ended(self.resource, every)
             former = {allocation.device_id for allocation in ended - self._released}
             allocations = register.snapshot.allocations_of(self.resource)
+            # If the kubelet has dropped the former pod, and written its checkpoint, before any scan, no evidence names
+            # this pod.
+            named = {allocation.device_id for allocation in ended | others}
+            for record in allocations:
+                if record.pending and not (record.holders or record.device_id in named or is_recent(record)):
+                    former.add(record.device_id)
             recorded = {allocation.device_id for allocation in allocations}
             in_use = {allocation.device_id for allocation in others}
             in_use |= {allocation.device_id for allocation in allocations if allocation.pending} - set(names)

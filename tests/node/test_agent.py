@@ -284,6 +284,20 @@ def test_released_after_a_pod_that_no_scan_has_seen(
     assert devices.released_ids == ["sim-0"] * 2
 
 
+def test_released_after_a_pod_that_no_evidence_names(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet has dropped it, and written its checkpoint for another pod, before any scan."""
+    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
+    monkeypatch.setattr(scanning, "SOON", 300.0)
+    devices = Releasing(1, fake_kubelet.notify)
+    served(devices, source(1, "example.com/s"), **SELDOM)
+    fake_kubelet.run_pod("short", {R: 1}).delete()
+    fake_kubelet.run_pod("between", {"example.com/s": 1})
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == ["sim-0"] * 2
+
+
 def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKubelet, served: Serve) -> None:
     """If `released` fails between two pods, the second is refused with the reason; it is called again after a while."""
     fails = threading.Event()
