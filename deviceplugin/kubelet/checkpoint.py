@@ -135,10 +135,13 @@ def annotation(resource: str) -> str:
     return f"{resource}.identity"
 
 
-def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str) -> None:
+def annotate(
+    response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str, since: float
+) -> None:
     """Add an annotation with the identities and amounts of the granted devices to an AllocateResponse.
 
-    devices: the granted devices, by the kubelet's device id.
+    devices: the granted devices, by the kubelet's device id. since: the time of the grant (Unix seconds), which
+    identifies the grant. The kubelet's checkpoint contains the response, and so shows which container got the grant.
     """
     by_id: dict[str, object] = {}
     for device_id, wanted in devices.items():
@@ -149,7 +152,7 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
             "takes": wanted.amount.takes,
             "scope": wanted.amount.scope,
         }
-    text = json.dumps({"boot": boot, "devices": by_id}, separators=(",", ":"))
+    text = json.dumps({"boot": boot, "since": since, "devices": by_id}, separators=(",", ":"))
     response.annotations[annotation(resource)] = text
 
 
@@ -197,7 +200,8 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
             for _, _, quantity in device.takes:
                 parse_quantity(quantity)
             amount = Amount(device.part, device.takes, device.scope)
-            devices[name] = Wanted((resource, device.device), identified(device.tokens, value.boot), amount)
+            its = identified(device.tokens, value.boot)
+            devices[name] = Wanted((resource, device.device), its, amount, value.since)
     except (msgspec.MsgspecError, NamingError):
         return "", {}, paths
     return value.boot, devices, paths
@@ -214,6 +218,7 @@ class _GrantedDevice(msgspec.Struct, frozen=True):
 class _Annotation(msgspec.Struct, frozen=True):
     boot: str
     devices: dict[str, _GrantedDevice]
+    since: float = 0.0
 
 
 _DECODER: Final = msgspec.json.Decoder(_Annotation)

@@ -19,7 +19,7 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointVersion, ours
 from deviceplugin.kubelet.pod_evidence import SHOWN, PodsShown
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
-from deviceplugin.register.records import UNKNOWN, Allocation, AllocationRecord
+from deviceplugin.register.records import UNKNOWN, Allocation, AllocationRecord, RecordKey
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
@@ -38,12 +38,14 @@ class HoldReason(NamedTuple):
     """Why an allocation counts as held.
 
     named: whether the kubelet's checkpoint names the allocation. certain: False if only an old checkpoint shows that
-    the allocation is held.
+    the allocation is held. begun: whether the checkpoint's AllocateResponse shows that the allocation is of the id's
+    last grant, whose container was not known before.
     """
 
     named: bool
     certain: bool
     reason: str
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class HolderEvidence:
     checkpoints: the checkpoint files that were read; empty if none was readable. current: whether the kubelet wrote the
     checkpoints after the agent's own request, and `shows_present` is true for them. problem: why no checkpoint was
     read, or why the checkpoints are not current. ended: allocations that no checkpoint names and whose containers have
-    ended, although their pods run.
+    ended, although their pods run. begun, replaced: see `PendingGrants`.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -61,6 +63,8 @@ class HolderEvidence:
     pods: PodProcesses
     problem: str = ""
     ended: frozenset[Allocation] = frozenset()
+    begun: frozenset[Allocation] = frozenset()
+    replaced: frozenset[Allocation] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -120,18 +124,53 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
         if allocation in named:
             # An allocation that only an older one of the checkpoints names may have ended.
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
-            held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
+            begun = allocation in seen.begun
+            held[allocation] = HoldReason(True, certain or begun, "the kubelet's checkpoint names it", begun)
         # This reason also applies if no newer checkpoint is requested, because it would not prove the allocation's end.
         elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
-        elif not current:
+        elif not current and allocation not in seen.replaced:
             held[allocation] = HoldReason(False, there, f"not known: {seen.problem}")
     registered: dict[str, frozenset[str]] = {}
     for version in seen.checkpoints:
         for resource, ids in version.registered.items():
             registered[resource] = registered.get(resource, frozenset()) | ids
     return HolderSnapshot(at, current, held, registered if seen.checkpoints else None, seen.problem, seen.pods.shown)
+
+
+class PendingGrants(NamedTuple):
+    """The pending grants whose containers the kubelet's checkpoint names, by the AllocateResponses in it.
+
+    begun: the allocations of these containers. replaced: earlier allocations of the same ids. If the checkpoint does
+    not name such an allocation, the kubelet had dropped it: the kubelet composed the checkpoint after the last grant.
+    """
+
+    begun: frozenset[Allocation]
+    replaced: frozenset[Allocation]
+
+
+def pending_grants(
+    checkpoints: Iterable[CheckpointVersion],
+    records: Mapping[RecordKey, AllocationRecord],
+    granted: Callable[[Allocation], Wanted | None],
+) -> PendingGrants:
+    """Return the pending grants whose containers these checkpoints name.
+
+    records: the register's records by (resource, id). granted: returns the grant by the AllocateResponse in a
+    checkpoint.
+    """
+    begun, replaced = set[Allocation](), set[Allocation]()
+    for version in checkpoints:
+        for allocation in version.allocations:
+            record = records.get(allocation[2:])
+            if record is None or not record.pending or (answer := granted(allocation)) is None:
+                continue
+            if answer.since == record.since:
+                begun.add(allocation)
+                for holder in record.holders:
+                    replaced.add(Allocation(*holder, *allocation[2:]))
+    return PendingGrants(frozenset(begun), frozenset(replaced))
 
 
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
@@ -284,6 +323,7 @@ def kubelet_snapshot(
             answer.amount,
             scan.registered is not None and not any(each.named and each.certain for each in allocations.values()),
             scan.shown.of({allocation.pod_uid for allocation in allocations}),
+            any(each.begun for each in allocations.values()),
         )
     ids = frozenset(map(device_of, registered))
     return KubeletSnapshot(sequence, scan.at, scan.current, held, ids, scan.problem)

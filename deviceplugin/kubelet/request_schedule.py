@@ -45,7 +45,7 @@ class RequestSchedule:
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)
         self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
-        held = {(allocation.resource, allocation.device_id) for allocation in now.held.keys() - uncertain}
+        held = {allocation[2:] for allocation, of in now.held.items() if of.begun or allocation not in uncertain}
         if ended or self._disputed or not held.issuperset(wanted):
             self._disputed = False
             return True

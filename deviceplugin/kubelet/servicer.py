@@ -7,7 +7,7 @@ import contextlib
 import logging
 import operator
 import time
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -296,12 +296,15 @@ class Endpoint(DevicePluginServicer):
 
     async def _answer(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> pb.AllocateResponse:
         """Grant the ids of each container; return the response with the containers' edits. Raises Refusal."""
-        asked: dict[str, Wanted] = {}
+        asked: list[dict[str, Wanted]] = []
         response = pb.AllocateResponse()
         for names in wanted:
-            response.container_responses.append(await self._response(names, asked))
+            asked.append({})
+            response.container_responses.append(await self._response(names, asked[-1]))
         await self._refuse_held(list(ids))
-        await self._grant(ids, asked)
+        since = await self._grant(ids, asked)
+        for its, container in zip(asked, response.container_responses, strict=True):
+            annotate(container, self.resource, its, self._register.boot, since)
         return response
 
     async def GetPreferredAllocation(  # noqa: N802
@@ -338,10 +341,12 @@ class Endpoint(DevicePluginServicer):
         try:
             if of:
                 with self._calls.busy(0.0):
-                    await self._register.start(self.resource, of)
+                    begun = await self._holders.begun(self.resource, of) if self._holders is not None else ()
+                    await self._register.start(self.resource, of, begun)
                     if devices and "reset" in self.source.hooks:
                         await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
-                        await self._register.start(self.resource, of)  # A reset may give a device another number.
+                        # A reset may give a device another number.
+                        await self._register.start(self.resource, of, begun)
             self._failed_starts.pop(frozenset(request.devices_ids), None)
         except (DeviceConflictError, hooks.HookError, LedgerError, LookTimeoutError) as error:
             self._log_failed_start(request.devices_ids, error)
@@ -444,15 +449,17 @@ class Endpoint(DevicePluginServicer):
     def _unrecorded(self, error: LedgerError) -> Refusal:
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
-    async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
-        """Record a grant of ids, after `_refuse_held`. Raises Refusal if other holders or the device's side exclude it.
+    async def _grant(self, ids: Mapping[str, str], asked: Iterable[dict[str, Wanted]]) -> float:
+        """Record a grant of ids, after `_refuse_held`; return its time (Unix seconds).
+
+        Raises Refusal if other holders or the device's side exclude the grant.
 
         ids: the device of each id. asked: for each id, the identity and amount for which the response was made.
         """
         try:
             # PreStartContainer waits for a running `reset`. Allocate does not wait for it, because that would delay all
             # pods of the node.
-            await self._register.grant(self.resource, ids, asked, checkpoint=False)
+            since = await self._register.grant(self.resource, ids, ChainMap(*asked), checkpoint=False)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:
@@ -462,18 +469,18 @@ class Endpoint(DevicePluginServicer):
         except LedgerError as error:
             raise self._unrecorded(error) from error
         self.host.granted()
+        return since
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
         """Return the response for one container with these ids. Raises Refusal.
 
         asked: a mapping to which this method adds the identity and amount of each id.
         """
-        by_name, by_id, its = self.checked(names), dict[str, Device](), dict[str, Wanted]()
+        by_name, by_id = self.checked(names), dict[str, Device]()
         for name, device in by_name.items():  # A scan or reload may change devices while `edits` runs.
-            its[name] = self._register.wanted(self.resource, device.id)
+            asked[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = in_order(by_id.values())
-        asked |= its
         extra: object = NO_EDITS
         try:
             if "edits" in self.source.hooks:
@@ -497,7 +504,6 @@ class Endpoint(DevicePluginServicer):
             raise self._refusal("conflict", text) from error
         except (TypeError, ValueError, AttributeError) as error:  # For example, an environment variable is a number.
             raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
-        annotate(response, self.resource, its, self._register.boot)
         return response
 
     def _refusal(self, reason: str, text: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> Refusal:

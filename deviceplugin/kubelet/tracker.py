@@ -234,6 +234,18 @@ class HolderTracker:
             self._requests.dispute()
         return refused | dropped
 
+    async def begun(self, resource: str, device_ids: Collection[str]) -> frozenset[Allocation]:
+        """Return the allocations for pending grants of these ids, if the present checkpoint names them.
+
+        Raises LookTimeoutError.
+        """
+        records = self._register.snapshot.allocations
+        pending = {key: record for key, record in records.items() if record.pending and key[0] == resource}
+        if not pending.keys() & {(resource, name) for name in device_ids}:
+            return frozenset()
+        read = await self.looks.at("holders", self._newest, brief=True)
+        return holders.pending_grants(read, pending, self._answer).begun
+
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
         """Return those of these ids whose holding pods have running processes."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
@@ -374,8 +386,11 @@ class HolderTracker:
 
     def granted(self, allocation: Allocation) -> Wanted | None:
         """Return the grant of an allocation, from the AllocateResponse or another agent's copy; None if unknown."""
-        _, answer = self._checkpoint.known.grants.get(allocation) or ("", None)
-        return holders.grant_of(answer, self._copied.get(allocation))
+        return holders.grant_of(self._answer(allocation), self._copied.get(allocation))
+
+    def _answer(self, allocation: Allocation) -> Wanted | None:
+        """Return the grant of an allocation, from the AllocateResponse in the checkpoint; None if it is not known."""
+        return (self._checkpoint.known.grants.get(allocation) or ("", None))[1]
 
     def foreign(self) -> tuple[Use, ...]:
         """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.
@@ -485,8 +500,9 @@ class HolderTracker:
                 problem = problem or self._unanswered or "the kubelet has not been asked for a newer checkpoint"
             except CheckpointError as error:
                 problem = "; ".join(filter(None, (str(error), problem)))
+        grants = holders.pending_grants(read, self._register.snapshot.allocations, self._answer)
         pods = self.pods.read({allocation.pod_uid for version in read for allocation in version.allocations})
-        return HolderEvidence(read, bool(written), pods, problem, self._ended_containers(read, pods))
+        return HolderEvidence(read, bool(written), pods, problem, self._ended_containers(read, pods), *grants)
 
     async def _list(self) -> PodResourcesReport | None:
         report = await self.pod_resources.list()

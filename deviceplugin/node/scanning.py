@@ -29,9 +29,9 @@ from deviceplugin.register.waits import PROMPT
 _LOG: Final = logging.getLogger(__name__)
 
 _FIELDS: Final = ("resource", "device")
-SOON: Final = 0.3
+SOON: Final = 1.0
 """Seconds between a grant and the scan that finds the pod of the grant."""
-BURST: Final = 0.9
+BURST: Final = 3.0
 """Seconds after the first of several grants from which further grants do not delay the scan any more."""
 
 
@@ -163,8 +163,8 @@ class HolderScanner:
         """The (resource, id) pairs about which each scan asks the kubelet.
 
         A grant whose container no checkpoint names ends after some time, even if this process no longer serves the
-        resource. Before the pod's processes run, only a requested checkpoint shows which pod the grant was for. The
-        register must learn this soon, because the agent's records and the checkpoint may be lost together.
+        resource. The register must learn soon which pod a grant was for, because the agent's records and the checkpoint
+        may be lost together.
         """
         releases = self.register.releases
         pending = releases.pending() - releases.failed.keys()

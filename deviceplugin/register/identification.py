@@ -15,6 +15,7 @@ from deviceplugin.exclusion import other_hardware, titled
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, reachable, same_hardware, shown
 from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, refusal, wanted_use
 from deviceplugin.register.records import (
+    Allocation,
     AllocationRecord,
     Amount,
     Change,
@@ -65,22 +66,32 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
     return decide
 
 
-def start(
-    resource: str, present: Mapping[str, Tokens], view: View, *, whole: frozenset[str], plain: frozenset[str]
-) -> Operation[str]:
+class StartNodes(NamedTuple):
+    """The device nodes of a starting container.
+
+    present: for each of the container's ids, the present tokens of the device, without tokens of nodes whose numbers
+    cannot change. whole: the ids whose devices have only nodes whose numbers can change. plain: the ids whose devices
+    have no symlinks, so that the AllocateResponse names the device nodes themselves.
+    """
+
+    present: Mapping[str, Tokens]
+    whole: frozenset[str] = frozenset()
+    plain: frozenset[str] = frozenset()
+
+
+def start(resource: str, nodes: StartNodes, view: View, begun: Collection[Allocation] = ()) -> Operation[str]:
     """Record the device nodes that a starting container gets.
 
     The result is the reason why the container must not start; "" if it may start. A container must not start if a path
-    leads to another device than at the grant, or to a device that another holder has or can open. present: for each of
-    the container's ids, the present tokens of the device, without tokens of nodes whose numbers cannot change. whole:
-    the ids whose devices have only nodes whose numbers can change. plain: the ids whose devices have no symlinks, so
-    that the AllocateResponse names the device nodes themselves.
+    leads to another device than at the grant, or to a device that another holder has or can open. begun: the
+    allocations for pending grants of the container's ids, if the kubelet's checkpoint names them.
 
     The former instance of the container has ended, and containers of one pod that have the same id run one after the
     other (init containers). So if all holders of an id are in one pod, they can open only the id's present nodes, and
     no node while the container cannot start. Otherwise two containers whose devices have swapped their numbers would
     block each other.
     """
+    present = nodes.present
 
     def decide(state: RegisterSnapshot) -> Decision[str]:
         records = {name: state.allocations[resource, name] for name in present if (resource, name) in state.allocations}
@@ -93,14 +104,16 @@ def start(
             )
             for name, of in records.items()
         ]
-        why = _other_nodes(records, present, plain, view.boot) or refusal(uses, state, at_start)
+        why = _other_nodes(records, present, nodes.plain, view.boot) or refusal(uses, state, at_start)
         changes: list[Change] = []
         for name, before in records.items():
-            nodes = frozenset[str]() if why else present[name]
-            if name not in whole or before.pending or before.former or len({pod for pod, _ in before.holders}) > 1:
-                after = before.identity.reaching(identified(nodes, view.boot))
+            opened = frozenset[str]() if why else present[name]
+            new = {allocation.pod_uid for allocation in begun if allocation[2:] == (resource, name)}
+            pods = new.union(pod for pod, _ in before.holders)
+            if name not in nodes.whole or (before.pending and not new) or before.former or len(pods) > 1:
+                after = before.identity.reaching(identified(opened, view.boot))
             else:
-                after = before.identity.reaching_only(nodes)
+                after = before.identity.reaching_only(opened)
             if after != before.identity:
                 changes.append(Change("allocations", (resource, name), replace(before, identity=after)))
         return Decision(why, tuple(changes))

@@ -213,14 +213,14 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     observed = snapshot.held.get(record.device_id) or rules.ObservedAllocation(record.device, record.pod, sure=False)
     record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
-        # The device in the record was derived from the id alone: no AllocateResponse names the device, and the source
-        # had not listed the device yet.
+        # The recorded device was derived from the id alone: the source had not listed the device yet.
         record = replace(record, device=observed.device)
     if observed.identity.says_more_than(record.identity):
         record = replace(record, identity=observed.identity)
     if not record.amount.part and observed.amount.part:
         record = replace(record, amount=observed.amount)
-    holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
+    holders = observed.holders
+    named = observed.begun or (observed.sure and not holders <= record.holders)
     # A container that only an old checkpoint names may have ended before this grant.
     if record.pending and not named:
         holders &= record.holders

@@ -97,11 +97,15 @@ class View:
 
 
 class Wanted(NamedTuple):
-    """A requested device, the device's present identity, and the requested amount."""
+    """A requested or granted device, the device's identity at that time, and the amount.
+
+    since: the time of the grant (Unix seconds); 0.0 before the grant, or if the time is unknown.
+    """
 
     key: DeviceKey
     identity: Identity
     amount: Amount
+    since: float = 0.0
 
 
 def allocation_unit(resource: str, device_id: str) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ from deviceplugin.register.question import (
     uses,
     wanted_use,
 )
-from deviceplugin.register.records import NONE, WHOLE, Amount, Operation, Point, RegisterSnapshot, SideName
+from deviceplugin.register.records import NONE, WHOLE, Allocation, Amount, Operation, Point, RegisterSnapshot, SideName
 from deviceplugin.register.releases import Releases
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
 from deviceplugin.register.store import MemoryStore, Store
@@ -334,8 +334,8 @@ class Register:
 
     async def grant(
         self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE, *, checkpoint: bool = True
-    ) -> None:
-        """Record a grant of kubelet ids to a container. ids: for each id, its device.
+    ) -> float:
+        """Record a grant of kubelet ids to a container; return its time (Unix seconds). ids: for each id, its device.
 
         asked: what each id stood for at the request; by default what it stands for now. checkpoint: False if the caller
         has just read the kubelet's checkpoint.
@@ -355,11 +355,13 @@ class Register:
                 wanted[name] = asked.get(name) or self.wanted(resource, device)
                 if wanted[name].identity.tokens != lasting.get((resource, device), NO_TOKENS):
                     raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
-            answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
+            now = time.time()
+            answer = await self.store.do(operations.grant(resource, wanted, self.view(), now))
         if isinstance(answer, Refused):
             raise OtherSideError(answer.message)
         if isinstance(answer, Excluded):
             raise DeviceConflictError(answer.message)
+        return now
 
     @contextmanager
     def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
@@ -484,11 +486,13 @@ class Register:
                 if why := other_hardware((resource, name), granted[resource, name], tokens):
                     raise DeviceConflictError(why)
 
-    async def start(self, resource: str, ids: Mapping[str, str]) -> None:
+    async def start(self, resource: str, ids: Mapping[str, str], begun: Collection[Allocation] = ()) -> None:
         """Check the devices of a starting container, and record which device nodes the container gets.
 
-        ids: device by id. At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes.
-        A USB device can have another device number by then. If the device has another id now, that id is checked.
+        ids: device by id. begun: the allocations for pending grants of these ids, if the checkpoint names them.
+
+        At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes. A USB device can
+        have another device number by then. If the device has another id now, that id is checked.
 
         Raises DeviceConflictError if a device is not the granted device, or if another holder has the device;
         LookTimeoutError if a read of the device's paths hangs; the store's errors.
@@ -519,8 +523,8 @@ class Register:
         for of, devices in moving.items():
             present |= await identity.read(services[of].inventory.looks, "start", devices)
         if present:
-            begun = identification.start(resource, present, self.view(), whole=frozenset(whole), plain=frozenset(plain))
-            if why := await self.store.do(begun):
+            opened = identification.StartNodes(present, frozenset(whole), frozenset(plain))
+            if why := await self.store.do(identification.start(resource, opened, self.view(), begun)):
                 raise DeviceConflictError(why)
 
     async def _check_away(self, resource: str, name: str, key: DeviceKey) -> None:

@@ -68,7 +68,7 @@ class ObservedAllocation:
     pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
     that is not sure counts as held, but is no evidence against the register. reason: why the id counts as held, for
     messages. identity, amount: the device's identity and the granted part, if the checkpoint has the AllocateResponse.
-    ending, shown: as in `AllocationRecord`.
+    ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of the id's last grant.
     """
 
     device: str
@@ -80,6 +80,7 @@ class ObservedAllocation:
     amount: Amount = UNKNOWN
     ending: bool = False
     shown: frozenset[tuple[str, str]] = frozenset()
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

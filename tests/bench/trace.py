@@ -40,6 +40,7 @@ import dra_bridge
 from deviceplugin import identity, looks
 from deviceplugin.config import parse
 from deviceplugin.exclusion import HardwareIndex
+from deviceplugin.kubelet import cgroups
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register.question import refusal
 from deviceplugin.register.records import Operation
@@ -161,6 +162,7 @@ class Tracer:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(AsyncLedger, "do", do_here)
                 patch.setattr(looks, "PROMPT", TIMEOUT)  # On a loaded machine, a late look takes further functions.
+                patch.setattr(cgroups, "TREES", TIMEOUT)  # The search for cgroup trees is a matter of time as well.
                 yield
         finally:
             threading.setprofile(before)

@@ -19,9 +19,10 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 R = "example.com/r"
 BOOT = "boot"
 TAKES = (("gpu", "memory", "5"),)
-A = Wanted((R, "a"), identified(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE)
-B = Wanted((R, "b"), identified(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES))
-C = Wanted((R, "c"), UNIDENTIFIED, WHOLE)
+SINCE = 1.5
+A = Wanted((R, "a"), identified(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE, SINCE)
+B = Wanted((R, "b"), identified(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES), SINCE)
+C = Wanted((R, "c"), UNIDENTIFIED, WHOLE, SINCE)
 NOTHING = Wanted((R, ""), UNIDENTIFIED, UNKNOWN)
 
 
@@ -62,7 +63,7 @@ def kept(response: pb.ContainerAllocateResponse) -> str:
 def test_an_answer_tells_what_each_device_was() -> None:
     """Each id has its device, this device's tokens, and how much of it was granted; also a device without tokens."""
     response = pb.ContainerAllocateResponse(annotations={"other": "x"})
-    annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT)
+    annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT, SINCE)
     assert [granted(kept(response), R, name, BOOT) for name in ("a", "b::1", "c")] == [A, B, C]
     assert granted(kept(response), R, "d", BOOT) == NOTHING
     assert response.annotations["other"] == "x"
@@ -73,7 +74,7 @@ def test_a_container_with_two_resources_gets_two_annotations() -> None:
     both = pb.ContainerAllocateResponse()
     for resource in (R, "example.com/other"):
         one = pb.ContainerAllocateResponse()
-        annotate(one, resource, {"a": A}, BOOT)
+        annotate(one, resource, {"a": A}, BOOT, SINCE)
         assert both.annotations.keys().isdisjoint(one.annotations.keys())
         both.annotations.update(one.annotations)
     assert granted(kept(both), R, "a", BOOT) == A
@@ -87,7 +88,7 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
         devices=[pb.DeviceSpec(host_path=str(one)) for one in (node, "/dev/null", "/dev/no-such", "/etc/hostname")]
     )
     if value == "another boot":
-        annotate(response, R, {"a": A}, "before")
+        annotate(response, R, {"a": A}, "before", SINCE)
     elif value is not None:
         response.annotations[annotation(R)] = value
     number = os.stat(node).st_rdev

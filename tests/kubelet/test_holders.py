@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deviceplugin.identity import UNIDENTIFIED
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointVersion, shows_present
 from deviceplugin.kubelet.holders import (
     HolderEvidence,
     HolderSnapshot,
     HoldReason,
+    PendingGrants,
     holders,
     needs_request,
+    pending_grants,
 )
-from deviceplugin.register.records import Allocation
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import WHOLE, Allocation, AllocationRecord
 
 R = "example.com/r"
 A = Allocation("u1", "main", R, "a")
@@ -29,6 +35,35 @@ NO_DIRECTORY = PodProcesses(None, frozenset())
 
 def seen(*named: Allocation, current: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> HolderEvidence:
     return HolderEvidence([CheckpointVersion(frozenset(named), {R: frozenset({"a"})})], current, pods, problem)
+
+
+def grants(*named: Allocation, since: float, holders: frozenset[tuple[str, str]] = frozenset()) -> PendingGrants:
+    """The pending grants of id a, granted at 2.0, in a checkpoint whose AllocateResponses are of the time `since`."""
+    record = AllocationRecord(R, "a", "a", 2.0, 1, holders)
+    answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, since)
+    return pending_grants([CheckpointVersion(frozenset(named), {})], {(R, "a"): record}, lambda _: answer)
+
+
+def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
+    """Only the response of the last grant does, and only while the grant is pending."""
+    assert grants(A, since=2.0) == (frozenset({A}), frozenset())
+    assert grants(A, since=1.0) == grants(since=2.0) == (frozenset(), frozenset())
+    known = {(R, "a"): AllocationRecord(R, "a", "a", 2.0, 1, pending=False)}
+    answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, 2.0)
+    assert not pending_grants([CheckpointVersion(frozenset({A}), {})], known, lambda _: answer).begun
+
+
+def test_a_later_grant_in_the_checkpoint_shows_the_end_of_the_former_holder() -> None:
+    """The kubelet composed the checkpoint after the grant. While the former holder's processes run, it stays held."""
+    found = grants(B, since=2.0, holders=frozenset({A[:2]}))
+    for pods, held in ((ENDED, {B}), (RUNS, {A, B}), (BLIND, {A, B})):
+        evidence = replace(seen(B, current=False, pods=pods), begun=found.begun, replaced=found.replaced)
+        now = holders([A], evidence)
+        assert now.held.keys() == held
+        assert now.held[B] == HoldReason(True, True, "the kubelet's checkpoint names it", True)
+    both = grants(A, B, since=2.0, holders=frozenset({A[:2]}))
+    evidence = replace(seen(A, B, current=False), begun=both.begun, replaced=both.replaced)
+    assert holders([A], evidence).held.keys() == {A, B}
 
 
 MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")

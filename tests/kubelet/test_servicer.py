@@ -30,8 +30,9 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
-from deviceplugin.register.question import Use
+from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.records import (
+    Allocation,
     AllocationRecord,
     Amount,
     Change,
@@ -1018,7 +1019,11 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
 
     source = Resetting()
     named = {"b::0": frozenset({PodContainer("ml", "train", "main")})}
-    tracker = SimpleNamespace(holders=lambda _: named, unnamed_reasons=lambda _: {})
+
+    async def begun(*_: object) -> frozenset[Allocation]:
+        return frozenset()
+
+    tracker = SimpleNamespace(holders=lambda _: named, unnamed_reasons=lambda _: {}, begun=begun)
     served = await serve(source, "a", "b", holders=cast("Any", tracker))
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a::0", "a::1"]))
     with refused(grpc.StatusCode.INTERNAL, f"reset of {R} failed: OSError: stuck"):
@@ -1319,4 +1324,4 @@ async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
     kept = base64.b64encode(response.SerializeToString()).decode()
     record = served.register.snapshot.allocations[R, "a"]
     assert record.identity == identified(frozenset({"x"}), served.register.boot)
-    assert granted(kept, R, "a", served.register.boot) == ((R, "a"), record.identity, record.amount)
+    assert granted(kept, R, "a", served.register.boot) == Wanted((R, "a"), record.identity, record.amount, record.since)

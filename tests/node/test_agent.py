@@ -38,12 +38,13 @@ from deviceplugin.node.service import Service
 from deviceplugin.register import releases
 from deviceplugin.register import rules as grants
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import WHOLE, Allocation
+from deviceplugin.register.records import WHOLE, Allocation, AllocationRecord
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
 from deviceplugin.testing import checkpoint as written
+from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from tests.config.files import bombs as config_bombs
 from tests.waits import until, wait
@@ -271,6 +272,32 @@ def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKube
     assert devices.released_ids == ["sim-0"] * 3
 
 
+def test_a_grants_pod_is_found_without_a_request(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The AllocateResponse in the checkpoint shows it, before the pod runs. The id's former pod has ended."""
+    agent = served(source(1), **SELDOM)
+    former = fake_kubelet.run_pod("former", {R: 1})
+    named(agent, former)
+    former.delete()
+    monkeypatch.setattr(fake_kubelet, "start_sandbox", no_network)
+    pod = fake_kubelet.start_pod("pod", {R: 1})
+    named(agent, pod)
+    wait(lambda: record(agent).holders == {(pod.uid, "main")})
+    assert not record(agent).pending
+    assert not fake_kubelet.rpcs("List")
+
+
+def record(agent: Served) -> AllocationRecord:
+    (only,) = agent.agent.register.snapshot.allocations.values()
+    return only
+
+
+def no_network(pod: FakePod) -> None:
+    """Make no sandbox."""
+    raise PluginCallError("no network")
+
+
 def test_released_after_a_pod_that_no_scan_has_seen(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,7 +463,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     device, hardware = Device("b", identity="uuid:1"), frozenset({"uuid:1"})
     agent.services[other].inventory.publish([device], {"b": hardware})
     answer = pb.ContainerAllocateResponse()
-    annotate(answer, R, {"a": Wanted((R, "a"), identified(hardware, boot_id()), WHOLE)}, boot_id())
+    annotate(answer, R, {"a": Wanted((R, "a"), identified(hardware, boot_id()), WHOLE)}, boot_id(), 0.0)
     entry = written.PodDevicesEntry("u1", "main", R, {-1: ["a"]}, answer.SerializeToString())
     paths.plugins.mkdir(parents=True)
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())

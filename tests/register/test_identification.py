@@ -12,8 +12,17 @@ from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import Tokens, agree, identified, lasting
 from deviceplugin.register import identification
+from deviceplugin.register.identification import StartNodes
 from deviceplugin.register.question import View, Wanted, allocation_unit, refusal, wanted_use
-from deviceplugin.register.records import WHOLE, AllocationRecord, Amount, Change, FormerGrant, RegisterSnapshot
+from deviceplugin.register.records import (
+    WHOLE,
+    Allocation,
+    AllocationRecord,
+    Amount,
+    Change,
+    FormerGrant,
+    RegisterSnapshot,
+)
 from deviceplugin.register.store import MemoryStore
 from tests.register.resources import ListedResource, ListedResources
 
@@ -47,7 +56,7 @@ def asked(now: RegisterSnapshot, device: str, tokens: Tokens) -> str:
 
 def start(now: RegisterSnapshot, **present: Tokens) -> tuple[str, RegisterSnapshot]:
     ids = frozenset(present)
-    decision = identification.start(R, present, View(BOOT), whole=ids, plain=frozenset())(now)
+    decision = identification.start(R, StartNodes(present, ids), View(BOOT))(now)
     return decision.answer, now.following(decision)
 
 
@@ -87,6 +96,18 @@ def test_a_container_starts_with_the_present_number_of_its_device(port: bool) ->
     assert after.allocations[R, "A"].identity.reached == {"char:188:7"}
     assert asked(after, "B", at(1, "B", "1-2")) == ""
     assert start(after, A=at(7, "A", "1-1", port=port)) == ("", after)
+
+
+@pytest.mark.parametrize("holder", ["", "uid-A", "uid-other"])
+def test_a_restart_soon_after_the_grant_leaves_the_former_number(holder: str) -> None:
+    """The checkpoint names the container of the grant before a scan does. Another pod may still have the number."""
+    holders = frozenset({(holder, "main")} if holder else ())
+    now = state(held("A", at(1, "A", "1-1"), pending=True, holders=holders))
+    for begun in ((), (Allocation("uid-A", "main", R, "A"),)):
+        decision = identification.start(R, StartNodes({"A": at(7, "A", "1-1")}, frozenset("A")), View(BOOT), begun)(now)
+        assert decision.answer == ""
+        is_free = not asked(now.following(decision), "B", at(1, "B", "1-2"))
+        assert is_free == (bool(begun) and holder != "uid-other")
 
 
 def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> None:
@@ -158,13 +179,13 @@ def test_an_init_container_has_ended_when_another_container_of_its_pod_starts() 
 def test_a_container_does_not_start_with_paths_that_name_the_former_node() -> None:
     """Without a symlink the answer to Allocate names the device's former node, which may be another stick's by now."""
     now, ids = state(held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2"))), frozenset("A")
-    moved = identification.start(R, {"A": at(3, "A", "1-1")}, View(BOOT), whole=ids, plain=ids)(now)
+    moved = identification.start(R, StartNodes({"A": at(3, "A", "1-1")}, ids, ids), View(BOOT))(now)
     assert moved.answer == f"A of {R} had the nodes char 188:1 and has char 188:3 now: delete the pod"
-    other = identification.start(R, {"A": at(1, "Z", "1-3")}, View(BOOT), whole=ids, plain=ids)(now)
+    other = identification.start(R, StartNodes({"A": at(1, "Z", "1-3")}, ids, ids), View(BOOT))(now)
     assert "is not what its holder was given" in other.answer
     for decision in (moved, other):
         assert asked(now.following(decision), "C", at(1, "C", "1-4")) == ""
-    same = identification.start(R, {"A": at(1, "A", "1-1")}, View(BOOT), whole=ids, plain=ids)(now)
+    same = identification.start(R, StartNodes({"A": at(1, "A", "1-1")}, ids, ids), View(BOOT))(now)
     assert (same.answer, same.changes) == ("", ())
 
 

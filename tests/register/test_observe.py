@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,6 +121,15 @@ def test_a_container_that_was_named_before_is_not_the_new_holder() -> None:
     assert known.pending == {"a"}
     known.observed([named("a", "u1", "init", "main")], 2.0)
     assert not known.pending
+
+
+def test_the_response_of_the_grant_shows_the_new_holder() -> None:
+    """Also if the container was a holder before: the kubelet allocates for it again if it has lost its checkpoint."""
+    known = Known().granted(["a"]).observed(["a"], 0.0).granted(["a"]).observed(["a"], 1.0)
+    assert known.pending == {"a"}
+    known.observed([replace(named("a"), begun=True)], 2.0)
+    assert not known.pending
+    assert known.record("a").holders == {("u1", "main")}
 
 
 def test_a_name_that_only_an_old_checkpoint_has_is_not_the_new_holder() -> None:
