@@ -1,4 +1,4 @@
-"""The copy that an agent with a ledger writes of its allocations: `<agent>.allocations` in `cdi.own_directory`.
+"""The copy that an agent with a ledger writes of its allocations: `<agent>.json` in `copies_in`.
 
 If the ledger (the SQLite file of the agent's records) and the kubelet's checkpoint are lost, only the copy names the
 pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force, although its
@@ -28,7 +28,7 @@ from deviceplugin.register.records import NONE, Allocation, AllocationRecord, Re
 from deviceplugin.register.store import Store
 
 _LOG: Final = logging.getLogger(__name__)
-SUFFIX: Final = ".allocations"
+SUFFIX: Final = ".json"
 FIRST_TRY: Final = 1.0
 """Seconds after which a failed write is repeated for the first time."""
 REST: Final = 60.0
@@ -49,9 +49,17 @@ class Copy(msgspec.Struct, frozen=True):
 _DECODER: Final = msgspec.json.Decoder(Copy)
 
 
+def copies_in(directory: str) -> str:
+    """Return the directory of the copies. directory: the directory of the CDI specs.
+
+    It contains no other files, because each new file in the directory of claim files makes the next grant list them.
+    """
+    return os.path.join(cdi.own_directory(directory), "allocations")
+
+
 def path(directory: str, agent: str) -> str:
     """Return the path of the copy of an agent. directory: the directory of the CDI specs."""
-    return os.path.join(cdi.own_directory(directory), f"{agent}{SUFFIX}")
+    return os.path.join(copies_in(directory), f"{agent}{SUFFIX}")
 
 
 def write(path: str, copy: Copy) -> None:
@@ -78,7 +86,7 @@ class AllocationCopies:
     """
 
     def __init__(self, directory: Path, own: str = "") -> None:
-        self._directory = Path(cdi.own_directory(str(directory)))
+        self._directory = Path(copies_in(str(directory)))
         self._agent = own
         self._own = {f"{own}{SUFFIX}"}
         self._written: tuple[int, Mapping[RecordKey, AllocationRecord]] = (-1, NONE)

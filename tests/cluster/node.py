@@ -895,7 +895,7 @@ class Cluster:
 def remove_ledger(agent: str = LEDGER.parent.name) -> None:
     """Remove what an agent that has ended leaves: its directory, and the copy of its allocations."""
     shutil.rmtree(LEDGER.parent.with_name(agent), ignore_errors=True)
-    Path(f"/var/run/cdi/deviceplugin/{agent}.allocations").unlink(missing_ok=True)
+    Path(f"/var/run/cdi/deviceplugin/allocations/{agent}.json").unlink(missing_ok=True)
 
 
 Pods = list["Pod"]

@@ -598,7 +598,7 @@ def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
     pod = scene.pod("a0", "a")
     scene.running(pod)
     scene.before = len(locks.holders())
-    copy = CDI / "deviceplugin" / "dra-bridge.allocations"
+    copy = CDI / "deviceplugin" / "allocations" / "dra-bridge.json"
     scene.cluster.wait_for(lambda: pod.uid in copy.read_text(), LIMIT, "the copy names it")
     scene.cluster.kill("kubelet")
     scene.agents.kill()

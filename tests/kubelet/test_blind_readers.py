@@ -24,7 +24,7 @@ from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, holders
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.podresources import PodResources
 from deviceplugin.looks import Looks
-from deviceplugin.register.copies import AllocationCopies, Copy, write
+from deviceplugin.register.copies import AllocationCopies, Copy, copies_in, write
 from deviceplugin.register.records import Allocation
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.cgroups import CgroupTree
@@ -342,13 +342,13 @@ async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "old", "another agent's"])
 def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
     """They add holders and end none: what is absent from them says nothing."""
-    directory = Path(cdi.own_directory(str(tmp_path)))
+    directory = Path(copies_in(str(tmp_path)))
     if situation != "wrong place":
-        directory.mkdir()
+        directory.mkdir(parents=True)
     if situation == "old":
-        write(str(directory / "other.allocations"), Copy("another-boot", 1, ()))
+        write(str(directory / "other.json"), Copy("another-boot", 1, ()))
     elif situation == "another agent's":
-        write(str(directory / "other.allocations"), Copy(boot_id(), 1, ()))
+        write(str(directory / "other.json"), Copy(boot_id(), 1, ()))
     copies = AllocationCopies(tmp_path, "dra-bridge")
     copies.read()
     assert copies.changed() == {}

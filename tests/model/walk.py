@@ -191,7 +191,7 @@ class Walk(RuleBasedStateMachine):
             for suffix in ("", "-wal"):
                 register.with_name(register.name + suffix).unlink(missing_ok=True)
         if "copy" in losses:
-            (self.home / "cdi" / "deviceplugin" / "dra-bridge.allocations").unlink(missing_ok=True)
+            (self.home / "cdi" / "deviceplugin" / "allocations" / "dra-bridge.json").unlink(missing_ok=True)
         if "slices" in losses:
             for mine in outside.slices.values():
                 mine.there, mine.annotations, mine.accepted = {}, {}, 0

@@ -63,13 +63,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
-    """They look into no directory below that of the specs; the names clash with no draft or copy of a ledger."""
+    """They look into no directory below that of the specs."""
     put(tmp_path, made())
     CdiStore(D, str(tmp_path)).write("1", b"{}")
-    (own(tmp_path) / f"{D}.allocations").write_bytes(b"")
+    (own(tmp_path) / "allocations").mkdir()
     (own(tmp_path) / f".{D}_2.left.over").write_bytes(b"")
     assert sorted(os.listdir(tmp_path)) == ["deviceplugin", f"{D}-claim_1.json"]
-    assert sorted(os.listdir(own(tmp_path))) == sorted([f"{D}_1.claim", f"{D}.allocations", f".{D}_2.left.over"])
+    assert sorted(os.listdir(own(tmp_path))) == sorted([f"{D}_1.claim", "allocations", f".{D}_2.left.over"])
     assert claim_files.read_all(str(tmp_path)) == (made(),)
     assert CdiStore(D, str(tmp_path)).list() == ClaimFileStore(D, str(tmp_path)).list() == {"1"}
     assert not (own(tmp_path) / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"

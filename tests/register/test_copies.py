@@ -62,8 +62,8 @@ def test_a_copy_of_another_boot_and_a_grant_without_a_container_name_nobody(tmp_
 def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The others are read all the same, and so is a directory that is not there."""
     put(tmp_path, "one", ("u1", "main"))
-    (tmp_path / "deviceplugin" / "two.allocations").write_bytes(b"{")
-    (tmp_path / "deviceplugin" / "three.allocations").symlink_to(tmp_path / "nothing")
+    (tmp_path / "deviceplugin" / "allocations" / "two.json").write_bytes(b"{")
+    (tmp_path / "deviceplugin" / "allocations" / "three.json").symlink_to(tmp_path / "nothing")
     found = AllocationCopies(tmp_path)
     assert len(changed(found)) == 1
     assert changed(found) == {}

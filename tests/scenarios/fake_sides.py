@@ -215,7 +215,7 @@ class FakeScene(Scene):
 
     def note_holders(self) -> None:
         """Wait until the agent knows the pods that have devices: without it their checkpoint is the only trace."""
-        copy = self.node.cdi / "deviceplugin" / "dra-bridge.allocations"
+        copy = self.node.cdi / "deviceplugin" / "allocations" / "dra-bridge.json"
         held = {one.uid for one in self._holdings() if one.side == "plugin" and one.end is None}
         known = lambda: not held or (copy.exists() and all(uid in copy.read_text() for uid in held))  # noqa: E731
         self.until("the agent to know who has devices", known)
