@@ -319,15 +319,16 @@ class Cluster:
         namespace: str = "",
         field_selector: str = "",
         label_selector: str = "",
+        keep: Callable[[Object], bool] | None = None,
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield a list of all objects, then each change, without end.
 
-        state: the generator records the watch's state here. A watch that ends at the requested time is resumed at its
-        position. After any other end (a lost connection, an early end, a refusal, no data for too long) the generator
-        yields a new `Listed`, which replaces all earlier objects. The generator does not resume at the old position,
-        because the server's storage may have been restored from an older snapshot: kube-apiserver opens a watch at a
-        future position without an error, and sends nothing until its revision has reached that position (Cacher.Watch,
-        cacher.go, 1.36).
+        state: the generator records the watch's state here. keep: returns whether to return an object of a list. A
+        watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
+        early end, a refusal, no data for too long) the generator yields a new `Listed`, which replaces all earlier
+        objects. The generator does not resume at the old position, because the server's storage may have been restored
+        from an older snapshot: kube-apiserver opens a watch at a future position without an error, and sends nothing
+        until its revision has reached that position (Cacher.Watch, cacher.go, 1.36).
 
         A watch that was interrupted begins again after a random wait, at most the backoff's longest; all watches of
         this client begin again at the same moment. Short waits would overload a server: if a server ends, the watches
@@ -350,7 +351,7 @@ class Cluster:
                 age = min(self._watch_seconds[0] / 2, time.monotonic() - lost_at)
                 version = kind.version or await self._discovery.version(older_than=age)
                 if not position or version != listed_in:
-                    listing = await self.list(kind, namespace, **selectors)
+                    listing = await self.list(kind, namespace, **selectors, keep=keep)
                     version = kind.version or await self.version()
                     position, listed_in = listing.resource_version, version
                     state.heard()

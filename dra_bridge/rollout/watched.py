@@ -90,8 +90,8 @@ class WatchedFleet:
             await cancel_all(tasks)
 
     async def _follow(self, what: _WatchOf) -> None:
-        kind, *selectors = what
-        follow = self.cluster.follow(kind, **dict(zip(what._fields[1:], selectors, strict=True)))
+        kind, namespace, label, field = what
+        follow = self.cluster.follow(kind, namespace=namespace, label_selector=label, field_selector=field)
         async with aclosing(follow) as events:
             async for event in events:
                 for body in event.items if isinstance(event, kube.Listed) else (event.object,):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from dra_bridge.kube import Failing, Object, WatchState
 from dra_bridge.slices.desired import Feature, Pool
 from dra_bridge.slices.foreign import ForeignKind, ForeignSlice, ForeignWrite
-from dra_bridge.slices.mirror import Mirror
+from dra_bridge.slices.mirror import Mirror, SliceScope
 from dra_bridge.slices.observed import Comparison, ObservedPool, SeenSlices, compare
 
 
@@ -69,29 +70,50 @@ class RateLimit:
 
 
 @dataclass(slots=True, eq=False)
+class SliceWatch:
+    """A watch of slices.
+
+    scope: the group of slices. title: the watched slices, for messages. selector: their field selector. state: whether
+    the watch is alive. bodies: those of the watched slices that name this node, or whose pool has the node's name.
+    """
+
+    scope: SliceScope
+    title: str
+    selector: str
+    state: WatchState = field(default_factory=WatchState)
+    listed: asyncio.Event = field(default_factory=asyncio.Event)
+    """An event that is set once the watch has listed the slices."""
+    bodies: dict[str, Object] = field(default_factory=dict)
+    begun: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether `bodies` are the slices on the API server."""
+        return self.listed.is_set() and self.state.lapse(time.monotonic()) is None
+
+
+@dataclass(slots=True, eq=False)
 class PublishedDriver:
     """The publisher's state of one driver.
 
-    left_out: the devices and fields that the slices lack, with reasons. failing: the failure because of which the
-    slices are not the wanted slices now. failures: number of failed tries by HTTP status, 0 for tries without a
-    response. seen: the mirror's slices, for reads by other threads. compared: the input and the result of the last
-    comparison of seen and wanted slices.
+    nodeless: the watch of the driver's slices without a node, which other drivers may share. left_out: the devices and
+    fields that the slices lack, with reasons. failing: the failure because of which the slices are not the wanted
+    slices now. failures: number of failed tries by HTTP status, 0 for tries without a response. seen: the mirror's
+    slices, for reads by other threads. compared: the input and the result of the last comparison of seen and wanted
+    slices.
     """
 
     pool: Pool
     rate_limit: RateLimit
     mirror: Mirror
+    nodeless: SliceWatch
     state: PoolState = field(default_factory=PoolState)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    watched: asyncio.Event = field(default_factory=asyncio.Event)
-    """An event that is set once the watch of slices without a node has listed these slices."""
     warned: set[str] = field(default_factory=set)
     reported: dict[ForeignKind, float] = field(default_factory=dict)
     """For each kind of foreign write, when a line about it was last logged (monotonic seconds)."""
     refused: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By UID of a foreign slice that could not be deleted: the reason, and when to try again (monotonic seconds)."""
-    nodeless: WatchState = field(default_factory=WatchState)
-    """Whether the watch of slices without a node is alive."""
     left_out: tuple[str, ...] = ()
     failing: Failing | None = None
     failures: Counter[int] = field(default_factory=Counter)
@@ -120,5 +142,8 @@ class PublishedDriver:
         if len(before) != len(of) or before[3] != of[3] or any(map(operator.is_not, before[:3], of)):
             seen = compare(*of)
             self.compared = of, seen
-        lapse = watch.lapse(now) or self.nodeless.lapse(now)
-        return ObservedPool(seen, bool(self.state.accepted), lapse, self.failing)
+        return ObservedPool(seen, bool(self.state.accepted), self.lapse(watch, now), self.failing)
+
+    def lapse(self, watch: WatchState, now: float) -> Failing | None:
+        """Return why the mirror may be out of date; None if both watches of its slices are alive. watch: see above."""
+        return watch.lapse(now) or self.nodeless.state.lapse(now)

@@ -31,7 +31,7 @@ from dra_bridge.slices.mirror import Mirror, SliceScope
 from dra_bridge.slices.observed import Comparison, ObservedPool
 from dra_bridge.slices.plan import Write, generation_of, in_version, neutral, plan
 from dra_bridge.slices.published import PoolState as PoolState
-from dra_bridge.slices.published import PublishedDriver, RateLimit
+from dra_bridge.slices.published import PublishedDriver, RateLimit, SliceWatch
 
 logger: Final = logging.getLogger(__name__)
 
@@ -39,6 +39,12 @@ ROUNDS: Final = 6
 """Maximum number of rounds of writes without a pause. If the slices still differ afterwards, the publisher waits."""
 DELETES: Final = 16
 """Maximum number of foreign slices that are deleted in one round of writes."""
+FEW: Final = 4
+"""Number of drivers that each have their own watch of slices without a node. All further drivers share one watch.
+
+The API server cannot select several drivers, so the shared watch gets the slices without a node of all drivers of the
+cluster. A node with few drivers does not need these, and a watch for each of many drivers takes much memory.
+"""
 LINES: Final = 10.0
 """Minimum seconds between two log lines at WARNING about the same kind of foreign writes."""
 
@@ -46,8 +52,8 @@ LINES: Final = 10.0
 class Publisher:
     """Makes the API server's slices of this node equal to the wanted slices, and keeps them equal.
 
-    A watch for all drivers reports the slices that name this node. A watch for each driver reports the driver's slices
-    that name no node. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37).
+    A watch for all drivers reports the slices that name this node. Other watches report slices that name no node, see
+    `FEW`. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37).
     The publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node
     when it starts. A failed write is repeated until it succeeds.
 
@@ -78,14 +84,14 @@ class Publisher:
         self._features = ServerFeatures(cluster, probe_again)
         self._drivers: dict[str, PublishedDriver] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._listed = asyncio.Event()
-        self._of_node: dict[str, Object] = {}
-        """The slices that name the node, of all drivers, by their names, as the watch has reported them."""
+        self._of_node = SliceWatch(SliceScope.NODE, RESOURCE_SLICES.plural, f"spec.nodeName={node}")
+        self._nodeless = SliceWatch(SliceScope.NODELESS, "slices of all drivers without a node", "spec.nodeName=")
+        """The watch that the drivers after the first `FEW` share."""
         self._owner: Object | None = None
         self._read_node = SharedCall(lambda: self.cluster.get(kube.NODES, self._node))
         self._changed = asyncio.Event()
         self._noticed = noticed
-        self.watch: Final = WatchState()
+        self.watch: Final = self._of_node.state
         """The state of the watch of the slices that name the node."""
 
     def want(self, pool: Pool) -> int:
@@ -97,13 +103,15 @@ class Publisher:
             raise ValueError(f"the pool is for node {pool.node}, but this publisher writes for node {self._node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
-            driver = self._drivers[pool.driver] = PublishedDriver(
-                pool, self._rate_limit(), Mirror(pool.driver, self._node)
-            )
-            if (listed := self._watched(pool.driver)) is not None:
-                driver.mirror.relist(SliceScope.NODE)
-                for body in listed:
-                    self._keep(body)
+            nodeless = self._nodeless
+            if len(self._drivers) < FEW:
+                title = f"slices of {pool.driver} without a node"
+                nodeless = SliceWatch(SliceScope.NODELESS, title, f"spec.driver={pool.driver},spec.nodeName=")
+            mirror = Mirror(pool.driver, self._node)
+            driver = self._drivers[pool.driver] = PublishedDriver(pool, self._rate_limit(), mirror, nodeless)
+            for watch in (self._of_node, nodeless):
+                if watch.alive:
+                    self._relist(driver, watch)
             if self._group is not None:
                 self._start(driver, self._group)
         elif driver.pool == pool:
@@ -117,13 +125,10 @@ class Publisher:
         """Return a driver's slices that name the node, by the watch; None if it is not alive within so many seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._listed.wait()
-        return self._watched(driver)
-
-    def _watched(self, driver: str) -> list[Object] | None:
-        if not self._listed.is_set() or self.watch.lapse(time.monotonic()) is not None:
+                await self._of_node.listed.wait()
+        if not self._of_node.alive:
             return None
-        return [body for body in self._of_node.values() if body["spec"]["driver"] == driver]
+        return [body for body in self._of_node.bodies.values() if body["spec"]["driver"] == driver]
 
     def state(self, driver: str) -> PoolState:
         """Return which slices of a driver's pool the API server has accepted."""
@@ -138,8 +143,9 @@ class Publisher:
         name.
         """
         entry = self._drivers.get(driver)
-        seen = entry is not None and all(watch.lapse(time.monotonic()) is None for watch in self.watches.values())
-        return entry.mirror.withdrawn(device) if entry is not None and seen else None
+        if entry is None or entry.lapse(self.watch, time.monotonic()) is not None:
+            return None
+        return entry.mirror.withdrawn(device)
 
     def offering(self, driver: str, device: str) -> str:
         """Return the name of a foreign slice that offers a device of a driver's pool; "" if there is none."""
@@ -155,8 +161,8 @@ class Publisher:
     @property
     def watches(self) -> Mapping[str, WatchState]:
         """The state of each watch, by the name of the watched slices. Any thread may read this property."""
-        nodeless = {f"slices of {name} without a node": of.nodeless for name, of in list(self._drivers.items())}
-        return {RESOURCE_SLICES.plural: self.watch, **nodeless}
+        nodeless = [driver.nodeless for driver in list(self._drivers.values())]
+        return {watch.title: watch.state for watch in (self._of_node, *nodeless)}
 
     def failures(self, driver: str) -> Mapping[int, int]:
         """Return how many tries to write a driver's slices have failed, by HTTP status.
@@ -179,55 +185,43 @@ class Publisher:
             for driver in self._drivers.values():
                 self._start(driver, group)
             try:
-                await self._watch()
+                await self._follow(self._of_node)
             finally:
                 self._group = None  # The task group is ending now, and accepts no new workers.
 
-    async def _watch(self) -> None:
-        selector = f"spec.nodeName={self._node}"
-        follow = self.cluster.follow(RESOURCE_SLICES, self.watch, field_selector=selector)
+    async def _follow(self, watch: SliceWatch) -> None:
+        follow = self.cluster.follow(
+            RESOURCE_SLICES, watch.state, field_selector=watch.selector, keep=self._is_of_this_node
+        )
         async with aclosing(follow) as events:
             async for event in events:
                 if isinstance(event, kube.Changed):
-                    body, deleted = neutral(event.object), event.type == "DELETED"
-                    self._of_node.pop(body["metadata"]["name"], None)
-                    if not deleted:
-                        self._of_node[body["metadata"]["name"]] = body
-                    self._observe(body, deleted=deleted)
+                    if self._is_of_this_node(event.object):
+                        self._observe(watch, neutral(event.object), deleted=event.type == "DELETED")
                     continue
-                self._owner = None  # The Node object may have been replaced.
-                self._of_node = {body["metadata"]["name"]: body for body in map(neutral, event.items)}
-                for driver in self._drivers.values():
-                    driver.mirror.relist(SliceScope.NODE, new_watch=True)
-                for body in self._of_node.values():
-                    self._keep(body)
-                self._features.forget_missing()
-                for driver in self._drivers.values():
+                watch.bodies = {body["metadata"]["name"]: body for body in map(neutral, event.items)}
+                drivers = [one for one in self._drivers.values() if watch in (self._of_node, one.nodeless)]
+                for driver in drivers:
+                    self._relist(driver, watch, new_watch=True)
+                if watch is self._of_node:
+                    self._owner = None  # The Node object may have been replaced.
+                    self._features.forget_missing()
+                for driver in drivers:
                     driver.show()
                     driver.wake.set()
-                self._listed.set()
-
-    async def _watch_nodeless(self, driver: PublishedDriver) -> None:
-        selector = self._selector(driver, SliceScope.NODELESS)
-        follow = self.cluster.follow(RESOURCE_SLICES, driver.nodeless, field_selector=selector)
-        async with aclosing(follow) as events:
-            async for event in events:
-                if isinstance(event, kube.Changed):
-                    self._observe(neutral(event.object), deleted=event.type == "DELETED")
-                    continue
-                driver.mirror.relist(SliceScope.NODELESS, new_watch=True)
-                for item in event.items:
-                    self._keep(neutral(item))
-                driver.show()
-                driver.watched.set()
-                driver.wake.set()
+                watch.listed.set()
 
     def _selector(self, driver: PublishedDriver, scope: SliceScope) -> str:
         return f"spec.driver={driver.pool.driver},spec.nodeName={self._node if scope is SliceScope.NODE else ''}"
 
-    def _observe(self, body: Object, *, deleted: bool) -> None:
-        driver = self._driver_of(body)
-        if driver is None or not driver.mirror.observe(body, deleted=deleted):
+    def _observe(self, watch: SliceWatch, body: Object, *, deleted: bool) -> None:
+        watch.bodies.pop(body["metadata"]["name"], None)
+        if not deleted:
+            watch.bodies[body["metadata"]["name"]] = body
+        driver = self._drivers.get(body["spec"]["driver"])
+        if driver is None or watch not in (self._of_node, driver.nodeless):
+            return
+        if not driver.mirror.observe(body, deleted=deleted):
             return
         if deleted:
             self._owner = None  # The Node object may have been replaced.
@@ -236,29 +230,34 @@ class Publisher:
         driver.show()
         driver.wake.set()
 
-    def _keep(self, body: Object) -> None:
-        driver = self._driver_of(body)
-        if driver is not None:
-            driver.mirror.keep(body)
-            self._features.learn(body)
+    def _relist(self, driver: PublishedDriver, watch: SliceWatch, *, new_watch: bool = False) -> None:
+        driver.mirror.relist(watch.scope, new_watch=new_watch)
+        for body in watch.bodies.values():
+            if body["spec"]["driver"] == driver.pool.driver:
+                self._keep(driver, body)
 
-    def _driver_of(self, body: Object) -> PublishedDriver | None:
+    def _keep(self, driver: PublishedDriver, body: Object) -> None:
+        driver.mirror.keep(body)
+        self._features.learn(body)
+
+    def _is_of_this_node(self, body: Object) -> bool:
+        """Return whether a slice names this node, or names no node and is in a pool of this node's name."""
         spec = body.get("spec") or {}
-        if (spec.get("nodeName") or (spec.get("pool") or {}).get("name")) != self._node:
-            return None
-        return self._drivers.get(spec.get("driver", ""))
+        return bool((spec.get("nodeName") or (spec.get("pool") or {}).get("name")) == self._node)
 
     def _start(self, driver: PublishedDriver, group: asyncio.TaskGroup) -> None:
         group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
-        group.create_task(self._watch_nodeless(driver), name=f"slices of {driver.pool.driver} without a node")
+        if not driver.nodeless.begun:
+            driver.nodeless.begun = True
+            group.create_task(self._follow(driver.nodeless), name=driver.nodeless.title)
 
     async def _work(self, driver: PublishedDriver) -> None:
         backoff = self.cluster.backoff.fresh()
         conflicts = 0
         while True:
             await driver.wake.wait()
-            await self._listed.wait()
-            await driver.watched.wait()
+            await self._of_node.listed.wait()
+            await driver.nodeless.listed.wait()
             driver.wake.clear()
             wait, done = 0.0, False
             try:
@@ -313,8 +312,8 @@ class Publisher:
                 selector = self._selector(driver, scope)
                 listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
                 driver.mirror.relist(scope)
-                for item in listing.items:
-                    self._keep(neutral(item))
+                for item in filter(self._is_of_this_node, listing.items):
+                    self._keep(driver, neutral(item))
             done = await self._reconcile(driver)
         except Exception as error:
             driver.failed(error)
@@ -504,7 +503,7 @@ class Publisher:
             # The slice was deleted meanwhile: the watch reported the deletion before the response to the write arrived.
             driver.wake.set()
         else:
-            self._keep(answer)
+            self._keep(driver, answer)
         self._set(driver, writes=driver.state.writes + 1)
         if undone is not None:
             self._overcame(driver, undone, name, manager)

@@ -339,8 +339,10 @@ def name_of(event: object) -> tuple[str, str]:
 async def test_follow(server: FakeApiServer) -> None:
     """First all there is, then each change, by the selector."""
     server.create(node_body("a"))
-    follow = {"field_selector": "metadata.name=a"}
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES, **follow)) as events:
+    async with (
+        connected(server) as cluster,
+        aclosing(cluster.follow(NODES, field_selector="metadata.name=a")) as events,
+    ):
         first = await anext(events)
         assert isinstance(first, Listed)
         assert [one["metadata"]["name"] for one in first.items] == ["a"]
@@ -464,10 +466,9 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
 
 async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
     """A watch that only saw bookmarks goes on from them, although the history before is gone."""
-    follow = {"field_selector": "metadata.name=a"}
     async with (
         connected(server, watch_seconds=(1.0, 1.0)) as cluster,
-        aclosing(cluster.follow(NODES, **follow)) as events,
+        aclosing(cluster.follow(NODES, field_selector="metadata.name=a")) as events,
     ):
         assert names(await anext(events)) == []
         coming = asyncio.ensure_future(anext(events))

@@ -20,9 +20,10 @@ from deviceplugin.inventory import InventorySnapshot, merged
 from dra_bridge.kube import RESOURCE_SLICES, Cluster, ConflictError, UnavailableError
 from dra_bridge.kube.client import SILENCE
 from dra_bridge.slices.desired import Offer, Pool, desired, slice_name
+from dra_bridge.slices.foreign import ForeignKind
 from dra_bridge.slices.mirror import Mirror
 from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
-from dra_bridge.slices.publisher import Publisher, remove_slices
+from dra_bridge.slices.publisher import FEW, Publisher, remove_slices
 from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
 from tests.dra.objects import node_body
 from tests.waits import until
@@ -933,3 +934,56 @@ async def test_a_refusal_that_passes_is_tried_again_soon(server: FakeApiServer) 
     server.fail(lambda request: request.method == "POST" and "dryRun" not in request.query, Fault(code=422), 2)
     async with publishing(server, pool(*many(2))):
         assert len(published(server)) == 2
+
+
+async def test_many_drivers_share_a_watch_of_slices_without_a_node(server: FakeApiServer) -> None:
+    """Each of a few drivers has a watch of its own; one watch serves all others, also those that join later."""
+    pools = [replace(pool(Device("a")), driver=f"d{number}.example.com") for number in range(FEW + 4)]
+    alone, *_, shared, late = (one.driver for one in pools)
+
+    def put(driver: str, name: str, node: str = NODE) -> None:
+        spec = {"driver": driver, "allNodes": True, "devices": [{"name": "a"}]}
+        spec["pool"] = {"name": node, "generation": 1, "resourceSliceCount": 1}
+        server.create(in_version({"metadata": {"name": name}, "spec": spec, "kind": "ResourceSlice"}, "v1"))
+
+    def selected(*, watches: bool) -> list[str]:
+        requests = server.requests("GET", "/resourceslices")
+        return sorted(one.query["fieldSelector"] for one in requests if one.watch is watches)
+
+    put("network.example.com", "of-another-driver")
+    put(late, "of-another-pool", "fabric")
+    put(late, "before")
+    few = sorted(f"spec.driver={one.driver},spec.nodeName=" for one in pools[:FEW])
+    wanted = sorted([*few, "spec.nodeName=", f"spec.nodeName={NODE}"])
+    async with publishing(server, *pools[:-1]) as publisher:
+        await until(lambda: selected(watches=True) == wanted)
+        assert selected(watches=False) == wanted
+        await became(publisher, pools[-1])
+        assert selected(watches=True) == selected(watches=False) == wanted
+        for name, driver in enumerate((alone, shared, late)):
+            put(driver, f"meanwhile-{name}")
+        left = {"of-another-driver", "of-another-pool"}
+        await until(
+            lambda: {one["metadata"]["name"] for one in server.objects() if "nodeName" not in one["spec"]} == left
+        )
+        undone = {alone: 1, shared: 1, late: 2}
+
+        def count() -> dict[str, int]:
+            counts = {one.driver: publisher.state(one.driver).overcome for one in pools}
+            return {driver: kinds[ForeignKind.NODELESS] for driver, kinds in counts.items() if kinds}
+
+        await until(lambda: count() == undone)
+        assert len(publisher.watches) == FEW + 2
+
+
+async def test_a_driver_that_joins_while_the_shared_watch_is_lost_lists_its_slices(server: FakeApiServer) -> None:
+    """What the shared watch has reported before is not taken for what the API server has."""
+    pools = [replace(pool(Device("a")), driver=f"d{number}.example.com") for number in range(FEW + 2)]
+    async with publishing(server, *pools[:-1]) as publisher:
+        lost = publisher.watches["slices of all drivers without a node"]
+        lost.patience = -1.0
+        server.forget_log()
+        await became(publisher, pools[-1])
+        listed = [one.query["fieldSelector"] for one in server.requests("GET", "/resourceslices") if not one.watch]
+        assert f"spec.driver={pools[-1].driver},spec.nodeName=" in listed
+        assert publisher.withdrawn(pools[0].driver, "b") is not None
