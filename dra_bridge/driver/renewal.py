@@ -40,7 +40,7 @@ from deviceplugin.register.records import Claim, LedgerError
 from deviceplugin.register.register import Register
 from dra_bridge.driver import claim_files
 from dra_bridge.driver.claim_devices import ServedDevices
-from dra_bridge.driver.claim_files import CHECK
+from dra_bridge.driver.claim_files import CHECK, REST
 from dra_bridge.driver.claims import ClaimError, ClaimRef, Prepared, prepared_of
 from dra_bridge.driver.preparation import ClaimPreparation
 
@@ -127,7 +127,8 @@ class ClaimRenewal:
             seen, tried = now, count
             if claims:
                 await asyncio.sleep(CHECK)
-            await changes.after(count, CHECK)  # The resources that are served may change without a note.
+            # The resources that are served may change without a note, which matters only to claims.
+            await changes.after(count, CHECK if self._records.all() else REST)
             await asyncio.sleep(DEBOUNCE)
 
     async def _try(self, uid: str, *, left: bool = False) -> bool:

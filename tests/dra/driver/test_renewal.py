@@ -11,6 +11,8 @@ import pytest
 
 from deviceplugin import identity
 from deviceplugin.device import ContainerEdits, Device, DeviceNode
+from deviceplugin.register.store import Changes
+from dra_bridge.driver.claim_files import REST
 from tests.dra.driver.served import ServedDriver, claim, result, served_driver
 from tests.waits import until
 
@@ -102,3 +104,25 @@ async def test_a_file_stays_while_its_device_is_gone_or_of_another_boot(here: Se
     assert not await here.driver.renewal.renew("2"), "a claim that is not prepared has no file"
     after = await here.again(devices=[stick.device], boot="2")
     assert not await after.driver.renewal.renew("1")
+
+
+@pytest.mark.parametrize("stick", ["by-path"], indirect=True)
+async def test_a_driver_without_claims_sleeps_until_it_has_one(
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may have many drivers; the change that records the first claim ends the wait."""
+    monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.25)
+    waits, after = list[float](), Changes.after
+
+    async def noted(changes: Changes, count: int, timeout: float) -> None:
+        waits.append(timeout)
+        await after(changes, count, timeout)
+
+    monkeypatch.setattr(Changes, "after", noted)
+    keeping = asyncio.create_task(here.driver.renewal.keep())
+    await until(lambda: bool(waits))
+    assert waits == [REST]
+    await here.give("1", "d0")
+    await here.prepared("1")
+    await until(lambda: 0.25 in waits)
+    keeping.cancel()
