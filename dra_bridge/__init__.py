@@ -1,7 +1,7 @@
 """A bridge from device plugins to Dynamic Resource Allocation (DRA): pods get the same devices by `limits` or claims.
 
-The author of a source calls `dra_bridge.run(Source())` for pods and claims, or `deviceplugin.run(Source())` for pods
-alone. A user with a config file runs `dra-bridge run --config FILE`.
+A Python program with a device source calls `dra_bridge.run(Source())` to serve `limits` and claims, or
+`deviceplugin.run(Source())` to serve only `limits`. A user with a config file runs `dra-bridge run --config FILE`.
 """
 
 from __future__ import annotations

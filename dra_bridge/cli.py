@@ -1,7 +1,7 @@
-"""The command line of the bridge: the agent with device plugin and DRA, and commands that move devices of many nodes.
+"""The command line of the bridge: the node agent, and commands that move devices between device plugin and DRA.
 
-`run` is the node agent. `status`, `migrate` and `rollout` use only the API server, with the user's rights. Each command
-imports only the modules that it needs.
+`run` is the node agent. `status`, `migrate` and `rollout` send requests only to the API server, with the user's rights.
+Each command imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def _requested_share(options: argparse.Namespace) -> str | None:
-    """Return the share as the annotation of Nodes, with `force` if given; None to remove the annotation.
+    """Return the value of the Node annotation that requests the share; None to remove the annotation.
 
     Raises CommandError.
     """
@@ -262,7 +262,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
                     raise
                 raise CommandError(f"cannot reach an API server at {cluster.where}: {error}", status=1) from error
 
-    # The client's warnings are not logged, because the command's own error has the same content.
+    # The log shows no warnings of the API client, because the command's own error has the same content.
     logs.setup("text", "error")
     try:
         return asyncio.run(ask())
@@ -330,7 +330,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _redraw(lines: Sequence[Line]) -> None:
-    """Replace the former output on the terminal by as many of these lines as fit on the screen."""
+    """Clear the terminal, and print the first of these lines: as many as fit on the screen."""
     from dra_bridge.rollout import display
 
     size = shutil.get_terminal_size()
@@ -412,9 +412,9 @@ def _follow(
     interrupted: str,
     stopped: str = "",
 ) -> bool:
-    """Run `work` with a client of the API server, and show its progress. Return whether the work is done.
+    """Run `work` with a client of the API server, and show the progress. Return whether the work is done.
 
-    interrupted: the text to print at Ctrl-C. stopped: the text to print before the reason if the work has stopped.
+    interrupted: the text to print after Ctrl-C. stopped: the text to print if `work` returns False; "" for none.
     """
     from dra_bridge.rollout.reporter import Reporter
 
@@ -429,8 +429,8 @@ def _follow(
                 rich.progress.TextColumn("{task.completed} of {task.total} {task.fields[unit]}"),
                 rich.progress.TimeElapsedColumn(),
             )
-            # The progress bars are removed at the end, because bars without progress would look like moves without
-            # progress.
+            # The progress bars disappear at the end, because a bar that stays would look like a move that has come to a
+            # halt.
             bars = stack.enter_context(rich.progress.Progress(*columns, transient=True))
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 

@@ -69,7 +69,7 @@ def add_convert(line: CommandLine) -> None:
 
 
 def add_files(command: argparse.ArgumentParser, about: str) -> None:
-    """Add the option for files, directories and the standard input. about: the end of the option's help text."""
+    """Add the option --filename for files, directories and standard input. about: the end of the option's help text."""
     command.add_argument(
         "-f",
         "--filename",
@@ -164,7 +164,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> None:
-    """Write a text to the standard output byte for byte. The text layer of some systems would change the line ends."""
+    """Write a text to standard output unchanged. On some systems, Python's text layer would change the line ends."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode())
 
@@ -332,10 +332,10 @@ def _manifests(options: argparse.Namespace) -> int:
 
 
 def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
-    """Return, for each driver without child sources, the expression that finds a problem in claims' parameters.
+    """Return, for each driver without child sources, the CEL expression that finds a problem in claims' parameters.
 
-    Drivers with child sources have no expression, because it is unknown which parameters later child sources will
-    accept.
+    A driver with child sources has no expression, because a child source that is added later may accept other
+    parameters.
     """
     from deviceplugin.source import DeviceSource
     from dra_bridge.parameters import expression
@@ -347,16 +347,16 @@ def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, st
 
 
 class _Given(BaseException):
-    """Raised by the function that replaces `run`, so that the execution of an author's file starts no agent.
+    """Raised by the function that replaces `dra_bridge.run` in `_served_by`, so that no agent starts.
 
-    The exception's arguments are the sources, and the settings of metrics.
+    The exception's arguments are the device sources, and the settings of metrics.
     """
 
 
 def _served_by(file: Path) -> tuple[Config, Sequence[DeviceSource]]:
-    """Return the config and the sources of an author's file.
+    """Return the config and the device sources of a Python file that calls `dra_bridge.run`.
 
-    The file is executed up to its call of `run`. A function that starts no agent replaces `run` for this time.
+    The file is executed until it calls `run`. During the execution, a function that starts no agent replaces `run`.
     """
     import runpy
 

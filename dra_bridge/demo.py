@@ -1,8 +1,8 @@
 """`dra-bridge demo`: simulates a node that switches to DRA, first without the bridge, then with the bridge.
 
 The kubelet, the scheduler and the API server are fakes from `testing`; the plugin, the driver and the bridge are real.
-The first part shows the danger, and fails unless a device gets two holders. The second part fails if a device gets two
-holders in spite of the bridge.
+The first part, without the bridge, fails unless a device gets two holders. The second part, with the bridge, fails if a
+device gets two holders.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ TIMEOUT: Final = 15.0
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """The shares that the demo requests one after the other while pods start and end."""
 LIVES: Final = (0.5, 0.9)
-"""Least and most seconds that a pod runs: more than the time in which the agent reads the checkpoint, because otherwise
-the agent keeps a grant for 10 s.
+"""Minimum and maximum seconds for which a pod runs. If a pod ended before the agent reads the kubelet's checkpoint, the
+agent would treat the pod's device as held for 10 s.
 """
 DWELL: Final = 0.7
-"""Minimum seconds between two moves, in which pods start and end. The value only sets the demo's pace."""
+"""Minimum seconds between two moves of devices, in which pods start and end. The value only sets the demo's pace."""
 WIDTH: Final = 72
 MOST_TEXT: Final = 80
 """Maximum characters per line of the text about a pod's failure. The line's beginning takes 18 more characters."""
@@ -103,7 +103,7 @@ class Scene:
     def device(self, pod: FakePod, side: str) -> str:
         """Return the only device of a running pod.
 
-        Check that the pod has it from `side` and that its container sees it.
+        Check that the pod got the device from `side` (plugin or claim), and that the pod's container sees the device.
         """
         devices = self.node.devices_of(pod)
         check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
@@ -112,13 +112,13 @@ class Scene:
         return name
 
     def visible(self, pod: FakePod) -> str:
-        """Return the environment variable with the device in a pod's container, from the plugin or from a CDI file."""
+        """Return the device that a pod's container sees: an environment variable from the plugin or from a CDI file."""
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
         """Wait until `met` returns True. Raises DemoError after TIMEOUT seconds.
 
-        what: the condition in words, for the error. why: returns an addition to the error.
+        what: the condition in words, for the error. why: a function that returns further text for the error.
         """
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
@@ -226,7 +226,7 @@ def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
 
 
 class Churn:
-    """While the context is active, starts and ends pods by `limits` and by claims, more pods than there are devices."""
+    """A context that starts and ends pods with `limits` and pods with claims, together more pods than devices."""
 
     def __init__(self, node: FakeNode, each: int) -> None:
         self.started: Counter[str] = Counter()
@@ -259,7 +259,7 @@ class Churn:
             self.error = error
 
     def replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
-        """Delete pods that have run long enough or have failed, and start as many new ones.
+        """Delete pods that have failed or have run for their time, and start as many new pods.
 
         lives: for each pod, the seconds for which it should run.
         """
@@ -279,7 +279,7 @@ class Churn:
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices by the bridge, at the end while pods start and end. Return the begin and the end of that time."""
+    """Move devices by the bridge, first with two pods, then under churn. Return the times of `move_under_churn`."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
@@ -305,7 +305,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices back and forth while pods start and end. Return the begin and the end of this time."""
+    """Move devices to DRA and back while pods start and end. Return the begin and the end (monotonic seconds)."""
     event, began = scene.printer.event, time.monotonic()
     event("pod", f"{count} pods by resource and {count} by claim now come and go all the time")
     with Churn(scene.node, count) as churn:
@@ -336,7 +336,7 @@ def failures(failed: Sequence[str]) -> list[str]:
 
 
 def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tuple[str, ...]]:
-    """Return a row for each device, with a character for each moment: p if `limits` hold it, c if a claim does."""
+    """Return a row for each device, with a character for each moment: p if a pod has it by `limits`, c by a claim."""
     rows: list[tuple[str, ...]] = []
     step = (ended - began) / WIDTH
     for device in sorted({holding.device for holding in holdings}):
@@ -368,7 +368,7 @@ def bridged(scene: Scene) -> None:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo and return the exit status. hold: keep the node running. stream: see `deviceplugin.demo.show`."""
+    """Run the demo; return the exit status. hold: keep the node running at the end. stream: see `deviceplugin.demo`."""
 
     def scenario(printer: Printer) -> None:
         printer.title(

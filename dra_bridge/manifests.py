@@ -39,17 +39,17 @@ class Deployment:
     metrics_port: the port of metrics and probes, 0 for neither. runtime_class: the RuntimeClass from which the agent's
     container gets NVIDIA's library, "" for none. device_plugin_directory, pod_resources_socket (if "",
     pod-resources/kubelet.sock in kubelet_root), cgroup_root, pod_log_directory: paths on the nodes, as in the options
-    of `run`. own_command: the command of an author's own agent, which reads no config file; () for `dra-bridge run`.
-    privileged: whether the agent's container is privileged; "auto": only if the configuration requires this
-    (`privileges`). writable_sys: directories of sysfs that hooks of an author's own agent write to, because a
-    container's /sys is read-only. quota, tenants: the number of devices of each resource that each of these namespaces
-    may have; 0 and () for no ResourceQuota. kubernetes: the API server's minor version; before 36, a quota counts
-    claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the DeviceClasses.
-    parameters: for each driver, the expression that finds a problem in claims' parameters (`parameters.expression`),
-    for a policy that refuses such claims and classes; empty for no policy. A driver without an expression accepts any
-    parameters. flow_schema: whether the agents' requests have a priority level of their own at the API server.
-    plugin_only: whether to run `deviceplugin run`, which does not use the API server, instead of `dra-bridge run`; also
-    if no resource names a driver.
+    of `run`. own_command: the command of a Python program that calls `dra_bridge.run` and reads no config file; () for
+    `dra-bridge run`. privileged: whether the agent's container is privileged; "auto": only if the configuration
+    requires this (`privileges`). writable_sys: directories of sysfs to mount writable, for the hooks of such a program;
+    the rest of a container's /sys is read-only. quota: number of devices of each resource that a namespace in `tenants`
+    may have. tenants: the namespaces that get this ResourceQuota. kubernetes: the API server's minor version; before
+    36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the
+    DeviceClasses. parameters: for each driver, the CEL expression that finds a problem in the parameters of claims and
+    classes (`parameters.expression`). An admission policy refuses claims and classes with a problem. The policy accepts
+    any parameters of a driver without an expression. flow_schema: whether the agents' requests have a priority level of
+    their own at the API server. plugin_only: whether to run `deviceplugin run`, which does not use the API server.
+    Without a resource that names a driver, `deviceplugin run` is used in any case.
     """
 
     image: str = f"deviceplugin:{VERSION}"
@@ -82,12 +82,12 @@ class Deployment:
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
-    """Return why the agent's container is privileged, one sentence for each reason; [] if it is not privileged.
+    """Return the reasons why the agent's container is privileged, as sentences; [] if it is not privileged.
 
     The device cgroup of an unprivileged container allows no process to open the host's device nodes, whatever their
-    owner and mode. The agent need not open device nodes to list them, watch them and give them to containers. The
-    NVIDIA runtime opens the nodes of the GPUs that exist when the container starts. It is unknown what an author's own
-    agent needs, so such an agent is privileged only if the deployment requests this.
+    owner and mode. The agent lists device nodes, watches them and gives them to containers without opening them. The
+    NVIDIA runtime opens the nodes of the GPUs that exist when the container starts. The needs of an `own_command` are
+    unknown, so its container is privileged only if `privileged` is "always".
     """
     if deployment.privileged != "auto":
         return ["the deployment asks for it"] if deployment.privileged == "always" else []
@@ -185,7 +185,7 @@ def to_yaml(objects: Iterable[Any]) -> str:
 
 @functools.cache
 def _template() -> list[Manifest]:
-    """Return the template's objects. The result is cached, so the caller must not change it."""
+    """Return the objects of manifests.yaml. The result is cached, so the caller must not change it."""
     template: list[Manifest] = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     return template
 
@@ -217,7 +217,7 @@ def _mount(pod: Manifest, name: str, path: str, kind: str, *, read_only: bool = 
 
 
 def bridged(config: Config, how: Deployment) -> list[ResourceConfig]:
-    """Return the resources whose devices claims can get: resources with a driver, unless `plugin_only`."""
+    """Return the resources whose devices claims can get: the resources with a driver; [] if `plugin_only` is set."""
     return [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
 
 
@@ -263,10 +263,10 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
 
 
 def _hard(how: Deployment, resource: ResourceConfig, served: Collection[ResourceConfig]) -> dict[str, str]:
-    """Return the entries of a quota for a resource, by key.
+    """Return the entries of a ResourceQuota's `hard` for a resource, by key.
 
-    Since Kubernetes 1.36, the key `requests.` also counts claims of the DeviceClass that names the resource. Before,
-    claims are counted by a separate key (pkg/quota/v1/evaluator/core/resource_claims.go).
+    Since Kubernetes 1.36, the key `requests.` also counts claims of the DeviceClass that names the resource. Older
+    versions count claims by a separate key (pkg/quota/v1/evaluator/core/resource_claims.go).
     """
     hard, values = {f"requests.{resource.name}": str(how.quota)}, _class_values(how, resource)
     if resource in served and (how.kubernetes < 36 or not values["extended_resource_name"]):
@@ -275,7 +275,7 @@ def _hard(how: Deployment, resource: ResourceConfig, served: Collection[Resource
 
 
 def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
-    """Return Kueue's configuration as YAML: quotas count a resource under one name, for `limits` and for claims."""
+    """Return a configuration for Kueue, as YAML, by which Kueue counts `limits` and claims under one resource name."""
     if len(served) > KUEUE_MAPPINGS:
         raise ValueError(f"Kueue takes {KUEUE_MAPPINGS} deviceClassMappings, and there are {len(served)} resources")
     lines = ["apiVersion: config.kueue.x-k8s.io/v1beta2", "kind: Configuration", "resources:", "  deviceClassMappings:"]
@@ -286,7 +286,7 @@ def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
 
 
 def _parameter_problem(expressions: Mapping[str, str]) -> str:
-    """Return the admission policy's expression for the first problem in parameters; "" if nothing is checked."""
+    """Return the policy's CEL expression, whose value is the first problem in parameters; "" if nothing is checked."""
     if not expressions:
         return ""
     chosen = "".join(
@@ -303,7 +303,7 @@ def wide_mounts(config: Config) -> list[str]:
 
 
 def _directories(config: Config) -> dict[str, str]:
-    """Return the host directories in which the agent searches devices, to mount them: volume type by path.
+    """Return the host directories in which the agent searches devices: for each path, the type of its hostPath volume.
 
     /dev is not included. The directory of a file that lists unhealthy simulated devices is created if it is missing.
     """

@@ -1,9 +1,9 @@
-"""Makes expressions for admission policies that check opaque parameters of claims and classes by a source's type.
+"""Makes CEL expressions by which an admission policy checks the opaque parameters of claims and classes.
 
-An expression is in CEL and reads `p.parameters`. Its value is the first problem, as a text that names the field; "" if
-there is none. The driver would refuse everything that an expression refuses (`driver.claims.decoded_config`). Some
-checks are only in the driver: patterns, formats of strings, fields that class or claim may still add, and values that
-are nested too deeply. Pure functions.
+The correct form of parameters is the `config_type` of the driver's device sources. An expression reads `p.parameters`.
+Its value is a text that names the first wrong field; "" if there is none. The driver would refuse all parameters that
+an expression refuses (`driver.claims.decoded_config`). Only the driver checks patterns, formats of strings, missing
+fields that the class or the claim may add, and deeply nested values. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from msgspec import inspect as types
 
 TAKES_NONE: Final = "this driver accepts no parameters"
 DEPTH: Final = 4
-"""Maximum nesting depth of checked values, because the API server limits the length and the cost of an expression."""
+"""Maximum depth of nested parameters that an expression checks. The API server limits its length and its cost."""
 _USUAL: Final = ("apiVersion", "kind")
-"""Fields that the parameters of every type may have."""
+"""Fields that are allowed in the parameters of every `config_type`."""
 _TEXTS: Final = (
     *(types.StrType, types.BytesType, types.ByteArrayType, types.UUIDType),
     *(types.DateTimeType, types.DateType, types.TimeType, types.TimeDeltaType),
@@ -32,7 +32,7 @@ _INT64: Final = 2**63
 
 
 def expression(config_types: Iterable[Any]) -> str:
-    """Return the expression for a driver, from the `config_type` of each of its sources; "" if no check is needed."""
+    """Return the CEL expression for a driver, from the `config_type` of each of its sources; "" for no check."""
     wanted = [one for one in dict.fromkeys(config_types) if one is not None]
     if not wanted:
         return _text(TAKES_NONE)
@@ -40,7 +40,7 @@ def expression(config_types: Iterable[Any]) -> str:
 
 
 def _problem(info: Any, value: str, path: str, depth: int) -> str:
-    """Return an expression for the problem of a value that must have this type; "" if every value has the type.
+    """Return a CEL expression for the problem of a value that must have this type; "" if every value is accepted.
 
     value: a CEL expression for the value. path: the value's name in messages, "" for the parameters as a whole.
     """
@@ -109,8 +109,8 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
 
 def _union(info: Any, value: str, path: str, depth: int) -> str:
     kinds = [kind for kind in info.types if not isinstance(kind, types.NoneType)]
-    # If a value may be of several types of objects, the driver chooses the type by a tag or by the fields, which the
-    # expression does not check.
+    # If a value may be of several types of objects, the driver chooses the type by a tag or by the fields. The
+    # expression does not make this choice, and checks nothing.
     if sum(isinstance(kind, _OBJECTS) for kind in kinds) > 1:
         return ""
     problem = _either([_problem(kind, value, path, depth) for kind in kinds])
@@ -118,7 +118,7 @@ def _union(info: Any, value: str, path: str, depth: int) -> str:
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Return an expression for the problem of a value that must have one of several types.
+    """Return a CEL expression for the problem of a value that must have one of several types.
 
     problems: an expression for each type.
 

@@ -67,7 +67,7 @@ def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
 
 
 def rights(config: Config, how: Deployment | None = None) -> list[Manifest]:
-    """Return the objects to apply for agents outside of pods, in their order; [] if no resource names a driver."""
+    """Return the objects to apply, in this order, for agents outside of pods; [] if no resource names a driver."""
     how = how or Deployment()
     if not bridged(config, how):
         return []
@@ -114,7 +114,7 @@ def _devices(config: Config, how: Deployment) -> list[str]:
     """
     nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
     lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
-    # It is unknown which device nodes configured commands, and NVIDIA's library, open.
+    # Configured commands, and NVIDIA's library, may need memory that is both writable and executable.
     if not (needed(config).commands or nvidia):
         lines.append("MemoryDenyWriteExecute=yes")
     return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]

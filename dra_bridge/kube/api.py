@@ -40,7 +40,7 @@ RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 def is_older(body: Object, than: Object) -> bool:
     """Return whether `body` is an older state of an object than `than`, by their resource versions.
 
-    Resource versions are compared as numbers. Kubernetes permits this since 1.35; it was correct before, too.
+    Resource versions are compared as numbers. Kubernetes permits this since 1.35, and it is correct before 1.35.
     """
     version, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, than))
     return version.isdecimal() and other.isdecimal() and int(version) < int(other)
@@ -187,7 +187,7 @@ def error_of(
 ) -> ApiError:
     """Return the error for a response with this HTTP status. body: a Status object, or any text.
 
-    kind, name: the requested object, so that a 404 can be a NotFoundError.
+    kind, name: the requested object. A 404 is a NotFoundError only if it names this object.
     """
     try:
         status = _DECODER.decode(body) if isinstance(body, bytes) else msgspec.convert(body, _Status)

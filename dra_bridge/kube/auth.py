@@ -36,7 +36,7 @@ TOKEN_AGE: Final = 60.0
 before the old token expires."""
 
 EXEC_TIMEOUT: Final = 120.0
-"""Maximum seconds to read a kubeconfig, in which a credential plugin may ask a user to log in."""
+"""Maximum seconds to read a kubeconfig. The time includes a login, for which a credential plugin may ask the user."""
 
 RENEW: Final = 30.0
 """Minimum seconds between two reads of the configuration after a read failed or the server refused the credentials.
@@ -82,7 +82,7 @@ class TokenLife(NamedTuple):
 
     @property
     def overdue(self) -> float:
-        """The time by which the kubelet should have renewed the token: when 80 % of the token's life have passed."""
+        """The time when 90 % of the token's life have passed. The kubelet renews a token after 80 % of its life."""
         return self.issued + 0.9 * (self.expires - self.issued)
 
 
@@ -100,7 +100,7 @@ def token_life(authorization: str) -> TokenLife | None:
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None) -> Access:
-    """Return the access by `kubeconfig`, else by the service account, else by KUBECONFIG or ~/.kube/config.
+    """Return the `Access` from `kubeconfig`, else from the service account, else from KUBECONFIG or ~/.kube/config.
 
     kubeconfig: the path of a kubeconfig file, or None. account: the directory of a service account; None for the pod's
     service account, if this process runs in a pod.
@@ -118,17 +118,17 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, acc
 
 
 async def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
-    """Return the access to the server at a URL. token_file: a file with the bearer token, None for none."""
+    """Return the `Access` to the server at a URL. token_file: a file with the bearer token, None for none."""
     secure = urllib.parse.urlsplit(url).scheme == "https"
     tls = await Looks(ca_file or "the system's CAs", threads=1).at("certificates", _tls, ca_file) if secure else None
     return Access(url, tls, _TokenFile(token_file))
 
 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
-    """Return the TLS context that verifies the server by the cluster's CA, or else by the system's CAs.
+    """Return the TLS context that verifies the server by the CAs in `ca_file`; without a file, by the system's CAs.
 
     CAs and certificates without key identifiers are accepted, as in Go; by default, Python refuses them since 3.13
-    (VERIFY_X509_STRICT). An intermediate CA is accepted as a root as well.
+    (VERIFY_X509_STRICT). An intermediate CA in the file is accepted as a root.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
     if ca_file:
@@ -207,7 +207,7 @@ class _KubeConfig:
         async with self._reading:
             if self._credentials.token_file:
                 return await self._token_file(refused)
-            # Renew only if no other request has renewed the credentials meanwhile.
+            # Renew the credentials only if no other request has renewed them during the wait for the lock.
             if reads == self._reads and (refused or self._expired()):
                 await self._renew(refused)
             return self._credentials.authorization
@@ -217,9 +217,10 @@ class _KubeConfig:
         return expires is not None and expires <= time.time()
 
     async def _renew(self, refused: bool) -> None:
-        """Get new credentials.
+        """Read the files again for new credentials. Raises KubeConfigError if the last read has failed.
 
-        The result of a try, success or failure, is used for `RENEW` seconds without another try.
+        After a failure, after a refusal by the server, or if the new credentials have expired already, the next read
+        comes at least `RENEW` seconds later.
         """
         if time.monotonic() >= self._next_read:
             self._failure = ""

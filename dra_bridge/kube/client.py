@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 COMPONENT: Final = "dra-bridge"  # The field manager of patches, and the source of Events.
 SILENCE: Final = (180.0, 300.0)
-"""Least and most seconds for which a watch without an event or bookmark counts as alive; a random value between them is
-used.
+"""Minimum and maximum seconds for which a watch without an event or bookmark counts as alive. For each watch, a random
+value between them is used.
 
 kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its cache has
 passed the watch's position. In a cluster without changes, the cache's position moves with etcd's progress
@@ -330,17 +330,17 @@ class Cluster:
         from an older snapshot: kube-apiserver opens a watch at a future position without an error, and sends nothing
         until its revision has reached that position (Cacher.Watch, cacher.go, 1.36).
 
-        A watch that was interrupted begins again after a random wait, at most the backoff's longest; all watches of
-        this client begin again at the same moment. Short waits would overload a server: if a server ends, the watches
-        of all agents are interrupted, and each agent lists anew (with short waits, 20 agents made 37 lists in one
-        second, `tests.fleet`).
+        A watch that was interrupted begins again after a random wait, at most the longest wait of the backoff. All
+        watches of this client begin again at the same moment. Short waits would overload a server: if one server ends,
+        the watches of all agents are interrupted, and each agent lists all objects again (with short waits, 20 agents
+        sent 37 list requests in one second, `tests.fleet`).
 
         During outages and refusals, and on servers without DRA, the generator waits without a limit. A caller ends the
         watch by closing the generator (`contextlib.aclosing`).
         """
         backoff, state = self.backoff.fresh(), state or WatchState()
-        # Before data can arrive, the client may need up to three requests: for the version, a list, and the watch
-        # itself.
+        # Before the first data arrives, the client may need up to three requests: for the API version, for a list, and
+        # for the watch itself.
         state.patience = self._silence[1] + 3 * self._deadline
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, broken, warned = "", "", False, False
@@ -388,7 +388,7 @@ class Cluster:
                 position = ""
                 state.failed(error)
                 if time.monotonic() - opened >= 1.0:
-                    # The next try still comes after a wait, in case the server ends each watch at once.
+                    # The next try still comes after the first wait, because the server may end each new watch soon.
                     backoff.reset()
                 wait = backoff.next()
                 if isinstance(error, GoneError):
@@ -399,11 +399,11 @@ class Cluster:
                         lost_at = time.monotonic()
                         broken = broken or opened < math.inf
                     if error.code == 404 and not kind.version:
-                        # The server may not have the used version of resource.k8s.io any more.
+                        # The server may no longer serve the chosen version of resource.k8s.io.
                         self._discovery.forget()
                     if broken:
                         wait = self._connection.apart()
-                    # All clients get the same number from the server, so the random wait stays in addition.
+                    # The server sends the same number of seconds to all clients, so the random wait is added to it.
                     wait += min(error.retry_after, backoff.most)
                 refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
                 if refused and not warned:
@@ -452,7 +452,7 @@ class Cluster:
         *,
         most: int | None = None,
     ) -> T:
-        """Send a request in the used version of resource.k8s.io, which the request's path contains."""
+        """Send a request whose path contains the chosen version of resource.k8s.io; return the decoded response."""
         for again in (True, False):
             version = kind.version or self._discovery.chosen or await self._discovery.version()
             if method in ("POST", "PUT") and isinstance(body, dict):
@@ -469,7 +469,7 @@ class Cluster:
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
-                self._discovery.forget()  # The server may have been updated, and may not have this version any more.
+                self._discovery.forget()  # After an update, the server may no longer serve this version.
         raise AssertionError("not reached")
 
 

@@ -34,8 +34,8 @@ since 1.33, v1beta1 since 1.32).
 
 _DEEP: Final = "the answer nests too deep to be decoded"
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError)
-"""Errors of a request without a usable response, also failures of a token file or plugin, and responses that are not
-JSON."""
+"""The errors of a request without a usable response. They include failures of a token file or a credential plugin, and
+responses that are not JSON."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class RequestStatistics:
     token: auth.TokenLife | None = None
 
     def unreachable_since(self) -> float | None:
-        """Return since when the server cannot be reached (Unix seconds); None for the first half minute."""
+        """Return when the server became unreachable (Unix seconds); None if it responds, or for the first 30 s."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
         return time.time() - lost if lost >= liveness.LOST else None
 
@@ -216,8 +216,8 @@ class Connection:
     def _failures(self, method: str, path: str) -> Iterator[None]:
         """Convert a failure inside this context manager to UnavailableError, and count the failure.
 
-        From the first failure on, the server counts as unreachable, except if the failure is a response that is too
-        large.
+        From the first failure on, the server counts as unreachable. A response that is too large or nested too deeply
+        is no such failure, because the server is reachable.
         """
         try:
             yield
@@ -239,8 +239,8 @@ class Connection:
 
     def _answered(self, error: ApiError | None = None) -> None:
         refused = error is not None and error.code == 401
-        # The configuration is read again only after a refusal of the credentials: otherwise, address and credentials
-        # are right.
+        # Any other response than a refusal of the credentials shows that address and credentials are correct, so the
+        # configuration is not read again.
         self._renew = refused
         before = self.statistics.refused
         self.statistics.refused = liveness.Failing.after(before, error) if refused and error is not None else None
@@ -291,7 +291,7 @@ class Connection:
         self._made_at, self._renew = time.monotonic(), False
 
     async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
-        """Return the HTTP client, and the headers that tell the server who asks.
+        """Return the HTTP client, and the headers that identify the client to the server (User-Agent, Authorization).
 
         refused: whether the server refused the last credentials. A request's deadline does not apply here, because a
         credential plugin may ask a user to log in.
@@ -325,7 +325,7 @@ class Discovery:
     async def version(self, *, older_than: float = math.inf) -> str:
         """Return the version to use, see `Cluster.version`.
 
-        older_than: a choice older than so many seconds is repeated.
+        older_than: age in seconds; if the last choice is older, the version is chosen again.
         """
         async with self._choosing:
             if self.chosen and time.monotonic() - self._chosen_at <= older_than:
@@ -361,5 +361,5 @@ class Discovery:
         return next((group for group in groups if group.get("name") == GROUP), {})
 
     def forget(self) -> None:
-        """Make the next request choose the version again, because the server may not have it any more."""
+        """Make the next request choose the version again, because the server may no longer serve the chosen version."""
         self.chosen = ""

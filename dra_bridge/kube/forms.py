@@ -30,7 +30,7 @@ MAX_PAGE: Final = 4 * 2**20
 """Maximum bytes of a page of a list with several objects. A larger page is not read further, and is requested again
 with fewer objects."""
 PAGE: Final = 2 * 2**20
-"""The bytes of a page at which `next_limit` aims."""
+"""Number of bytes that a page should have; `next_limit` aims at this number."""
 MAX_LIMIT: Final = 500
 """Maximum number of objects that a request asks for in one page, as in client-go."""
 FIRST_LIMIT: Final = 100
@@ -38,7 +38,7 @@ FIRST_LIMIT: Final = 100
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """The form of a response. accept: its media types. decode: converts the body; raises ValueError for a wrong body.
+    """The form of a response. accept: the Accept header. decode: converts the body; raises ValueError for a wrong body.
 
     `decode` may also raise RecursionError.
     """
@@ -60,16 +60,16 @@ class Page(NamedTuple, Generic[T_co]):
 
 
 def next_limit(limit: int, count: int, size: int) -> int:
-    """Return how many objects the next page of a list should have at most. limit: this maximum for the last page.
+    """Return the parameter `limit` (maximum number of objects) for the next page of a list.
 
-    count, size: number of objects and bytes of the last page.
+    limit: the parameter for the last page. count, size: number of objects and bytes of the last page.
     """
     fitting = max(1, count) * PAGE // max(1, size)
     return max(1, min(MAX_LIMIT, 4 * limit, fitting))
 
 
 def smaller_limit(limit: int) -> int:
-    """Return how many objects to ask for when a page that was too large with `limit` is requested again."""
+    """Return the smaller parameter `limit` for a second request of a page that was too large with `limit`."""
     return max(1, limit // 8)
 
 

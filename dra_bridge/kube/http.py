@@ -24,7 +24,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 MAX_REQUESTS: Final = 4
-"""Maximum number of simultaneous requests: the TLS handshake of a further connection would take longer than the wait.
+"""Maximum number of simultaneous requests. A further request waits, because a new TLS connection would take longer.
 
 Streams (watches) are not counted: each running DRA driver has a stream, and streams must not delay requests.
 """
@@ -34,9 +34,9 @@ MAX_BODY: Final = 16 * 2**20
 # Maximum bytes of one watch event. kube-apiserver accepts objects of up to 3 MiB, etcd of 1.5 MiB.
 MAX_LINE: Final = 8 * 2**20
 TLS_BUFFER: Final = 16 * 2**10
-"""Bytes of the buffer in which asyncio keeps received data of each TLS connection, the size of a TLS record.
+"""Bytes of asyncio's receive buffer for each TLS connection: the size of a TLS record.
 
-asyncio's 256 KiB for each watch would take 16 MiB on a node with 64 drivers.
+With asyncio's default of 256 KiB, the watches of a node with 64 drivers would take 16 MiB.
 """
 
 _KEEPALIVE: Final = (
@@ -46,8 +46,8 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
-"""TCP keepalive options, by which a peer that disappears without a FIN (node or load balancer lost) is detected after
-30 s, even on a watch without events."""
+"""TCP keepalive options. They detect the loss of the peer's node or of a load balancer within 30 s, even on a watch
+without events."""
 
 
 class OversizedBodyError(Exception):
@@ -165,7 +165,7 @@ class HttpClient:
     def stream(
         self, method: str, target: str, headers: Mapping[str, str]
     ) -> contextlib.AbstractAsyncContextManager[Response]:
-        """Send a request in a context manager, in which the body of a 200 can be read line by line."""
+        """Return a context that sends a request. In it, the body of a response with status 200 can be read by lines."""
         return self._exchange(method, target, headers, streamed=True)
 
     @contextlib.asynccontextmanager
@@ -186,7 +186,7 @@ class HttpClient:
             request = session.request(method, url, headers=headers, data=content or None, **self._options)
             async with request as response:
                 try:
-                    body = bytearray()  # Not copied to bytes, because a copy would double the memory.
+                    body = bytearray()  # A copy as bytes would double the memory.
                     most = MAX_BODY if most is None else most
                     if not streamed or response.status != 200:
                         async for piece in response.content.iter_any():
@@ -195,8 +195,8 @@ class HttpClient:
                                 raise OversizedBodyError(f"the answer is larger than {most} bytes")
                     yield Response(response.status, response.headers, body, response.content)
                 finally:
-                    # If the caller has not read all lines, the connection is aborted: an orderly end of TLS would wait
-                    # for the server in vain.
+                    # If the caller has not read all lines, the connection is aborted. An orderly end of TLS would wait
+                    # for the rest of the lines.
                     connection = response.connection
                     if connection is not None and connection.transport is not None:
                         connection.transport.abort()

@@ -1,7 +1,7 @@
 """Reads kubeconfig files with kubernetes_asyncio, in a separate process that `auth` starts.
 
-The library takes 45 MB of memory, which an agent would otherwise keep. The process also runs the credential plugin,
-which can use the process's terminal, and prints the result for `auth`.
+The library takes 45 MB of memory. In the agent's own process, this memory would stay in use. The separate process also
+runs the credential plugin, which can use the process's terminal. The process prints the result for `auth`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The printed result if no credentials were found: the reason."""
+    """The result that the process prints if it found no credentials. reason: the message of the error."""
 
     reason: str
 
@@ -126,10 +126,11 @@ async def read(paths: str) -> Credentials:
 
 
 def _leave_out_api_objects() -> None:
-    """Enter kubernetes_asyncio's packages into sys.modules without what they import. Raises ImportError.
+    """Add kubernetes_asyncio and its `client` to sys.modules without running their __init__. Raises ImportError.
 
-    They import the classes of all API objects: 850 modules, most of the time and memory of this process. Its reader of
-    kubeconfigs takes `Configuration` from them, and `ApiClient` for functions that are not called here (32 to 36).
+    Their __init__ files import the classes of all API objects: 850 modules, most of the time and memory of this
+    process. The library's reader of kubeconfigs needs only `Configuration`. It also imports `ApiClient`, but only for
+    functions that this process does not call, so None replaces `ApiClient` (versions 32 to 36).
     """
     where = None
     for name in ("kubernetes_asyncio", "kubernetes_asyncio.client"):
