@@ -25,8 +25,8 @@ LOOK: Final = 0.1
 """Seconds between two checks of whether the holder's processes still run."""
 
 EXPECTED: Final = 40.0
-"""Seconds after a refused Allocate in which the next pod is expected, so that the agent often checks the holder's
-state."""
+"""Seconds after a refused Allocate in which the agent checks the holder's state often, because the pod's controller
+creates the next pod at once."""
 
 
 class EndingHolders:

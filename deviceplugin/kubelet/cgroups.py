@@ -6,8 +6,8 @@ The kubelet creates a pod's cgroup before the pod's sandbox and removes the cgro
 `kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid, - as _>.slice`). The directory `kubepods` may
 itself lie below the kubelet's cgroup root.
 
-A directory `kubepods` may belong to another kubelet, or be left from earlier. `deviceplugin.kubelet.pod_evidence`
-decides whether its content is evidence.
+A directory `kubepods` may belong to another kubelet, or be left from an earlier configuration. So
+`deviceplugin.kubelet.pod_evidence` decides whether the absence of a pod's cgroup shows that the pod has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
 """Number of directory levels below the cgroup file system's mount point in which `kubepods` is searched."""
 TREES: Final = 0.3
-"""Seconds for which found `kubepods` trees are not searched again, because the search takes longer than reading them.
+"""Seconds between two searches for `kubepods` trees, because a search takes longer than a read of the found trees.
 
 No holder is missed: a kubelet that is restarted with another `kubepods` tree needs more time to start a pod there,
 process its deletion by force, and allocate its device again.
@@ -54,10 +54,10 @@ class ContainerCgroup(NamedTuple):
 class PodReader:
     """Reads from cgroups and pod directories which pods may have running processes. Methods block the thread.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod counts as ended if the visible cgroups would
-    not contain it. This is safe only if no devices are given to claims, because then the kubelet alone allocates
-    devices, by its checkpoint. boot: the id of the node's boot; facts about pods that are recorded for a restarted
-    agent carry it.
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod also counts as ended if its cgroup would not
+    be visible here, so that only the kubelet's checkpoint shows whether the pod has devices. This is safe only if no
+    devices are given to claims, because then only the kubelet allocates devices. boot: the id of the node's boot, which
+    becomes a part of each recorded id of a cgroup's directory.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool, boot: str = "") -> None:
@@ -68,8 +68,7 @@ class PodReader:
         self._boot = boot
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
-        """By pod UID, the first of the consecutive reads that found processes in the pod's cgroup (monotonic
-        seconds)."""
+        """By pod UID: the time since which each read has found processes in the pod's cgroup (monotonic seconds)."""
         self.shown = PodsShown()
         """The facts about pods after the last read. Each read updates these facts, and returns them in
         `PodProcesses`."""
@@ -122,7 +121,7 @@ class PodReader:
 
     @property
     def is_in_kubelets_root(self) -> bool:
-        """Whether `kubelet_root` is the kubelet's root by the last read and an earlier call of `answered`."""
+        """Whether `kubelet_root` is known to be the kubelet's root, and the last read found the same directory."""
         return self._last.root in self.shown.roots
 
     def answered(self) -> None:
@@ -136,7 +135,7 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return False if all last known cgroups of a pod were removed; else the pod may have a cgroup. Quick."""
+        """Return False if all of a pod's cgroups at the last read were removed, else True. Only calls `stat`."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
@@ -154,7 +153,7 @@ class PodReader:
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
     def running(self) -> frozenset[str]:
-        """Return the pods of `in_cgroups`; an empty set if cgroups have never been visible.
+        """Return the result of `in_cgroups`; an empty set if cgroups have never been visible.
 
         Raises OSError if cgroups were visible before and cannot be read now.
         """

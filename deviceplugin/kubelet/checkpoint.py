@@ -7,8 +7,9 @@ function, which does nothing before all of the kubelet's pod sources are ready.
 
 The checkpoint contains the plugin's AllocateResponse with each allocation (`AllocResp`; devicemanager/checkpoint). The
 agent adds an annotation to its responses that identifies the granted devices. The kubelet merges the annotations of
-several resources, so each resource has its own annotation key. For responses without this annotation (of other plugins
-or of another boot), the present device numbers of the host paths in the response count.
+several resources, so each resource has its own annotation key. Responses of other plugins have no such annotation. For
+these responses, and for responses of an earlier boot, the agent reads the present device numbers of the host paths in
+the response.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ REWRITE: Final = 1.0
 """Seconds to wait for the kubelet's new checkpoint after a device list was sent. Usually the write takes
 milliseconds."""
 NODE_LOOK: Final = 0.5
-"""Seconds to wait for a stat of the device nodes in another plugin's AllocateResponse; a hanging stat is given up then.
-"""
+"""Maximum seconds to wait for a stat of the device nodes that another plugin's AllocateResponse names."""
 UNHINTED: Final = 0.2
-"""Seconds between two checks for a new checkpoint file: on some file systems, no events report other programs'
+"""Maximum seconds between two checks for a new checkpoint file. Some file systems report no events of other programs'
 writes."""
 
 
@@ -58,8 +58,8 @@ class CheckpointError(Exception):
 class CheckpointVersion:
     """The content of one checkpoint file.
 
-    registered: the healthy ids by resource. file: the identity of the file. responses: the AllocateResponses, in
-    base64.
+    registered: by resource, the device ids that the kubelet counts as healthy. file: the identity of the file.
+    responses: the AllocateResponse of each allocation, in base64.
     """
 
     allocations: frozenset[Allocation]
@@ -229,7 +229,7 @@ _DECODER: Final = msgspec.json.Decoder(_Annotation)
 
 
 class DeviceLists(Protocol):
-    """What a checkpoint reader needs of the device lists (implemented by `deviceplugin.node.agent.Agent`)."""
+    """The operations on device lists that a checkpoint reader needs (`deviceplugin.node.agent.Agent` has them)."""
 
     def resend(self) -> bool:
         """Send the device lists to the kubelet again; return whether a ListAndWatch stream of any resource is open."""
@@ -239,11 +239,11 @@ class DeviceLists(Protocol):
 
 
 class KnownCheckpoint(NamedTuple):
-    """What the agent keeps in memory from the checkpoints that it has read.
+    """The facts from the read checkpoints that the agent keeps in memory.
 
-    last: the newest of these checkpoints. grants: for each allocation, the identity and amount of its device, with the
+    last: the newest read checkpoint. grants: for each allocation, the identity and amount of its device, with the
     AllocateResponse that contains both. missing_nodes: allocations of an earlier boot whose device nodes were all
-    missing; each reading checks these nodes again.
+    missing; each read of the checkpoint checks these nodes again.
     """
 
     last: CheckpointVersion = CheckpointVersion(frozenset(), {})
@@ -275,7 +275,7 @@ class CheckpointReader:
         self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
 
     def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the device numbers of nodes; empty if a stat hangs. The next read tries again."""
+        """Return the device numbers of device nodes; empty if a stat hangs. The next read tries again."""
         try:
             return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
         except LookTimeoutError:

@@ -4,10 +4,10 @@ A kubelet that has lost its checkpoint calls Allocate again before it restarts a
 the container. So a container counts as having no device any more if it has ended and the checkpoint does not name it.
 
 When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory of
-log links to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet removes the link together with the
-container, and keeps the last ended container (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go,
-kuberuntime_gc.go). A cgroup without a link belongs to the pod's sandbox, or to a container that is just starting. A
-sandbox's cgroup is older than the pod's links.
+log links to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet keeps the last ended instance of a
+container, and removes the link together with the instance (kubelet 1.36, kuberuntime_container.go: startContainer,
+legacy.go, kuberuntime_gc.go). A cgroup without a link belongs to the pod's sandbox, or to a container that is just
+starting. A sandbox's cgroup is older than the pod's links.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ incomplete."""
 
 
 STARTING: Final = 300.0
-"""Seconds after which a start that the kubelet has begun is over. It waits 2 minutes for the runtime to create the
-container, and 2 to start it (KubeletConfiguration.runtimeRequestTimeout)."""
+"""Seconds after which a container's start has succeeded or failed. The kubelet waits 2 minutes for the runtime to
+create the container, and 2 minutes for the runtime to start it (KubeletConfiguration.runtimeRequestTimeout)."""
 
 Starts = Mapping[str, Mapping[str, int]]
 """For each pod (UID) and container, how often the kubelet has begun to start the container."""
@@ -75,7 +75,7 @@ def _container_of(cgroup: ContainerCgroup, links: Iterable[LogLink]) -> str | No
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
     """Return whether no process of a container can run. links, running: log links and cgroups of the pod's containers.
 
-    A container without a link may just have started, or may be unknown, so its processes may run.
+    A container without a log link may have just started. So the result for it is False.
     """
     links = tuple(links)
     last = max((link.made for link in links if link.container == container), default=None)
@@ -124,7 +124,7 @@ def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _StartsBegun]:
     directory = kubelet_root / "pods" / pod_uid / "containers"
     looked_at.at(directory)
     if not directory.exists() and directory.parent.is_dir():
-        return begun  # Without this directory, the kubelet has started no container of the pod, at most its sandbox.
+        return begun  # Without this directory, the kubelet has started at most the pod's sandbox, but no container.
     for name in os.listdir(directory):
         # This time changes when a file is made in the directory, not when a container writes to a file.
         last = os.stat(directory / name).st_mtime
@@ -147,7 +147,7 @@ def restarted(
 
     The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it
     has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). A container that the kubelet has not
-    begun to start again has ended if its last start is over, and no cgroup with processes can be its own.
+    begun to start again has ended if its last start is over, and no cgroup with processes can belong to it.
     """
     links = tuple(links)
     by_cgroup = {cgroup: _container_of(cgroup, links) for cgroup in running or ()}
@@ -157,7 +157,7 @@ def restarted(
             return False
         if now.times > times:
             continue
-        linked = any(link.container == name and link.made >= now.last for link in links)  # It has started.
+        linked = any(link.container == name and link.made >= now.last for link in links)  # The container has started.
         over = linked or waited >= STARTING or any(other.last > now.last for other in begun.values())
         unlinked = (one for one, of in by_cgroup.items() if of is None and not linked)
         own = name in by_cgroup.values() or any(one.made >= now.last for one in unlinked)
@@ -167,7 +167,7 @@ def restarted(
 
 
 class ContainerStarts:
-    """Finds out whether the containers of pods have restarted. directory: of the links to container logs."""
+    """Finds out whether the containers of pods have restarted. directory: the directory of links to container logs."""
 
     def __init__(self, pods: PodReader, directory: Path) -> None:
         self._pods = pods
@@ -179,10 +179,10 @@ class ContainerStarts:
         return {uid: {name: begun.times for name, begun in _begun(root, uid).items()} for uid in pods}
 
     def restarted(self, before: Starts, pods: Collection[str], waited: float = 0.0) -> bool:
-        """Return whether no process of these pods' containers can run that the kubelet began to start before. Blocks.
+        """Return whether all containers of these pods that the kubelet began to start before a time have ended. Blocks.
 
-        before: the result of `read` at that time. A pod that it does not have has come later. What cannot be read may
-        run. waited: seconds since that time, or fewer.
+        before: the result of `read` at that time; a pod without an entry in it is newer, and is not checked. waited:
+        seconds since that time, or fewer. If files or cgroups cannot be read, the result is False.
         """
         links: Sequence[LogLink] = ()
         with contextlib.suppress(OSError):
@@ -220,8 +220,8 @@ class LostAllocations:
         """Return those of the lost allocations whose containers have ended. Blocks.
 
         A container that has ended stays in the result until a checkpoint names its allocations again, because the
-        kubelet calls Allocate before the container starts. While the last grant of an id is in no checkpoint yet, the
-        grant may be for this container, so the container is not in the result.
+        kubelet calls Allocate before the container starts again. While the last grant of an id is in no checkpoint yet,
+        the grant may be for this container, so the container is not in the result.
 
         lost: allocations of running pods that no checkpoint names. named: the ids that checkpoints name. records: the
         register's records.

@@ -72,7 +72,7 @@ class DeviceIds:
 
         A device of unknown health is listed as healthy, because only broken devices should be withdrawn from pods. Ids
         of a device that is not offered, and legacy ids, are listed as unhealthy instead of being left out. offers:
-        returns whether a device is offered. withheld: further ids to list as unhealthy.
+        returns whether a device is offered to pods. withheld: further ids to list as unhealthy.
         """
         shown: dict[str, Entry] = {}
         numa: dict[str, tuple[int, ...]] = {}
@@ -100,7 +100,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in before.items() if name not in now}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Make those of the ids `names` that are not offered now legacy ids."""
+        """Add those of the ids `names` that are not offered now to the legacy ids."""
         offered = frozenset(self.offered())
         self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
@@ -110,7 +110,10 @@ class DeviceIds:
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Make ids that pods had before the agent's start legacy ids; return the ids without a listed device."""
+        """Add ids that pods had before the agent's start to the legacy ids.
+
+        Return those of the ids whose device is not listed. These ids do not become legacy ids.
+        """
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in devices}
@@ -118,7 +121,7 @@ class DeviceIds:
         return frozenset(ids.keys() - adopted.keys())
 
     def device_id_of(self, name: str) -> str:
-        """Return the device of a device id that the kubelet knows, including legacy ids."""
+        """Return the device to which an id in the kubelet's device list belongs. The id may be a legacy id."""
         listed = self._inventory.snapshot.devices.get(self.offered_as(name))
         if name in self.legacy and (listed is None or name not in self.names_of(listed)):
             return self.legacy[name]
@@ -130,12 +133,12 @@ class DeviceIds:
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
-            # The device's own id looks like a replica's id of another device.
+            # The id of this device has the form of a replica id, so the device gets a replica id too.
             return replicas_of(device.id, ANY_REPLICAS)[:1]
         return names
 
     def _times_of(self, device: Device, times: int) -> int:
-        """Return the number of a device's ids: while the device has a holder the former number, otherwise `times`."""
+        """Return the number of a device's ids: the former number while the device has a holder, otherwise `times`."""
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:
@@ -174,7 +177,7 @@ class ListStreams:
     """The ListAndWatch streams of a resource. begun: number of streams so far.
 
     lines: returns the present device list; None before the source's first list. in_flight: the running Allocates; a
-    device list with more healthy ids is sent only after they have ended.
+    device list that withdraws no device is sent only after `AllocationsInFlight.pause`.
     """
 
     def __init__(
@@ -214,8 +217,8 @@ class ListStreams:
     def shown(self) -> tuple[float, frozenset[str]] | None:
         """Return when a device list was last sent to the kubelet (monotonic seconds), and the healthy ids in that list.
 
-        None without a stream, or while a stream has not sent its first list. With several streams, the ids of all
-        streams count.
+        None without a stream, or while a stream has not sent its first list. With several open streams, the result has
+        the latest time and the ids of all streams.
         """
         shown = [stream.shown for stream in self.open if stream.shown is not None]
         if not shown or len(shown) < len(self.open):

@@ -22,7 +22,8 @@ from deviceplugin.files import FileIdentity
 from deviceplugin.register.records import Allocation
 
 LATE: Final = 5.0
-"""Seconds in which the kubelet certainly reads a sent device list and writes its checkpoint, even on a slow disk."""
+"""Seconds within which the kubelet certainly reads a sent device list and writes its checkpoint, even on a slow
+disk."""
 LISTED: Final = 1.0
 """Seconds after the creation of a plugin's socket within which the plugin's device list is in the checkpoint."""
 _TICK: Final = 0.01
@@ -65,8 +66,8 @@ class KubeletRecord:
     """The checkpoint's entries that concern a resource.
 
     written: when the kubelet wrote the checkpoint (Unix seconds). registered: the healthy ids of the resource. others:
-    the healthy ids of other processes' resources. foreign: allocations of the resource whose AllocateResponse is
-    another plugin's.
+    for each resource that other processes serve, its healthy ids. foreign: allocations of the resource whose
+    AllocateResponse is another plugin's.
     """
 
     written: float
@@ -156,7 +157,7 @@ class ForeignPluginWatch:
         differs = contradiction(record, (*before, *sent), now, self._taken == last)
         if differs:
             return Finding(differs)
-        # If an earlier list of the agent was equal, the kubelet may have read only that list, and the next lists later.
+        # If an earlier list of the agent had the same ids, the kubelet may have read only that earlier list so far.
         if differs == "" and all(sent_list.ids != last.ids for sent_list in sent[:-1]):
             self._taken = last
         again = math.inf if differs == "" else max(LISTED, sent[-1].at + LATE - now)
@@ -169,7 +170,7 @@ class ForeignPluginWatch:
                 again = min(again, due - now)
                 break  # A finding causes a new Register, and after it all present sockets count as known.
             if not listed:
-                continue  # The plugin of this socket may not have sent a device list yet.
+                continue  # The plugin that made this socket may not have sent a device list yet.
             if record.others != others and not sure:
                 self._known |= {socket}  # The plugin of this socket has sent a device list for another resource.
                 del self._new[socket]

@@ -38,8 +38,8 @@ class HoldReason(NamedTuple):
     """Why an allocation counts as held.
 
     named: whether the kubelet's checkpoint names the allocation. certain: False if only an old checkpoint shows that
-    the allocation is held. begun: whether the checkpoint's AllocateResponse shows that the allocation is of the id's
-    last grant, whose container was not known before.
+    the allocation is held. begun: whether the allocation is the id's last grant, according to the AllocateResponse in
+    the checkpoint. Before this checkpoint, the container of the grant was not known.
     """
 
     named: bool
@@ -97,11 +97,11 @@ class HolderSnapshot:
         return self._by_resource.get(resource, {})
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the held ids that the kubelet may allocate again: no checkpoint names a holder with running processes.
+        """Return the ids with a certain holder, but without a holder that a checkpoint names.
 
-        A holder that no checkpoint names and that has no processes has probably ended. If the holder's device were
-        reported as unhealthy until that is proved, new pods would fail. Before the next grant of the id, the agent
-        reads the holder's processes again.
+        The kubelet may allocate these ids again. A holder that no checkpoint names and that has no processes has
+        probably ended, so its id is not in the result. If its device were reported as unhealthy until the end is
+        proved, new pods would fail. Before the next grant of the id, the agent reads the holder's processes again.
         """
         unnamed: set[str] = set()
         for device_id, holding in self.of(resource).items():
@@ -114,7 +114,11 @@ class HolderSnapshot:
 
 
 def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
-    """Return the allocations that count as held. before: those held until now. at: when reading the evidence began."""
+    """Return the allocations that count as held.
+
+    before: the allocations that counted as held until now. at: when the reading of the evidence began (monotonic
+    seconds).
+    """
     current = seen.current and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in seen.checkpoints))
     held: dict[Allocation, HoldReason] = {}
@@ -122,11 +126,12 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         there = bool(runs) and seen.pods.has(allocation.pod_uid)
         if allocation in named:
-            # An allocation that only an older one of the checkpoints names may have ended.
+            # If only some of the checkpoints name an allocation, the allocation may have ended.
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             begun = allocation in seen.begun
             held[allocation] = HoldReason(True, certain or begun, "the kubelet's checkpoint names it", begun)
-        # This reason also applies if no newer checkpoint is requested, because it would not prove the allocation's end.
+        # This reason also applies if no newer checkpoint is requested, because a newer one would not prove the end
+        # either.
         elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
@@ -140,10 +145,11 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 
 
 class PendingGrants(NamedTuple):
-    """The pending grants whose containers the kubelet's checkpoint names, by the AllocateResponses in it.
+    """Allocations from the AllocateResponses in the checkpoint, for grants whose container was not known.
 
-    begun: the allocations of these containers. replaced: earlier allocations of the same ids. If the checkpoint does
-    not name such an allocation, the kubelet had dropped it: the kubelet composed the checkpoint after the last grant.
+    begun: the allocations of the containers that have these grants. replaced: earlier allocations of the same ids. If
+    the checkpoint does not name such an allocation, the kubelet had dropped it: the kubelet composed the checkpoint
+    after the last grant.
     """
 
     begun: frozenset[Allocation]
@@ -155,10 +161,10 @@ def pending_grants(
     records: Mapping[RecordKey, AllocationRecord],
     granted: Callable[[Allocation], Wanted | None],
 ) -> PendingGrants:
-    """Return the pending grants whose containers these checkpoints name.
+    """Return the allocations for pending grants (grants whose container is not known) that these checkpoints name.
 
-    records: the register's records by (resource, id). granted: returns the grant by the AllocateResponse in a
-    checkpoint.
+    records: the register's records by (resource, id). granted: returns an allocation's grant from the AllocateResponse
+    in a checkpoint.
     """
     begun, replaced = set[Allocation](), set[Allocation]()
     for version in checkpoints:
@@ -225,7 +231,10 @@ def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str
 
 
 def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations whose end, or whose pod's absence from visible cgroups, a newer checkpoint might show."""
+    """Return the allocations about which a newer checkpoint might give new evidence.
+
+    Such a checkpoint might show that an allocation has ended, or that its pod runs without a visible cgroup.
+    """
 
     def settled(uid: str) -> bool:
         return bool(pods.may_run(uid)) and not pods.is_undecided(uid)
@@ -257,7 +266,7 @@ class UnrecordedEvidence(NamedTuple):
 def grant_of(answer: Wanted | None, copied: Wanted | None) -> Wanted | None:
     """Return the grant of an allocation by the AllocateResponse and an agent's copy; None if neither has it.
 
-    The copy also has the nodes that the holder can open since the grant.
+    Only the copy has the device nodes that the holder has been able to open since the grant.
     """
     if answer is None or copied is None:
         return answer or copied
@@ -265,13 +274,13 @@ def grant_of(answer: Wanted | None, copied: Wanted | None) -> Wanted | None:
 
 
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
-    """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.
+    """Return the uses of devices by allocations without a register record: of other plugins, or with lost records.
 
     title: returns a pod's name by its UID, for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
-    # An AllocateResponse of another boot names the nodes of all devices of a container. Nodes of a recorded device
-    # count only as the recorded device's.
+    # An AllocateResponse of another boot names the nodes of all devices of a container. So the nodes of a recorded
+    # device are not counted for another allocation of the container.
     recorded: dict[tuple[str, str], Tokens] = {}
     for allocation in allocations:
         if (record := seen.records.get(allocation[2:])) is not None:
@@ -304,13 +313,13 @@ def kubelet_snapshot(
     """Return the part of a scan's result that is about one resource, as input of the register.
 
     sequence: the register's sequence before the scan. device_of: returns the device of an id that the kubelet knows.
-    granted: returns what the AllocateResponse in the checkpoint gave. title: returns a pod's name by its UID, for
-    messages.
+    granted: returns an allocation's grant from the AllocateResponse in the checkpoint. title: returns a pod's name by
+    its UID, for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # Messages name the most certain holder. If the checkpoint names this holder, they need not give a reason.
+        # Messages name the most certain holder. If the checkpoint names this holder, the messages give no reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

@@ -29,7 +29,7 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 ENDING: Final = 1.0
-"""Seconds between two checks whether pods still run whose claims the kubelet's claim state does not name any more."""
+"""Seconds between two checks of whether pods still run after the kubelet's claim state has dropped their claims."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
@@ -40,7 +40,7 @@ _KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
     """Return the device nodes that a claim's containers got through drivers other than `excluded`. Reads CDI files.
 
-    The name of a claim's CDI file contains its kind and the claim's UID (the convention of the CDI library). The
+    The name of a claim's CDI file contains the CDI kind and the claim's UID (the convention of the CDI library). The
     containers got nodes with the device numbers in the file. If the file has no number for a node, the node's present
     number counts.
     """
@@ -81,7 +81,7 @@ class _Held(NamedTuple):
 
     unknown: why claims of any driver may hold any device. lost: why a claim that an agent of this project prepared may
     hold any device: its file is missing. drivers: for each driver with a claim whose devices are unknown, why they are
-    unknown. sources: the sources of evidence that leave holders unknown.
+    unknown. sources: the sources of evidence whose failure makes holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -96,8 +96,8 @@ class OrphanedClaims:
     """The claims of drivers that no agent serves now, from the agent's claim files and the kubelet's claim state.
 
     A claim with such a file holds the file's devices while the claim state names the claim, while the claim state
-    cannot be read, or while processes of the claim's pods may run. The methods other than `refresh` return what the
-    last `refresh` has read. boot: the id of the node's boot.
+    cannot be read, or while processes of the claim's pods may run. The methods other than `refresh` return results of
+    the last `refresh`. boot: the id of the node's boot.
     """
 
     kubelet_root: Path
@@ -146,15 +146,15 @@ class OrphanedClaims:
     def uses(self) -> tuple[Use, ...]:
         """Return the uses of devices by claims of other drivers.
 
-        The returned object stays the same until a use changes. While the kubelet's claim state cannot be read, the
-        claims that it last named count.
+        The returned object stays the same until a use changes. While the kubelet's claim state cannot be read, the uses
+        are those of the claims in its last readable content.
         """
         return self._held.uses
 
     def refresh(self, served: frozenset[str]) -> None:
         """Read the changed files. Blocks. served: the drivers of this process, whose claims do not count.
 
-        If the file system hangs, the known uses stay: no agent can write other claim files there meanwhile.
+        If the file system hangs, the known uses stay valid: no agent can write other claim files there meanwhile.
         """
         now = time.monotonic()
         state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
@@ -187,7 +187,11 @@ class OrphanedClaims:
             self._files = error
 
     def _counted(self, claims: Sequence[PreparedClaim], served: Collection[str]) -> list[ClaimFile]:
-        """Return the claim files whose devices may still be held. claims: unserved drivers' claims (claim state)."""
+        """Return the claim files whose devices may still be held.
+
+        claims: the claims in the claim state with devices of drivers that this process does not serve. served: this
+        process's drivers.
+        """
         files = () if isinstance(self._files, OSError) else self._files
         current = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in claims for driver in claim.devices}

@@ -29,8 +29,8 @@ GATHER: Final = 0.02
 class DirectoryContents:
     """The content of the device plugin directory at one moment.
 
-    kubelet: the identity of kubelet.sock. sockets: all sockets by name, also plugins' sockets. foreign: the sockets of
-    other plugins.
+    kubelet: the identity of kubelet.sock. sockets: the identities of all sockets by file name, including kubelet.sock.
+    foreign: the sockets of other plugins.
     """
 
     kubelet: FileIdentity | None

@@ -17,19 +17,19 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 HIDDEN: Final[frozenset[str]] = frozenset()
-"""The value for a pod that the kubelet counted as running although the visible cgroups did not contain it: no
-places."""
+"""The set of places (empty) of a pod that the kubelet counted as running although the visible cgroups did not contain
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodsShown:
-    """What cgroups and pod directories have shown about this kubelet's pods until now.
+    """Facts about this kubelet's pods, from all reads of cgroups and pod directories until now.
 
     places: for each pod's UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays
     HIDDEN, because a cgroup that the kubelet creates later for the pod does not contain its processes. trusted: the
     directories of cgroups in which pods of this kubelet have run. roots: the parent directories of this kubelet's pod
-    directories. cgroups: whether the cgroups that are visible now would contain a pod that was never seen. directories:
-    whether the visible pod directories are those of this kubelet.
+    directories. cgroups: whether the cgroups that are visible now would contain the cgroup of a pod that was never
+    seen. directories: whether the visible pod directories are those of this kubelet.
     """
 
     places: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -73,13 +73,13 @@ _NEITHER: Final = "neither cgroups nor pod directories are visible"
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """The pods with processes at one moment, by UID, with what earlier reads have shown about pods.
+    """The UIDs of pods with processes at one moment, and the facts about pods from earlier reads (`shown`).
 
     running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
     None if no pod directories are visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places:
     the directories of these cgroups. visible: the directories that were listed. root: the parent of the pods'
-    directories, "" if it is not visible. checkpoint_decides: whether a pod counts as ended if the visible cgroups would
-    not contain it while it runs.
+    directories, "" if it is not visible. checkpoint_decides: whether a pod also counts as ended if the visible cgroups
+    would not contain it while it runs. The kubelet's checkpoint then decides alone.
     """
 
     running: frozenset[str] | None = None
@@ -126,7 +126,7 @@ class PodProcesses:
         return not (self.running is not None and pod_uid in self.running) and not self.shows(pod_uid)
 
     def is_undecided(self, pod_uid: str) -> bool:
-        """Return whether another read of the cgroups and another checkpoint may show that this pod is hidden."""
+        """Return whether newer evidence may show that this pod runs outside of the visible cgroups."""
         return self.running is not None and pod_uid not in self.running and pod_uid not in self.shown.places
 
     @property

@@ -59,7 +59,7 @@ def methods_by_name(server: grpc.aio.Server) -> grpc.aio.Server:
     """Return the server as an argument for the generated functions that add services to a server.
 
     These functions also register each method with gRPC's core, and then grpcio 1.85 keeps a task and a prepared call
-    for each method. Without that, a server finds a method by its name.
+    for each method. Without this registration, a server finds a method by its name.
     """
     return cast("grpc.aio.Server", _MethodsByName(server))
 
@@ -119,10 +119,11 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
 class AllocationsInFlight:
     """Keeps `List` from running during allocations. The whole process has one object of this class."""
 
-    # Seconds to count GetPreferredAllocation as running after its end: the kubelet calls Allocate some milliseconds
-    # later.
+    # Seconds for which a GetPreferredAllocation still counts as running after its end. The kubelet calls Allocate some
+    # milliseconds after the response.
     AFTER_PREFERENCE: Final = 0.5
-    # Seconds to count Allocate as running after its end: the kubelet records the allocation some milliseconds later.
+    # Seconds for which an Allocate still counts as running after its end. The kubelet records the allocation some
+    # milliseconds after the response.
     AFTER_ALLOCATE: Final = 0.05
     # When pods start together, their calls follow each other within milliseconds. `pause` waits BETWEEN_CALLS seconds
     # for the next call, and LONGEST_PAUSE seconds in all.
@@ -155,7 +156,7 @@ class AllocationsInFlight:
         return not self._calls and self._last < moment
 
     async def pause(self) -> None:
-        """Wait until no call runs or follows within BETWEEN_CALLS seconds, but for at most LONGEST_PAUSE seconds.
+        """Wait until no call has run for BETWEEN_CALLS seconds, but for at most LONGEST_PAUSE seconds.
 
         Callers with work that can wait use this method, so that the calls of the kubelet are not delayed.
         """

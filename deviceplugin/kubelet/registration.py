@@ -53,7 +53,7 @@ VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
 """Minimum seconds between two checks for another plugin of the resource, because each Allocate causes a file event."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""LOOK while claims may get devices, because the other plugin may allocate the same devices to pods."""
+"""The value for LOOK while claims may get devices, because another plugin may allocate the same devices to pods."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
@@ -77,11 +77,11 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state from which `next_step` decides. ready: whether there is a device list to register.
+    """The state from which `next_step` decides. ready: whether the resource has a device list.
 
-    kubelet: the file kubelet.sock. served: whether the agent's socket is in its place. live: whether a ListAndWatch
-    stream is open. listened: whether one was opened since the last successful Register. registered: the kubelet.sock of
-    that Register. since: seconds since then. foreign: whether another plugin has registered the resource since.
+    kubelet: the file kubelet.sock. served: whether the agent's socket exists. live: whether a ListAndWatch stream is
+    open. listened: whether a stream was opened since the last Register. registered: kubelet.sock at the last Register.
+    since: seconds since the last Register. foreign: the evidence of another plugin's later Register.
     """
 
     kubelet: FileIdentity | None
@@ -129,7 +129,7 @@ class InstanceLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has locked the file that is the lock file now."""
+        """Whether this process has locked the present lock file, not only a former file that was deleted."""
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
@@ -180,7 +180,7 @@ class RegistrationStatistics:
     contested: str = ""
     """The evidence that another plugin has registered the resource; "" after this agent has registered again."""
     error: str = ""
-    """Why the resource is not registered: the last Register's error, or what is missing; "" while it is registered."""
+    """Why the resource is not registered: the last Register's error, or that kubelet.sock is missing; else ""."""
 
 
 @dataclass(slots=True)
@@ -231,7 +231,7 @@ class SocketServer:
         return await self._looks.at("socket", self.lock.acquire, brief=True)
 
     async def lock_resource(self) -> None:
-        """Lock the resource for this process. Wait shortly for another process that has the lock to end.
+        """Lock the resource for this process. If another process has the lock, wait shortly for its end.
 
         Raises RegistrationError if the other process does not end.
         """
@@ -249,7 +249,7 @@ class SocketServer:
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self, now: DirectoryContents | None = None) -> str:
-        """Return the name of a served socket that no Register has named yet. Starts a server if no socket is such.
+        """Return the name of a served socket that no Register has named yet. Starts a server if there is none.
 
         now: the directory's content if it was just read. Raises RegistrationError.
         """
@@ -304,7 +304,7 @@ class SocketServer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A registration that the kubelet accepted at `at` (monotonic seconds). streams: number of earlier streams."""
+    """An accepted Register. at: its time (monotonic seconds). streams: number of ListAndWatch calls before it."""
 
     kubelet: FileIdentity | None
     at: float
@@ -335,7 +335,7 @@ class PluginRegistration:
         self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last successful Register.
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
-        """An event that makes the loop decide the next step now, for example after the source's hooks have changed."""
+        """A function that makes the loop decide the next step now, for example after a change of hooks."""
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
@@ -349,7 +349,7 @@ class PluginRegistration:
             await self._close()
 
     def _part(self, contents: DirectoryContents) -> object:
-        """Return the content that decides the next step. Each Register of another resource makes another socket."""
+        """Return the content that decides the next step. It does not contain the sockets of other resources."""
         return contents.kubelet, contents.checkpoint, contents.foreign, self._server.is_in(contents)
 
     async def _loop(self, watch: DirectoryReader) -> None:
@@ -357,7 +357,7 @@ class PluginRegistration:
         while True:
             try:
                 if not locked and await self._has_directory():
-                    await self._server.lock_resource()  # Fails if another process has it.
+                    await self._server.lock_resource()  # Raises an error if another process has it.
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
@@ -564,7 +564,7 @@ class PluginRegistration:
     ) -> bool:
         """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
-            # The whole directory is read, because the next step needs a content with the socket that was just made.
+            # The whole directory is read, because the next step needs contents that include the new socket.
             while not call.done() and (await self._directory.now()).kubelet == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll, unwatched=filewatch.SOON))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)

@@ -92,7 +92,7 @@ class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet
 
 
 class EndpointHost:
-    """What an endpoint and its registration need of the resource's service. The defaults apply without a service."""
+    """The operations of a resource's service that its endpoint needs. The defaults apply without a service."""
 
     def granted(self) -> None:
         """Called after device ids were granted to a container."""
@@ -141,14 +141,14 @@ class Endpoint(DevicePluginServicer):
         self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
-        """The number of running calls of the kubelet, which fail if a ListAndWatch stream ends."""
+        """The kubelet's running calls. They fail if a ListAndWatch stream ends."""
         self._asked_for: Counter[str] = Counter()
-        """For each device with a running Allocate, the number of ids. The kubelet would crash if a list lacked these
-        ids."""
+        """For each device with a running Allocate, the number of ids. The kubelet would crash if a device list lacked
+        these ids."""
         self._announced: pb.DevicePluginOptions | None = None
         """The options in this resource's last response to GetDevicePluginOptions."""
         self.wake: Callable[[], None] = lambda: None
-        """An event that makes the resource's registration decide its next step now."""
+        """A function that makes the resource's registration decide its next step now."""
         self._failed_starts: dict[frozenset[str], str] = {}
         """For each container (by its ids), why its last start failed."""
         self.host: Final = host or EndpointHost()
@@ -156,8 +156,8 @@ class Endpoint(DevicePluginServicer):
         self._ending = EndingHolders()
         self._register = register or Register()
         self._numbers_change = False
-        """Whether any device is, or was, a USB device or behind a symlink, so that its container may get another node
-        at a restart. A held device may be away since this agent's start."""
+        """Whether any listed or held device is, or was, a USB device or behind a symlink. A restarted container may get
+        another device node of such a device."""
         self._listed(inventory.snapshot)
         inventory.subscribe(self._listed)
 
@@ -175,8 +175,8 @@ class Endpoint(DevicePluginServicer):
     def options(self) -> pb.DevicePluginOptions:
         """The plugin's options for the kubelet.
 
-        PreStartContainer is requested only if the source has the hook `reset`, USB devices or symlinks, and while pods
-        may have devices.
+        PreStartContainer is requested only while pods may have devices, and only if the source has the hook `reset`,
+        USB devices or symlinks.
         """
         needed = "reset" in self.source.hooks or self._numbers_change
         starts = needed and self._register.snapshot.serves_pods(self.resource)
@@ -194,7 +194,10 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids that stay registered as unhealthy without the vendor's plugin: no other plugin can allocate them."""
+        """The ids for claims. They stay registered, as unhealthy, while the vendor's plugin is away.
+
+        Otherwise, another plugin could register them and allocate them to pods.
+        """
         return frozenset()
 
     @property
@@ -203,7 +206,7 @@ class Endpoint(DevicePluginServicer):
         return ""
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Keep ids that the kubelet counts as healthy in the device list; called before Register."""
+        """Called before Register. registered: ids that the kubelet counts as healthy."""
 
     async def calls_ended(self, timeout: float) -> bool:
         """Wait until no kubelet call about a pod is running; return whether all calls ended within `timeout` seconds.
@@ -345,7 +348,7 @@ class Endpoint(DevicePluginServicer):
                     await self._register.start(self.resource, of, begun)
                     if devices and "reset" in self.source.hooks:
                         await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
-                        # A reset may give a device another number.
+                        # A reset may give a device another device number.
                         await self._register.start(self.resource, of, begun)
             self._failed_starts.pop(frozenset(request.devices_ids), None)
         except (DeviceConflictError, hooks.HookError, LedgerError, LookTimeoutError) as error:
@@ -417,10 +420,10 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Read the evidence again; raise Refusal if another pod still holds one of these ids, or if its record fails.
+        """Read the evidence again. Raises Refusal if another pod still holds an id, or the holder cannot be recorded.
 
-        If the kubelet counts the holder as ended, this method waits for the real end, but only for a short time and
-        once.
+        If the kubelet counts the holder as ended, this method waits for the end of the holder's processes. All
+        Allocates together wait at most PATIENCE seconds for one holder (`allocation_wait`).
         """
         if self._holders is None:
             return
@@ -450,9 +453,9 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Iterable[dict[str, Wanted]]) -> float:
-        """Record a grant of ids, after `_refuse_held`; return its time (Unix seconds).
+        """Record a grant of ids; return its time (Unix seconds). Call `_refuse_held` before.
 
-        Raises Refusal if other holders or the device's side exclude the grant.
+        Raises Refusal if another holder excludes the grant, or if the device is for claims now.
 
         ids: the device of each id. asked: for each id, the identity and amount for which the response was made.
         """

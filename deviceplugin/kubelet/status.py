@@ -50,10 +50,10 @@ class VendorConnection:
 class ResourceStatus:
     """The present state of one resource. holders: the holders of each kubelet device id.
 
-    withheld: the devices that are not offered, by id. held_twice: devices whose holders, under all ids, together have
-    more than the whole device. elsewhere: for each held id whose device is not listed any more, the present (resource,
-    device) of the granted hardware, if the plugin's AllocateResponse identifies it. vendor: None unless the resource is
-    of a vendor's plugin.
+    withheld: by device id, why the device is not offered. held_twice: devices whose holders, under all ids, together
+    have more than the whole device. elsewhere: for each held id whose device is not listed any more, the present
+    (resource, device) of the granted hardware, if the plugin's AllocateResponse identifies it. vendor: the connection
+    to the vendor's plugin; None if the resource is not adopted.
     """
 
     resource: str
@@ -75,13 +75,14 @@ class ResourceStatus:
 class AgentStatus:
     """The present state of the agent.
 
-    scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
-    config_error: why the config file is refused, or applied only in part; "" if the whole file is applied.
+    scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before the first
+    scan. config_error: why the config file is refused, or applied only in part; "" if the whole file is applied.
     former_config: whether the file was invalid at the agent's start, so that an earlier version is in use.
     kubelet_answers: whether the kubelet answered the last PodResources call; None if there is no socket.
-    kubelet_silent: since when the kubelet has answered no such call (Unix seconds). blind: which pods of the node are
-    not visible, and the options to set. unknown: for each source of evidence, how often it left holders unknown.
-    unwatched: for each cause, directories without file events. cgroup_root: the directory of the node's cgroups.
+    kubelet_silent: since when the kubelet has answered no PodResources call (Unix seconds). blind: messages about pods
+    whose cgroups are not visible, with the options to set. unknown: for each source of evidence, how often this
+    evidence did not show whether a holder had ended. unwatched: the directories without file events, by cause.
+    cgroup_root: the directory of the node's cgroups.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -119,11 +120,11 @@ def unready(status: AgentStatus) -> Iterable[str]:
 
 
 def unserved(status: AgentStatus) -> Iterator[str]:
-    """Yield what a kubelet that starts now would lack: sockets, device lists, and devices with known holders.
+    """Yield a text for each thing that a starting kubelet would lack: a socket, a device list, or known holders.
 
     Resources of adopted plugins are left out, because most of these plugins run in pods, which the kubelet has to start
-    first. Devices that are offered to claims are left out as well: the kubelet admits no pod by them, and only its
-    checkpoint shows which of these devices pods hold.
+    first. Devices that are offered to claims are left out as well: the kubelet admits no pod with such a device, and
+    only its checkpoint shows which of these devices pods hold.
     """
     for resource in status.resources:
         if resource.vendor is not None:

@@ -97,10 +97,10 @@ class HolderTracker:
         self.looks: Final = Looks("the kubelet's files")
         """Runs all reads of the kubelet's checkpoint and claim state, and of the pods' cgroups."""
         self.other_looks: Final = Looks("files of other agents and drivers", threads=1)
-        """Runs all reads of other agents' copies and of claim files. It has one thread, because each read takes what it
-        found since the read before."""
+        """Runs all reads of other agents' copies and of claim files. It has one thread, because each read of the copies
+        returns only the changes since the last read."""
         self._present = SharedCall(lambda: self.looks.at("checkpoint", self._checkpoint.newest, brief=True))
-        """Reads the checkpoint. The registrations of all resources need it at the same moments."""
+        """Reads the checkpoint once for simultaneous requests by the registrations of all resources."""
         self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
@@ -108,8 +108,8 @@ class HolderTracker:
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
-        """For each (resource, id) that was refused since the last scan because its holder's processes run, the
-        reason."""
+        """The reason of each refusal since the last scan, by (resource, id). Only refusals for a holder with running
+        processes are recorded."""
         self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
         """The register's allocation records, and the `Allocation` values that were made from these records."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
@@ -195,7 +195,7 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return, for each of these ids that another pod still holds, the reason.
+        """Return the ids, of these ids, that another pod still holds, each with the reason.
 
         Called before an Allocate is granted. Reads the checkpoint again.
 
@@ -251,7 +251,7 @@ class HolderTracker:
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
-        """Return whether any pod that may have one of these ids may have cgroups. Blocks."""
+        """Return False only if no pod that may hold one of these ids still has cgroups. Blocks."""
         self._newest()
         named, found = self._checkpoint.known.last.allocations, set[str]()
         for holder in self._known | named:
@@ -351,7 +351,7 @@ class HolderTracker:
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     def note_copies(self) -> bool:
-        """Count the allocations in copies that were read since the last call; return whether there are any."""
+        """Add the allocations in newly read copies to the known allocations; return whether there are any."""
         if copied := self._copies.changed():
             self._copied = {**self._copied, **copied}
             self._unscanned |= copied.keys()
@@ -393,7 +393,7 @@ class HolderTracker:
         return (self._checkpoint.known.grants.get(allocation) or ("", None))[1]
 
     def foreign(self) -> tuple[Use, ...]:
-        """Return the uses by allocations that the register lacks: made by other plugins, or with lost records.
+        """Return the uses of devices by allocations without a register record: of other plugins, or with lost records.
 
         The returned object stays the same until a use changes.
         """
@@ -471,7 +471,7 @@ class HolderTracker:
         return now
 
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
-        """Add to the evidence pods that the visible cgroups lack.
+        """Mark, in the evidence, running pods whose cgroups are not visible.
 
         before: the cgroups before the checkpoints were written.
         """
