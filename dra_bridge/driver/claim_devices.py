@@ -95,7 +95,7 @@ class ServedDevices:
     _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
         default=(None, {}, (), {}), init=False
     )
-    """The last result of `by_name`, and before it the resources, qualifiers and snapshots from which it was made."""
+    """The input of the last computation of `by_name` (resources, qualifiers, snapshots), and its result."""
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
         """Replace the driver's resources."""
@@ -362,7 +362,7 @@ class ClaimDevices:
 def compared_parameters(source: DeviceSource, config: Any) -> str:
     """Return a request's parameters as JSON, which are compared among the claims that share a device.
 
-    Returns "" if the source has no hook `prepare`, for which alone the parameters of several claims matter.
+    Returns "" if the source has no hook `prepare`, because only this hook uses the parameters.
     """
     return msgspec.json.encode(config, order="sorted").decode() if "prepare" in source.hooks else ""
 
@@ -377,10 +377,10 @@ def granted_device(
     *,
     limits: bool = False,
 ) -> ClaimDevice:
-    """Return the record of a claim's device that the register is asked to grant, made from the present inventory.
+    """Return the record of a device that a claim requests from the register, made from the present inventory.
 
     boot: the node's boot. parameters: see `compared_parameters`. times: how many claims may share the published device;
-    None: as many as its inventory states. limits: whether the claim stands for a pod's `limits`.
+    None: as many as its inventory states. limits: whether the scheduler made the claim for a pod's `limits`.
     """
     now, admin = served.inventory.snapshot, bool(result.admin_access)
     tokens = now.identities.get(device.id, frozenset())
@@ -400,7 +400,7 @@ def granted_device(
 
 
 def _part(times: int, result: Result) -> str:
-    """Return the fraction of a device that a claim has: its consumed shares divided by all shares; "" if unknown."""
+    """Return the fraction of a device that a claim gets: its consumed shares, divided by `times`; "" if unknown."""
     capacity = result.consumed_capacity or {}
     consumed = {naming.qualified(name, result.driver): amount for name, amount in capacity.items()}
     try:

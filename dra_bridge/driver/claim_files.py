@@ -5,7 +5,8 @@ files again from the ledger file, because a power failure may have emptied or re
 in memory.
 
 The device metadata (KEP-5304) of a request is in the directory of the agent's claim files
-(`deviceplugin.register.claim_files`). It is written before the CDI file that mounts it, and removed after this file.
+(`deviceplugin.register.claim_files`). The agent writes the metadata before the CDI file that mounts the metadata, and
+removes the metadata after this CDI file.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ REST: Final = 60.0
 CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
-The files are not watched, because a watch would report each file that this process itself writes or removes, so that
-its threads would be busy while the kubelet waits for the response to the next Prepare.
+The files are not watched, because a watch would report each file that this process itself writes or removes. These
+reports would keep threads busy while the kubelet waits for the response to the next Prepare.
 """
 
 
@@ -88,7 +89,7 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 
 
 def request_of(name: str) -> str:
-    """Return the claim's request for which a CDI device is. name: the CDI device's name, see `ClaimFiles.answer`."""
+    """Return the claim's request to which a CDI device belongs. name: the device's name, see `ClaimFiles.answer`."""
     return name.split("_")[2]
 
 
@@ -390,7 +391,7 @@ class ClaimFiles:
         if self.looks.hanging:
             raise CdiError(self.looks.hanging)
         look = self.looks.begin("claim file", function, *arguments)
-        # Usually the access has ended by now, and needs no task.
+        # Usually the call has ended by now. Then no task is needed.
         if self.looks.ended_at_once(look):
             return look.result
         if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):

@@ -219,7 +219,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     if not results:
         raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
     of_class: list[ClaimConfig] = []
-    # Configurations of the class come before those of the claim. Otherwise, the API server keeps the author's order.
+    # Configurations of the class come before those of the claim. Otherwise, the API server's order is kept.
     of_claim: list[ClaimConfig] = []
     for config in devices.config or ():
         if config.opaque is not None and config.opaque.driver == driver:
@@ -284,7 +284,7 @@ def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]
 
 
 def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
-    """Yield the fields that the type does not have: msgspec ignores them unless the type's author forbids them."""
+    """Yield the fields that the type does not have: msgspec ignores such fields, unless the type forbids them."""
     if isinstance(info, msgspec.inspect.UnionType):
         # If objects of several types are permitted, assume the type with the fewest unknown fields.
         problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]

@@ -36,8 +36,8 @@ DEADLINE: Final = 30.0
 1.36, cm/dra/plugin)."""
 
 CALL_DEADLINE: Final = 43.0
-"""Maximum seconds of a call: less than the kubelet's 45, and more than `DEADLINE`, so that the changes for a claim that
-failed at its deadline can still be undone, by hooks that may hang again.
+"""Maximum seconds of a call. The kubelet waits 45 s. The value is larger than `DEADLINE`, so that hooks have time to
+undo the changes for a claim that failed at its deadline.
 """
 
 RESERVE: Final = 2.0
@@ -105,9 +105,9 @@ class Driver:
     ) -> dict[str, Prepared | ClaimError]:
         """Prepare claims independently of each other; return a response or error for each claim UID.
 
-        remaining: seconds until the caller's deadline. Until shortly before this deadline,
-        claims wait for devices whose holders are about to end. Without a deadline, claims do not wait. If the caller
-        cancels the call, waiting claims are refused.
+        remaining: seconds until the caller's deadline. Until shortly before this deadline, claims wait for devices
+        whose holders are about to end. Without a deadline, claims do not wait. If the caller cancels the call, waiting
+        claims are refused.
         """
         limit = WaitLimit(0.0 if remaining is None else time.monotonic() + remaining - MARGIN)
         self._limits.add(limit)
@@ -129,9 +129,9 @@ class Driver:
         self._register.store.changes.note()
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
-        """Unprepare claims, with or without a record, independently of each other.
+        """Unprepare claims, even claims without a record in the ledger, independently of each other.
 
-        Returns, for each UID, None or the error.
+        Returns, for each claim UID, the error, or None if the claim is unprepared.
         """
         tasks: dict[ClaimRef, asyncio.Task[ClaimError | None]] = {}
         for claim in claims:

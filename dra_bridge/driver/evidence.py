@@ -1,4 +1,4 @@
-"""Reads from files and the kubelet's claim state which devices the claims of one driver hold. Pure."""
+"""Converts claim files and the kubelet's claim state to evidence of the devices that claims hold. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from deviceplugin.register.rules import ClaimEvidence
 
 
 class Published(NamedTuple):
-    """A claim whose devices are known only by published names. shares: (device's name, share ID; None if unknown)."""
+    """A claim whose devices are known only by published names.
+
+    shares: for each device, its published name and the claim's share ID; None if the share ID is unknown.
+    """
 
     uid: str
     shares: tuple[tuple[str, str | None], ...]
@@ -45,7 +48,7 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 
 
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
-    """Return the evidence in the agent's file of a claim.
+    """Return evidence that a claim holds its devices of one resource, from the agent's own file of the claim.
 
     pods: the claim's further pods, from the kubelet's claim state.
     """

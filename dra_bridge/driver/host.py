@@ -13,7 +13,7 @@ class RunningPods(NamedTuple):
     """The pods whose processes run, by UID.
 
     unlisted: for each running pod whose claims are unknown, when its processes were first seen (monotonic seconds). The
-    kubelet did not list such a pod, because the kubelet forgets a pod that was deleted by force, with its claims.
+    kubelet does not list such a pod: it forgets a pod that was deleted by force, together with the pod's claims.
     """
 
     running: frozenset[str] = frozenset()
@@ -21,7 +21,7 @@ class RunningPods(NamedTuple):
 
 
 class DriverHost:
-    """What a driver needs of its agent. The methods here are for a driver that has all its devices."""
+    """The methods of the agent that a driver calls. In this base class, claims may get all devices at any time."""
 
     def ready(self, resource: str, device: str) -> bool:
         """Return whether claims may get a device now: False until the agent has found out the device's holders."""
@@ -57,11 +57,12 @@ class DriverHost:
         return {}
 
     async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
-        """Return whether no process of these pods' containers can run that began to start before.
+        """Return whether all containers that these pods had at an earlier time have certainly ended.
 
-        before: the result of `starts` at that time. pods: running pods. waited: seconds since that time, or fewer.
+        before: the result of `starts` at the earlier time. pods: running pods. waited: seconds since the earlier time,
+        or fewer.
         """
         return False
 
     def claims_changed(self) -> None:
-        """Handle that a claim was prepared or unprepared, or that a device begins to move to DRA for a claim."""
+        """React after a claim was prepared or unprepared, or after a device began to move to DRA for a claim."""

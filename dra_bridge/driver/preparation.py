@@ -201,9 +201,10 @@ class ClaimPreparation:
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
         """Unprepare a claim, with or without a record.
 
-        While its containers run, return an error: the kubelet tries again. Even if a pod was deleted by force and its
-        containers hang, the kubelet's reconcile loop unprepares the pod's claims (kubelet 1.36, cm/dra/manager.go:
-        reconcileLoop). If another pod shares a claim, the loop only removes the pod from the claim state.
+        While the claim's containers run, return an error: the kubelet tries again. Even if a pod was deleted by force
+        and its containers hang, the kubelet's reconcile loop unprepares the pod's claims (kubelet 1.36,
+        cm/dra/manager.go: reconcileLoop). If another pod shares a claim, the loop only removes the pod from the claim
+        state.
 
         After `PATIENCE` seconds, the response states that the claim is unprepared, even if containers still run. But
         the claim's record stays in the ledger file, so that the claim holds its devices until no process of its pods
@@ -362,7 +363,7 @@ class ClaimPreparation:
         return record.pods & running, self.possible_users(ref.uid, unlisted)
 
     def _still_used(self, ref: ClaimRef, record: Claim) -> Outlook:
-        """Return whether users of a claim's former devices will soon end, by the last reading of the running pods."""
+        """Return ENDING if a pod used the claim's former devices at the last reading of the running pods, else FREE."""
         running, unlisted = self.host.last_running_pods()
         used = not running.isdisjoint(record.pods) or self.possible_users(ref.uid, unlisted)
         return Outlook.ENDING if used else Outlook.FREE

@@ -46,7 +46,7 @@ class ClaimReconciler:
 
         Returns, for each action, the UIDs of claims. Actions: "unprepared"; "reopened": after a reboot, the next
         Prepare sets the claim's devices up again; "rewritten", "removed": files of the claim were written again or
-        removed; "unknown": none, because a condition could not be checked or a write failed.
+        removed; "unknown": nothing was done, because a check or a write failed.
         """
         uids: dict[str, list[str]] = {}
         turns = asyncio.Semaphore(16)

@@ -222,7 +222,7 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
     def prepare(self) -> None:
         """Create the directory. The first call also removes the sockets of this agent's killed processes. Blocks.
 
-        No process listens at these sockets. The drivers may be former drivers of this agent. An agent of a former
+        No process listens at these sockets. Sockets of former drivers of this agent are included. An agent of a former
         version had a second socket for each driver, the endpoint, in `own`.
         """
         self.registry.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Updates the CDI files of claims when the nodes of their devices change.
+"""Updates the CDI files of claims when the device nodes of the claims' devices change.
 
 A CDI file contains device numbers, and the runtime does not read the host path. So a restarted container gets nodes
 with the numbers in the file. A USB stick that is unplugged and plugged in again has other numbers than before, and
@@ -47,8 +47,8 @@ from dra_bridge.driver.preparation import ClaimPreparation
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.05
-"""Seconds from a change of the register to the next comparison of the inventories. Several changes follow each other
-when a pod starts."""
+"""Seconds from a change of the register to the next comparison of the inventories, because the start of a pod causes
+several changes."""
 SETTLED: Final = 1.0
 """Seconds after which the runtime has read a changed CDI file, because it watches the directory
 (container-device-interface 1.0, cache.go: watch)."""
@@ -58,10 +58,10 @@ SETTLED: Final = 1.0
 class _DevicesNow:
     """The present state of the devices of one request.
 
-    nodes: the CDI entries of the devices' nodes. own: for each device, the tokens that no other device has. former:
-    tokens of nodes to remove from the spec, unless they are in `nodes`. known: the devices' tokens in the register.
-    lost: numbers in the register that are not in the spec, and not those of the devices now. away: whether a device is
-    unplugged or is other hardware now.
+    nodes: the CDI entries of the devices' nodes. own: for each device, its identity tokens (such as device numbers)
+    that no other device has. former: tokens of nodes to remove from the spec, unless they are in `nodes`. known: the
+    devices' tokens in the register. lost: device numbers in the register that are neither in the spec nor numbers of
+    the devices now. away: whether a device is unplugged or is other hardware now.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +77,10 @@ class _DevicesNow:
         return reachable(frozenset[str]().union(*self.own.values()))
 
     def given(self, before: Tokens, *, refused: bool) -> list[dict[str, Any]]:
-        """Return the CDI entries for containers. before: the tokens of the nodes that the spec has had until now."""
+        """Return the entries of device nodes for the CDI file.
+
+        before: the tokens of the nodes that are in the file now. refused: whether the register refused new numbers.
+        """
         new = self.numbers - before if refused or self.away else frozenset()
         return [node for node in self.nodes if _token(node) not in new]
 
@@ -94,10 +97,10 @@ class ClaimRenewal:
         """The UIDs of claims whose containers may still open nodes with numbers that are not in the CDI file any
         more."""
         self._since: dict[str, float] = {}
-        """For each of these claims (UID), when its file was last written, or when `starts` were read (monotonic)."""
+        """For each UID in `_leaving`, when the file was last written or `starts` were read (monotonic seconds)."""
 
     async def keep(self) -> None:
-        """Until cancelled, renew CDI files after each change of an inventory, and try waiting files again."""
+        """Renew CDI files after each change of an inventory, and try again for waiting claims, until cancelled."""
         seen: object = None
         failed: set[str] = set()
         tried, look_at, retry_at = -1, 0.0, 0.0
@@ -127,7 +130,7 @@ class ClaimRenewal:
             seen, tried = now, count
             if claims:
                 await asyncio.sleep(CHECK)
-            # The resources that are served may change without a note, which matters only to claims.
+            # The served resources may change without a notification, which matters only to claims.
             await changes.after(count, CHECK if self._records.all() else REST)
             await asyncio.sleep(DEBOUNCE)
 
@@ -252,7 +255,7 @@ class ClaimRenewal:
         return found, error
 
     async def look_left(self, uid: str) -> bool:
-        """Once a claim's former containers have ended, record that the claim's stale numbers are not in use any more.
+        """Record that a claim's stale numbers are not in use any more, if the containers that had them have ended.
 
         Returns whether this was recorded. The caller has the claim's lock. Raises CdiError, ClaimError, LedgerError,
         LookTimeoutError, OSError.
@@ -291,7 +294,10 @@ class ClaimRenewal:
 
 
 def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Collection[str]) -> Prepared:
-    """Return the new response for a claim whose devices have other nodes now. refused: requests without new numbers."""
+    """Return the new Prepare response for a claim whose devices have other nodes now.
+
+    found: the present state of each request's devices. refused: requests whose new numbers the register has refused.
+    """
     before = _numbers(prepared.spec)
     nodes = {request: of.given(before, refused=request in refused) for request, of in found.items()}
     former = frozenset[str]().union(*(of.former for of in found.values()))

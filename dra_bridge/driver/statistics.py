@@ -11,9 +11,9 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """Statistics of one kind of call, counted for each claim. failures: their number by reason.
+    """Statistics of one kind of call (Prepare or Unprepare), counted for each claim.
 
-    durations: those of all calls.
+    done: number of successful calls. failures: number of failed calls, by reason. durations: durations of all calls.
     """
 
     done: int = 0

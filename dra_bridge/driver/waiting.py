@@ -1,7 +1,7 @@
 """Decides how long a Prepare waits for devices whose holders are about to end.
 
 After a refused Prepare, the kubelet tries again only when it next synchronises the pod, 60 to 90 s later (kubelet 1.32
-to 1.37, pod_workers.go: completeWork; kuberuntime_manager.go: SyncPod returns no error for it). So if the reason of a
+to 1.37, pod_workers.go: completeWork; kuberuntime_manager.go: SyncPod returns no error). So if the reason of a
 refusal will soon end, Prepare waits for that, at most until shortly before the deadline of the kubelet's call, which is
 45 s (the same versions, cm/dra/plugin). The wait delays no other pod: the kubelet's worker for the pod makes the call,
 and holds no lock.
@@ -48,7 +48,7 @@ class WaitLimit:
 
 
 async def wait(register: Register, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
-    """Wait until a refused claim may get its devices, should be read again, or may not wait any longer.
+    """Return once the claim need not wait for these devices, after `REREAD` seconds, or at the limit of the call.
 
     seen: the register's number of changes before the refused try.
     """

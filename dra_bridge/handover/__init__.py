@@ -1,1 +1,1 @@
-"""Moves devices between the device plugin and DRA, until as many devices as requested are for claims."""
+"""Moves devices between the device plugin and DRA, until DRA has the requested number of devices."""

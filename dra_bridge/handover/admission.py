@@ -1,16 +1,16 @@
-"""Computes which pods a kubelet restart would end now, and after which moves it would end pods. Pure functions.
+"""Computes which pods a kubelet restart would end now, and which moves of devices endanger pods. Pure functions.
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
 the pod that it is admitting, the kubelet ignores `limits` that are satisfied by a claim. For the pods that it has
 admitted before, it counts such `limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586).
-The kubelet compares the sum with the Node's `status.allocatable`, or with the number of ids in its checkpoint if that
-number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that does not fit, although
-the pod runs.
+The kubelet compares the sum of the `limits` with the Node's `status.allocatable`, or with the number of ids in its
+checkpoint if that number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that
+does not fit, although the pod runs.
 
 So a restart can end a pod that has devices from the device plugin, if older pods have devices for their `limits`
-through DRA. After its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if all pods
-that have devices for `limits` in one way have ended before pods start that get devices in the other way. Therefore
-devices return to the device plugin only when no pod has a device through DRA by `limits`.
+through DRA. After its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if the pods
+with devices from the device plugin and the pods with devices for their `limits` through DRA never run at the same time.
+Therefore devices return to the device plugin only when no pod has a device for its `limits` through DRA.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from deviceplugin.register.records import Claim, RegisterSnapshot
 from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
-"""Seconds by which a pod may be older than the claim that the scheduler makes for its `limits`; only the claim's age is
-known."""
+"""Assumed seconds from the creation of a pod to the claim that the scheduler makes for the pod's `limits`. The agent
+knows only when the claim got its devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The kubelet's counts of one resource, as numbers of device plugin ids.
 
-    shown: number of ids that are Healthy both in the last device list for the kubelet and in the next one; None without
-    a stream. by_plugin: number of ids that pods have from the device plugin, also of unhealthy devices. by_dra: number
-    of devices that pods have by their `limits` through DRA.
+    shown: number of ids that are Healthy both in the last device list for the kubelet and in the next one; None if the
+    kubelet has no ListAndWatch stream open. by_plugin: number of ids that pods have from the device plugin, also of
+    unhealthy devices. by_dra: number of devices that pods have for their `limits` through DRA.
     """
 
     shown: int | None
@@ -45,7 +45,7 @@ class Counts:
     def capacity(self) -> int:
         """The number of devices that the kubelet will compare with the sum of the pods' `limits` at its next start.
 
-        This requires that the agent registers before the kubelet admits the pods.
+        The number is valid only if the agent registers before the kubelet admits the pods.
         """
         return max(self.shown or 0, self.by_plugin)
 
@@ -72,11 +72,11 @@ def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
 
 
 def may_leave(now: Counts, ids: int) -> bool:
-    """Return whether so many Healthy ids may move to DRA at once.
+    """Return whether this number (`ids`) of Healthy ids may move to DRA at once.
 
     The ids may move if a kubelet restart after the move ends no pod with devices of the device plugin. This holds in
-    four cases: no pod has devices of the device plugin; no pod has devices by `limits` through DRA; the kubelet's
-    number of devices stays the same; or this number stays large enough for all pods.
+    four cases: no pod has devices of the device plugin; no pod has devices for its `limits` through DRA; the number of
+    devices that the kubelet counts stays the same; or this number stays large enough for all pods.
     """
     if not now.by_plugin or not now.by_dra:
         return True

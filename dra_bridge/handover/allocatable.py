@@ -1,9 +1,10 @@
 """Writes how many devices the scheduler may count on this node: `status.allocatable` of the Node object.
 
 The kubelet writes this number every 10 s by default, and only if something changed (tryUpdateNodeStatus, kubelet 1.36,
-kubelet_node_status.go). Until the kubelet's write, the scheduler still counts devices that have left the device plugin,
-so that pods fail (UnexpectedAdmissionError), and does not count devices that have returned. So the agent writes the
-number itself: before devices leave the device plugin, and after the kubelet counts returned devices.
+kubelet_node_status.go). Until this write, the scheduler still counts devices that have left the device plugin, and pods
+fail (UnexpectedAdmissionError). The scheduler also does not yet count devices that have returned to the device plugin.
+So the agent also writes `status.allocatable`. The agent lowers the number before devices leave the device plugin, and
+raises the number once the kubelet counts the returned devices.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 
 GRACE: Final = 1.0
-"""Seconds from the time when the Node has the lower number until devices leave the device plugin.
+"""Seconds from the write of the lower number into `status.allocatable` until the devices leave the device plugin.
 
 In these seconds the kubelet admits pods that the scheduler has already bound to the node. On an idle node, the
 admission takes some ten milliseconds.
 """
 LOWER_DEADLINE: Final = 3.0
-"""Maximum seconds to lower the number. Afterwards devices leave the device plugin even if the kubelet keeps writing a
-larger number.
+"""Maximum seconds to lower the number in `status.allocatable`. Afterwards devices leave the device plugin even if the
+kubelet keeps writing a larger number.
 """
 LATE: Final = 2.0
-"""Seconds after the agent has lowered a number in which it overwrites a larger number that the kubelet writes.
+"""Seconds after a lowering for which the agent overwrites a larger number that the kubelet writes.
 
 The kubelet may have computed the larger number just before the devices left the device plugin, and would correct it
 only after its next period (10 s).
 """
 TAKEN: Final = 5.0
-"""Maximum seconds to wait until the kubelet counts returned devices. Afterwards the agent leaves the number to the
-kubelet."""
+"""Maximum seconds to wait until the kubelet counts devices that have returned to the device plugin. Afterwards only the
+kubelet raises the number."""
 
 
 class StatusWriter(Protocol):
@@ -57,9 +58,9 @@ class StatusWriter(Protocol):
 class AllocatableStatus:
     """Reads (from a watch) and writes the numbers in this Node's `status.allocatable`.
 
-    Before devices leave the device plugin, the agent writes a lower number once; if the kubelet then writes its own
-    number, the agent repeats this up to five times in all. While devices return, the agent writes at most once in 0.5 s
-    at first, and later at most once in 10 s.
+    Before devices leave the device plugin, the agent writes the lower number. If the kubelet then writes a larger
+    number, the agent writes the lower number again (`LOWER_DEADLINE`, `LATE`). While devices return to the device
+    plugin, the agent writes larger numbers, at first at most once in 0.5 s, later at most once in 10 s.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class AllocatableStatus:
         self._since: dict[str, float] = {}
         """For each resource, when the watch first showed the present number (monotonic seconds)."""
         self._changes = Changes()
-        """Wakes tasks that wait for other numbers in the Node's status."""
+        """Wakes tasks that wait for a change of the numbers in the Node's status."""
         self._writing = asyncio.Lock()
         self._most: dict[str, int] = {}
         """For each resource, the largest number that the agent may write: the last lowered number plus the devices that
@@ -100,8 +101,8 @@ class AllocatableStatus:
         """Lower a resource's number, and wait at most 3 s until no new pod can get devices beyond this number.
 
         Returns True if the method had to wait: the scheduler then counts at most this number, and the kubelet has
-        admitted the pods that were bound before. Returns False if no wait was needed, or if the number cannot be
-        written.
+        admitted the pods that were bound before. Returns False if no wait was needed, if the number cannot be written,
+        or if `LOWER_DEADLINE` was exceeded.
         """
         if (lowering := self._lowering.pop(resource, None)) is not None:
             lowering.cancel()
@@ -134,7 +135,7 @@ class AllocatableStatus:
             await self._changes.after(seen, rest)
 
     async def _put(self, resource: str, number: int) -> bool:
-        """Write a number, but at most the largest permitted number. Return whether the Node has it now."""
+        """Write a number, or the number in `_most` if that is smaller, into the Node. Return whether this succeeded."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
             if not await self._status.write(resource, number):
@@ -143,7 +144,9 @@ class AllocatableStatus:
             return True
 
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
-        """Return for how many seconds pods may come that need the larger number; infinite until the number is lowered.
+        """Return the seconds for which pods that need the larger number may still arrive.
+
+        The result is infinite while the Node shows a larger number, and 0 or less once no such pod can arrive.
 
         began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
         number never stays for a full second. In that case, half the grace period is enough once twice the grace period
@@ -178,7 +181,7 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Return how many devices the kubelet counts as healthy, once it counts these ids; 0 after `TAKEN` seconds."""
+        """Wait until the kubelet counts these ids as healthy. Return its number of healthy ids, 0 after `TAKEN` s."""
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):

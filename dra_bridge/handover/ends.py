@@ -63,11 +63,11 @@ async def end_moves_to_dra(
 
 @dataclass(slots=True)
 class _ClaimQuery:
-    """The state of asking the API server for the claim that keeps a device from moving.
+    """The repeated reads of the claim because of which a device cannot move yet.
 
     waits: the delays between two reads of the claim. claim: the claim's namespace/name; "" if no such claim is known.
-    device: the device in the claim's allocation; None if the claim gives a pod any device of the resource for `limits`.
-    due: when to read the claim again (monotonic seconds).
+    device: the device in the claim's allocation; None if the claim is for a pod's `limits` and has any device of the
+    resource. due: when to read the claim again (monotonic seconds).
     """
 
     waits: Backoff
@@ -85,10 +85,10 @@ def _waits_for_limits(claim: str) -> MoveWait:
 class MovesToPlugin:
     """Completes moves of a resource's devices to the device plugin, with few requests to the API server.
 
-    Once the API server has accepted the slice without a device, the claims are listed once, for all devices that wait
-    at that time. While a claim's allocation names the device, only this claim is read again, after 0.5 s at first and
-    at most 5 min later. When the allocation no longer names the device, the claims are listed again. A failed list is
-    repeated within 30 s.
+    Once the API server has accepted the slice without a device, the agent lists the claims once, for all devices that
+    wait at that time. While a claim's allocation names the device, the agent reads only this claim again, first after
+    0.5 s, then after growing delays of up to 5 min. When the allocation no longer names the device, the agent lists the
+    claims again. A failed list is repeated within 30 s.
 
     No move ends while a pod has a device of the resource by its `limits` through DRA, unless the move is forced.
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods

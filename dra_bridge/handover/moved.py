@@ -1,4 +1,4 @@
-"""A resource whose devices move between plugin and DRA, and what the moves need of the agent."""
+"""A resource whose devices move between plugin and DRA, and the interfaces of the agent that the moves use."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class MoveEvidence(Protocol):
     errors: ClassVar[tuple[type[Exception], ...]]
 
     async def scan(self, resource: str, device_ids: Collection[str]) -> KubeletSnapshot | None:
-        """Find the holders of all devices, of which the caller hopes to find these free; return those of the resource.
+        """Read the holders of all devices, compare the register with them, and return the holders of the resource.
 
-        The register has been compared with them. Return None if an Allocate ran meanwhile.
+        device_ids: ids whose holders may have ended. Returns None if an Allocate ran during the read.
         """
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's name, for messages."""
 
     async def allocated(self) -> Allocated:
-        """Return all claims as they were at one moment after this call."""
+        """Return the allocations of all claims at one moment after the call of this method."""
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim (namespace/name); return whether its allocation has this device of this node.
@@ -72,13 +72,13 @@ class DriverSlices(Protocol):
 
 
 class DriverSide(Protocol):
-    """The driver's other resources, and the reactions to moves (implemented by `dra_bridge.node.driver_runtime`)."""
+    """The driver's other resources, and the updates after moves (implemented by `dra_bridge.node.driver_runtime`)."""
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the endpoint of another resource of the driver; None if this process has no such resource."""
 
     def moved(self, resource: str) -> None:
-        """Have new device lists and slices sent, because moves of this resource have begun or ended.
+        """Update the device lists and the slices, because moves of this resource's devices have begun or ended.
 
         The lists are out of date until the event loop has run the tasks that are ready now.
         """
@@ -101,7 +101,7 @@ class MovedResource:
         object.__setattr__(self, "name", self.endpoint.resource)
 
     def movable(self) -> Movable:
-        """Return the plugged-in devices, which are the devices that the share counts, as they are now."""
+        """Return the present states of the plugged-in devices. The share counts only these devices."""
         now, listed = self.register.snapshot, self.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moving.of(now, self.name).items():

@@ -1,7 +1,7 @@
 """Moves the devices of one resource between the device plugin and DRA on a live node.
 
-No double allocation is possible because of this module: the register refuses an Allocate of a device on the DRA side,
-and a Prepare of a device on the plugin side.
+This module cannot cause a double allocation: the register refuses an Allocate of a device on the DRA side, and a
+Prepare of a device on the plugin side.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Handover:
                     progress, moving = False, True
                 if progress:
                     backoff.reset()
-                    await asyncio.sleep(0)  # The next step needs the device lists of after these moves (`DriverSide`).
+                    await asyncio.sleep(0)  # Meanwhile the device lists are updated (`DriverSide.moved`).
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pause(backoff) if moving else 60.0):
@@ -127,7 +127,7 @@ class Handover:
             unsubscribe()
 
     def _pause(self, backoff: Backoff) -> float:
-        """Return the seconds until the next check of moves: few while a claim waits for a device of the resource."""
+        """Return the seconds until the next check of moves: at most `PROMPT` while a claim waits for the resource."""
         pause = backoff.next()
         for of, _ in self._moved.register.waits.devices:
             if of == self.resource:

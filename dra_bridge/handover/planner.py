@@ -69,8 +69,8 @@ Together = Mapping[str, tuple[DeviceKey, ...]]
 class Movable:
     """The devices of a resource that one handover can move, in one snapshot of the register.
 
-    states: the states of these devices. together: the groups of these devices. held, expected: of all devices; see
-    `held_and_expected`.
+    states: the states of these devices. together: the groups of these devices. held, expected: the held and the
+    expected devices of all resources; see `held_and_expected`.
     """
 
     now: RegisterSnapshot
@@ -82,7 +82,7 @@ class Movable:
 
     @classmethod
     def of(cls, now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together) -> Self:
-        """Return these devices, with the devices that are held and expected by the register's records."""
+        """Return these devices, together with the held and expected devices in the register's records."""
         return cls(now, resource, states, together, *held_and_expected(now))
 
     def with_groups(self, leaders: Iterable[str]) -> frozenset[str]:
@@ -118,13 +118,14 @@ def plan(
 ) -> Plan:
     """Choose the devices to move, so that as many devices as `share` requires are on the DRA side or moving there.
 
-    Moves in progress continue if the share still requires them. Idle devices are chosen before held devices, and held
-    devices only if `drain` is "cordon".
+    Moves in progress continue if the share still requires them. Devices whose present move can be reversed are chosen
+    first, then idle devices, then held devices. With `drain` "wait", a chosen held device does not begin a move; a
+    chosen held device of the device plugin becomes `draining`.
 
-    states: the state of every device that counts; quarantined devices do not move. held: devices that a pod or a claim
-    holds. groups: returns sets of devices that belong together (by links, a switch, a NUMA node); if possible, a whole
-    group moves; not called if no device has to move. expected: devices that move to DRA for a claim. These moves are
-    not reversed, because the claim's next Prepare must find the device on the DRA side.
+    states: the state of each device to choose from; quarantined devices do not count and do not move. held: devices
+    that a pod or a claim holds. groups: returns sets of devices that belong together (by links, a switch, a NUMA node).
+    If possible, a whole group moves. expected: devices that move to DRA for a claim. These moves are not reversed,
+    because the claim's next Prepare must find the device on the DRA side.
     """
     dra: list[str] = []
     leaving_dra: list[str] = []
@@ -161,9 +162,9 @@ def _choose(
 ) -> tuple[str, ...]:
     """Choose `count` of the candidates to move to a side. there: the devices that are already on this side.
 
-    Devices in the state `turning` are chosen first, because only their present move is reversed, and they have no
-    holder on the other side; of these, held devices first. Then whole groups are chosen: first groups of which some
-    devices have already moved, then groups that fit into `count`, idle groups before held groups.
+    Devices in the state `turning` (held devices first) are chosen first, because only their present move is reversed.
+    Then groups are chosen, groups with an idle device before groups without one: first groups with devices that are
+    already on this side or chosen, then groups that fit into the rest of `count`.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []
@@ -222,7 +223,7 @@ def leading(movable: Movable) -> tuple[dict[str, State], frozenset[str], frozens
             in_use.add(name)
         if not movable.expected.isdisjoint(members):
             awaited.add(name)
-            # Other devices of the group, for which a claim waits, are still moving, so the leader counts as moving too.
+            # A claim waits for devices of this group that are still moving. So the leader counts as moving too.
             if state is State.DRA:
                 leaders[name] = State.TO_DRA
     return leaders, frozenset(in_use), frozenset(awaited)
@@ -264,7 +265,7 @@ def followers(movable: Movable) -> list[FollowingMove]:
 
 
 def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
-    """Return groups of devices that belong together: the groups by links, or without links, one for each NUMA node."""
+    """Return groups of devices that belong together: by links, or if links give no groups, by NUMA nodes."""
     if links and (linked := link_groups(devices, links)):
         return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}
@@ -275,10 +276,11 @@ def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float])
 
 
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
-    """Return the groups of devices that links of at least a score connect: the highest score with several groups.
+    """Return the groups of devices that are connected by links with at least a minimum score.
 
-    The result is () if no score gives several groups. links: for each pair of devices, the score that the source
-    returns; a higher score means a closer connection.
+    The minimum is the highest score that gives two or more groups of linked devices. The result is () if no score gives
+    two groups. links: for each pair of devices, the score that the source returns; a higher score means a closer
+    connection.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
     for level in sorted(set(pairs.values()), reverse=True):

@@ -107,8 +107,8 @@ class MoveStarter:
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
                 # No device returns to the device plugin before all pods with devices by limits through DRA have ended.
-                # No new pod can get a device through DRA while no slice offers one. Then the moves of devices that the
-                # share assigns to DRA are reversed.
+                # With `drain` "cordon", all devices begin to move there, so that no new pod can get one through DRA.
+                # Later the moves of the devices that the share assigns to DRA are reversed.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(movable, wanted.to_dra):

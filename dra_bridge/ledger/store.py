@@ -1,4 +1,4 @@
-"""Class `Ledger` keeps the register's records in one SQLite file, and writes the changes by operations to the file.
+"""Class `Ledger` keeps the register's records in one SQLite file, and writes each operation's changes to this file.
 
 SQLite runs in WAL mode. Its exclusive locking mode needs no shared memory file. A lock file (flock) ensures that only
 one agent at a time has the ledger; a second agent (in a rolling update) waits.
@@ -16,7 +16,7 @@ the records from evidence. SQLite's own check does not detect a changed byte in 
 XOR of all rows' digests, which must match the rows.
 
 If the kubelet's checkpoint is lost together with the ledger, no file names the pods with devices of the device plugin
-any more. So the allocations are copied to a file in another directory. This directory is best in memory, because no
+any more. So the allocations are copied to a file in another directory. This directory should be in memory, because no
 holder survives a reboot. The copy is written after the ledger. If a copy of this boot has a higher sequence number than
 the ledger, then the ledger was lost, was restored from a backup, or has lost SQLite's log.
 """
@@ -214,8 +214,8 @@ class Ledger:
                     Change("allocations", (allocation.resource, allocation.device_id), allocation)
                     for allocation in allocations
                 )
-                # New records get a higher sequence number than the copy's records, and than all evidence that the
-                # copy's agent had read.
+                # New records get a higher sequence number than all records of the copy, and than all evidence that the
+                # former process had read.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
         except BaseException:
@@ -287,9 +287,9 @@ class Ledger:
             return answers
 
     def record(self, decision: Decision[Any]) -> bool:
-        """Record the changes of a decision about the present snapshot that need no sync; return whether it was done.
+        """Record a decision about the present snapshot whose changes need no sync. Return whether this succeeded.
 
-        False if the file must first be opened again, by `do_all`.
+        Returns False if `do_all` must first open the file again.
         """
         with self.guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
@@ -359,7 +359,7 @@ class Ledger:
         self._logged += 1
 
     def _copied(self) -> Copy | None:
-        """Return the copy if it is of this boot and newer than the ledger, which is new or has lost commits."""
+        """Return the copy if it is of this boot and newer than the ledger. The ledger then lacks commits."""
         try:
             copy = copies.read(self.copy)
         except (OSError, msgspec.MsgspecError) as error:
@@ -375,7 +375,7 @@ class Ledger:
         return copy
 
     def _load_again(self) -> None:
-        """Read the file again after a failed write. Facts that are not in the file are kept in the snapshot."""
+        """Read the file again after a failed write. The snapshot keeps records and fields that are only in memory."""
         before, files = self.snapshot, self._files
         loaded = self._load()
         if self._files[:2] != files[:2] or loaded.sequence < before.sequence:

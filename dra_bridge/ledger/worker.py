@@ -25,10 +25,10 @@ CLOSING: Final = 2.0
 class AsyncLedger:
     """The ledger for one event loop, with a thread for its file.
 
-    An operation that changes nothing needs no thread. While changes that need no sync are written, the event loop
-    blocks shortly: the kernel keeps the write in memory, and in a measurement with four pods at once on two busy cores,
-    the return from a thread took longer than the rest of an Unprepare. Operations that arrive during a commit are
-    committed together afterwards.
+    An operation that changes nothing needs no thread. The event loop blocks for a short time while changes that need no
+    sync are written, because the kernel keeps such a write in memory. (In a measurement with four pods at once on two
+    busy cores, the return from a thread took longer than the rest of an Unprepare.) Operations that arrive during a
+    commit are committed together afterwards.
 
     If the file system hangs, waiting operations fail after `DEADLINE` seconds, and new operations fail at once until
     the file system answers again. The operation that the thread was executing may still be recorded; the record of such
@@ -105,7 +105,7 @@ class AsyncLedger:
                 self._batch, self._first = [asked], (decision, look)
 
     async def close(self) -> None:
-        """Execute the pending operations, then close the ledger; give up if the file system hangs in time."""
+        """Execute the pending operations, then close the ledger. Both have a time limit, for a hanging file system."""
         if self.answering is not None and not self.looks.hanging:
             await asyncio.wait({self.answering}, timeout=DEADLINE + CLOSING)
         with contextlib.suppress(LookTimeoutError):
@@ -169,7 +169,7 @@ class AsyncLedger:
         self.changes.note()
 
     def _recorded(self, asked: _Asked, decision: Decision[Any], look: Look[bool]) -> bool:
-        """Give an operation's future its result if the decision was recorded, or could not be recorded.
+        """End an operation's future with its result if the decision was recorded, or with the error of a failed write.
 
         Return False if nothing was written, because the operation needs `do_all`.
         """

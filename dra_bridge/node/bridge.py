@@ -47,11 +47,11 @@ STANDBY: Final = 2.0
 class Bridge(ClaimSide):
     """The agent of a node that gives a resource's devices to pods by a device plugin, and to claims by DRA.
 
-    sources: one source for each resource; claims can get devices of resources whose source names a driver. policies: by
-    resource; by default, the device plugin has all devices. grace: seconds that the kubelet has to admit pods that are
-    bound already, before devices leave the device plugin. vendors, period: see `Agent`. agent: the device plugins of
-    all resources. drivers: the runtime of each DRA driver; a driver stays even if no resource names it any more,
-    because its claims must be unprepared.
+    sources: one device source for each resource. Claims can get a resource's devices if its source names a driver.
+    policies: the settings for DRA, by resource; by default, the device plugin has all devices. grace: seconds that the
+    kubelet has to admit pods that are bound already, before devices leave the device plugin. vendors, period: see
+    `Agent`. agent: the device plugins of all resources. drivers: the runtime of each DRA driver; a driver stays even if
+    no resource names it any more, because its claims must be unprepared.
     """
 
     serves_claims = True
@@ -184,9 +184,9 @@ class Bridge(ClaimSide):
     async def _adopt_claims(self) -> None:
         """Record claims that are only in claim files, not in the ledger file. Then run the drivers of all claims.
 
-        A file counts if this agent wrote it, or if a resource
-        names the file's driver, because the kubelet then asks this agent to unprepare the claim. Other files belong to
-        another agent on the node. Raises AgentError if the claims cannot be recorded.
+        A file is read if this agent wrote it, or if a resource names the file's driver, because the kubelet then asks
+        this agent to unprepare the claim. Other files belong to another agent on the node. Raises AgentError if the
+        claims cannot be recorded.
         """
         assert self._ledger is not None
         ours = {service.source.driver for service in self.agent.services.values()}
@@ -220,7 +220,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Let the driver that a resource's source names have the devices, once they have left other drivers."""
+        """Let the driver in the resource's source publish the devices, once the devices have left other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -245,7 +245,7 @@ class Bridge(ClaimSide):
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """Handle that another plugin has registered a resource with the kubelet, and so bypasses this agent."""
+        """React after another plugin has registered a resource with the kubelet, and so bypasses this agent."""
         for runtime in self.drivers.values():  # Drivers that the config does not name any more are included.
             runtime.contested(resource, reason)
 

@@ -29,12 +29,12 @@ from dra_bridge.node.resource import ResourceRuntime
 _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
-"""Seconds between two checks whether prepared claims have ended. A check reads only claims that have probably ended
-from the API server."""
+"""Seconds between two checks whether prepared claims have ended. Only claims that have probably ended are read from the
+API server."""
 
 _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
-"""The random offset of this process's checks from multiples of `RECONCILE`. All drivers of the process have the same
-offset, so that one reading of the evidence is enough for all of them.
+"""The random offset of this process's checks from multiples of `RECONCILE`. All drivers of the process use the same
+offset. So one read of the kubelet's checkpoint, the claim state and the cgroups serves the checks of all drivers.
 """
 
 NOTICE: Final = 1.0

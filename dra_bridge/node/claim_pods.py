@@ -64,10 +64,9 @@ class ClaimPods:
 
         The pods and the claim state are read after the call has begun. Simultaneous calls share one reading.
 
-        The kubelet drops a pod that was deleted by force from the claim state. So it is certain that the claim state
-        names all claims of a pod only on two conditions: the pod's processes ran before the claim state was read,
-        because the pod's claims are in the claim state by then; and the kubelet counts the pod as active after the
-        read.
+        The claim state certainly names all claims of a pod only if both conditions are true: the pod's processes ran
+        before the claim state was read, and the kubelet counted the pod as active after this read. Otherwise the
+        kubelet may not have added the pod's claims yet, or may have dropped a pod that was deleted by force.
 
         Raises ClaimStateError if the kubelet's claim state cannot be read, LedgerError if the pods cannot be recorded,
         OSError if cgroups were visible before and cannot be read now.

@@ -31,8 +31,8 @@ from dra_bridge.node.slice_feed import decide_names
 _LOG: Final = logging.getLogger(__name__)
 
 RESOLVE: Final = 30.0
-"""Seconds until the first check whether quarantined devices can leave quarantine; the pauses grow to ten times as
-long."""
+"""Seconds until the first check whether quarantined devices can leave quarantine. The later pauses grow to ten times
+this value."""
 
 _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClaimStateError, EvidenceSource.CLAIM_STATE),
@@ -40,15 +40,15 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClusterError, EvidenceSource.API_SERVER),
     (TimeoutError, EvidenceSource.API_SERVER),
 )
-"""For each type of error, the source of evidence that cannot be read. Scans report unreadable other sources
-themselves."""
+"""For each type of error, the source of evidence that cannot be read. A scan itself reports the other sources that it
+cannot read."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
 """Types of errors which mean that evidence about devices cannot be read now."""
 
 
 def sources_of(error: Exception) -> list[EvidenceSource]:
-    """Return a list with the source of evidence that an error concerns; [] if the error's type is of no source."""
+    """Return a list with the source of evidence that an error concerns; [] if the error concerns none."""
     return [source for kind, source in _SOURCES if isinstance(error, kind)][:1]
 
 
@@ -171,13 +171,13 @@ class ReconciledDriver(Protocol):
     """The object that reacts to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
-        """Handle that the published names of devices have been decided."""
+        """React after the driver's devices got their published names."""
 
     def changed(self) -> None:
-        """Handle that holders or states of devices have changed in the ledger file."""
+        """React after holders or states of devices have changed in the ledger file."""
 
     def quarantined(self, resource: str, device: str) -> None:
-        """Handle that a device was quarantined."""
+        """React after a device was quarantined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class DriverRuntime:
         return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
-        """Handle that moves of a resource's devices have begun or ended."""
+        """React after moves of a resource's devices have begun or ended."""
         self.changed()
         if (mine := self.resources.get(resource)) is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
@@ -182,7 +182,7 @@ class DriverRuntime:
             await asyncio.wait({self._registering})
 
     async def _follow_claims(self) -> None:
-        """Have the other objects notified after claims were prepared or unprepared, until cancelled."""
+        """Request notifications of the other objects after claims were prepared or unprepared, until cancelled."""
         while True:
             await self.context.claims.wait()
             await asyncio.sleep(DEBOUNCE)
@@ -200,7 +200,7 @@ class DriverRuntime:
                 _LOG.exception("not all components were notified of a change of devices", extra={"driver": self.name})
 
     def _notify(self) -> None:
-        """Send new device lists and slices, and wake the moves: devices may have to move with those that have moved."""
+        """Send new device lists and slices, and wake the moves, because other devices may have to move, too."""
         for runtime in self.resources.values():
             runtime.service.endpoint.refresh()
             runtime.handover.look()
@@ -283,7 +283,7 @@ class DriverRuntime:
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:
-        """Handle the result of a scan for holders: report quarantined devices, and notify others of changes."""
+        """Process the result of a scan for holders: report quarantined devices, and notify other objects of changes."""
         if resource in self.resources:
             for device in done.quarantined:
                 self.quarantined(resource, device)
@@ -292,7 +292,7 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Have the other objects notified that holders or states of devices have changed in the ledger file."""
+        """Request a notification of the other objects, because holders or states of devices have changed."""
         self._changed.set()
 
     def publish(self) -> None:

@@ -92,7 +92,8 @@ class NodeWatch:
         """Wait until the Node's annotations were read, and until Karpenter has initialized its node.
 
         The annotations may request a share: without them, an agent that starts during an outage of the API server would
-        move devices back. And Karpenter waits for allocatable devices, so these must not move to DRA before.
+        move devices back. Karpenter waits for allocatable devices, so no device may move to DRA before Karpenter has
+        initialized the node.
         """
         try:
             async with asyncio.timeout(NODE_READ):

@@ -1,4 +1,4 @@
-"""The options of an agent with device plugin and DRA, for an author's own agent and for `dra-bridge run`."""
+"""The options of an agent with device plugin and DRA, for callers of `dra_bridge.run` and for `dra-bridge run`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BridgeOptions(common.RunOptions):
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> BridgeOptions:
-    """Parse the command line of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
+    """Parse the command line of a program that calls `dra_bridge.run(Source())`, and set up its logs.
 
     metrics_address: the address of the metrics server, if the program has no option for it.
     """

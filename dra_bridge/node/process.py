@@ -1,4 +1,4 @@
-"""Runs an agent with device plugin and DRA as a process, for an author's own source or for a config file.
+"""Runs an agent with device plugin and DRA as a process, for a program's own device sources or for a config file.
 
 `deviceplugin.node.process` handles the start, the signals and the reloads.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BridgeProgram(process.Program):
-    """What the process runs: an agent with device plugin and DRA."""
+    """The program of the process: an agent with device plugin and DRA."""
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge.agent, bridge.node.name)
@@ -55,7 +55,7 @@ def run(
     token: str | Path | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Serve these sources to pods and claims until SIGTERM or SIGINT; for an author's own agent.
+    """Serve the devices of these sources to pods and claims until SIGTERM or SIGINT.
 
     share: the initial share of each source's devices for claims, as in a config file; the Node's annotation
     `<driver>/dra-share` overrides it. drain: when held devices leave the device plugin, as in a config file.

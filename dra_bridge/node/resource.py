@@ -136,7 +136,7 @@ class DriverContext(DriverHost):
         return await tracker.looks.at("container starts", tracker.starts.read, pods)
 
     async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
-        """See `ContainerStarts.restarted`."""
+        """Return whether the former containers of these pods have ended; see `ContainerStarts.restarted`."""
         tracker = self.node.agent.tracker
         return await tracker.looks.at("container starts", tracker.starts.restarted, before, pods, waited)
 

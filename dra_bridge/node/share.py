@@ -1,4 +1,4 @@
-"""Reads how many devices should be for claims (the share): from the config or the Node's `<driver>/dra-share`."""
+"""Reads how many devices should be for DRA (the share): from the config or the annotation `<driver>/dra-share`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ HOLDERS: Final = 10.0
 RETRY: Final = 5.0
 """Seconds until the next try after the slices could not be computed."""
 NAMES: Final = 2.0
-"""Maximum seconds that the decision on names waits for the watch of slices, before it lists the slices itself."""
+"""Maximum seconds for which `decide_names` waits for the watch of slices. Afterwards the function lists the slices."""
 DEBOUNCE: Final = 0.02
 """Seconds from a change to new slices. Changes within this time are combined."""
 
@@ -163,7 +163,7 @@ class SliceFeed:
     def _pass_on(self) -> float | None:
         """Pass the report to the Lease and the slices to the publisher.
 
-        Return seconds until the next time; None: wait for a change.
+        Return the seconds until the next call is due; None if no call is due before a change.
         """
         report, rest = self._report()
         self._context.node.lease.report(self._context.name, report)

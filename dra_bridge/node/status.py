@@ -38,7 +38,7 @@ APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and po
 UNSEEN: Final = "changes by other programs are seen late, or not at all"
 """The effect of a watch that fails."""
 NAMED: Final = 3
-"""Maximum number of devices whose names an event has. An event about more devices has only their number."""
+"""Maximum number of devices that an event lists by name. An event about more devices has only their number."""
 
 
 class BridgeStatus:
@@ -115,7 +115,7 @@ class BridgeStatus:
     def _kubelet_listens(self) -> bool:
         """Return whether the kubelet has a ListAndWatch stream of any resource open, or has never had one.
 
-        If the streams have ended, so has the kubelet, which a DRA driver itself does not notice.
+        If all streams have ended, the kubelet has ended. A DRA driver itself does not notice the end of the kubelet.
         """
         services = list(self._agent.services.values())
         begun = any(service.registration.statistics.registrations for service in services)

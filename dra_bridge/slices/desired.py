@@ -32,7 +32,7 @@ NAMES: Final = 8
 Feature = Literal["taints", "sharing", "counters", "lists"]
 """An optional feature of the API server. A server without the feature drops the feature's fields and returns no error.
 
-An exception is "lists": without its list, an attribute has no value, so such a server refuses the attribute.
+A server without "lists" instead refuses an attribute with a list, because the attribute has no value without the list.
 """
 CounterAmounts = Mapping[str, int | str]
 
@@ -43,8 +43,8 @@ class Offer:
 
     offered: the ids of the devices that claims may get; None for all devices. replicas: for each device id, the number
     of claims that may share the device; 1 if the id is missing. order: device ids in the order in which the scheduler
-    should allocate the devices: it begins with the first device of a slice. qualifier: the prefix of the devices'
-    published names (`deviceplugin.naming`).
+    should allocate the devices. The scheduler begins with the first device of a slice. qualifier: the prefix of the
+    devices' published names (`deviceplugin.naming`).
     """
 
     snapshot: InventorySnapshot
@@ -69,8 +69,8 @@ class Pool:
     """The pool of one driver on one node.
 
     offers: one `Offer` for each resource of the driver, even if claims get none of its devices now. unhealthy: the
-    effect of the taint `<driver>/unhealthy` on unhealthy devices. annotations: annotations with names under
-    `<driver>/`; the first slice has them with their values, the other slices with empty values. empty: whether the pool
+    effect of the taint `<driver>/unhealthy` on unhealthy devices. annotations: the slices' annotations with names under
+    `<driver>/`. Only the first slice has the values; in the other slices the values are empty. empty: whether the pool
     has a slice even if it offers no device.
     """
 
@@ -99,7 +99,7 @@ class Desired:
 def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ()) -> str:
     """Return the name of a pool's slice. The name is constant, so a create whose response was lost can be repeated.
 
-    number: the slice's place in the pool. taken: names that slices of other programs have. The function returns the
+    number: the slice's index in the pool. taken: names that slices of other programs have. The function returns the
     first of the `NAMES` candidates that is not taken.
     """
     for variant in range(NAMES):
@@ -125,12 +125,12 @@ def own_name(node: str, driver: str, name: str) -> bool:
 
 
 def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[str] = ()) -> Desired | None:
-    """Return the slices that this pool should consist of; None while a source has not listed its devices.
+    """Return the slices that this pool should have; None while a device source has not listed its devices.
 
     Pure: the same input gives the same bodies. If the API server would refuse an attribute, a capacity or a whole
     device, only this item is left out and reported, so that the rest of the pool is published.
 
-    Each device has a fixed place in one slice, even while claims cannot get it. So a change of one device's state,
+    Each device has a fixed position in one slice, even while claims cannot get it. So a change of one device's state,
     health or taints changes only one slice, in one atomic write. without: features that the API server lacks. taken:
     names that slices of other programs have.
     """
@@ -196,7 +196,7 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[naming.SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    # If there are more entries than a slice permits, the NUMA node is left out before the device's own capacity and
+    # If a device has too many attributes and capacities, the NUMA node is left out before the device's own capacity and
     # attributes.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
@@ -238,8 +238,9 @@ def _entry(
 def _capacity(value: int | str, replicas: int) -> Object:
     """Return an entry of a device's capacity. value: the whole amount. replicas: number of claims that may share it.
 
-    A claim that requests no amount of a shared device gets an equal part. Without a request policy, such a claim would
-    take the whole capacity, and no other claim could share the device (k8s.io/api/resource/v1, CapacityRequestPolicy).
+    A claim that requests no amount of a shared device gets the amount divided by `replicas`. Without a request policy,
+    such a claim would take the whole capacity, and no other claim could share the device (k8s.io/api/resource/v1,
+    CapacityRequestPolicy).
     """
     if replicas == 1:
         return {"value": str(value)}

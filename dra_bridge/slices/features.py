@@ -62,7 +62,7 @@ class ServerFeatures:
         self._known.update(dict.fromkeys(features, False))
 
     def refused(self) -> None:
-        """Forget that the server has `counters` and `lists`: another server without them may have refused a slice."""
+        """Forget that the server has `counters` and `lists`: an API server without them may have refused a slice."""
         for feature in _REFUSED:
             if self._known.get(feature):
                 del self._known[feature]

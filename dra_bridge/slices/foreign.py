@@ -1,4 +1,4 @@
-"""Foreign slices and edits: what other programs have written into a driver's pool on this node, with messages.
+"""Finds and describes foreign slices and edits: writes by other programs into a driver's pool on this node.
 
 The scheduler joins all slices of a node that name the same driver and pool, even if different programs wrote them. The
 scheduler uses the slices of the highest generation on two conditions: the first slice states their number correctly,
@@ -22,8 +22,8 @@ from dra_bridge.slices.plan import UNGROWABLE, generation_of
 WINDOW: Final = 600.0
 """Seconds for which the agent remembers a write of another program."""
 OFTEN: Final = 6
-"""Number of foreign writes within `WINDOW` seconds from which the agent reports that a program writes again and
-again."""
+"""Minimum number of foreign writes within `WINDOW` seconds for which the agent reports that other programs write again
+and again."""
 REMEMBERED: Final = 64
 """Maximum number of foreign writes that the agent remembers."""
 

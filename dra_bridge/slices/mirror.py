@@ -34,12 +34,12 @@ class Mirror:
     """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
     bodies: all slices by name, foreign slices included. listed: the scopes whose slices were listed and are watched;
-    other scopes must be listed again. generation: the highest generation that was ever written, or that the next write
-    needs because a write got no response; a foreign generation counts only below `UNGROWABLE`. mutations: see
+    other scopes must be listed again. generation: the highest generation that was ever written. It is one higher after
+    a write without a response. A foreign generation counts only below `UNGROWABLE`. mutations: see
     `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the content in the server's response
-    to the agent's last write. taken: names of wanted slices that foreign slices have. deletions: the scope of each
-    slice (by UID) that the agent deleted, until the watch reports the deletion. gone: UIDs of slices whose deletion the
-    watch has reported since the last write began; the writer clears this set.
+    to the agent's last write. taken: names that foreign slices have, so that the agent's slices cannot have them.
+    deletions: the scope of each slice (by UID) that the agent deleted, until the watch reports the deletion. gone: UIDs
+    of slices whose deletion the watch has reported since the last write began; the writer clears this set.
     """
 
     driver: str
@@ -106,7 +106,7 @@ class Mirror:
     def observe(self, body: Object, *, deleted: bool) -> bool:
         """Apply one event of the watch to the copy.
 
-        Return False if the event was known, or is older than the agent's last write.
+        Return False if the event changes nothing, or is older than the agent's last write.
         """
         metadata = body["metadata"]
         name, uid = metadata["name"], metadata.get("uid", "")

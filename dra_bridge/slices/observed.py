@@ -34,7 +34,11 @@ class SeenSlices:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a pool's slices differ from the wanted slices. writes: number of missing, wrong or superfluous slices."""
+    """The agent's existing slices of a pool, and their difference from the wanted slices.
+
+    slices, generation, devices: number of the existing slices, their highest generation, and names of their devices.
+    writes: number of missing, wrong or superfluous slices.
+    """
 
     slices: int = 0
     generation: int = 0
@@ -45,8 +49,8 @@ class Comparison:
 def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collection[Feature]) -> Comparison:
     """Compare the slices that were last seen with the wanted slices. missing: features that the API server lacks.
 
-    While a source of the pool has not listed its devices, the wanted slices are unknown, and the existing slices count
-    as right.
+    While a device source of the pool has not listed its devices, the wanted slices are unknown. In this case, the
+    function reports no missing, wrong or superfluous slices.
     """
     wanted = desired(pool, without=missing, taken=seen.taken)
     own = [body for body in seen.bodies if is_own(body, pool.driver, pool.node)]
@@ -81,7 +85,7 @@ class ObservedPool:
 
     @property
     def known(self) -> Comparison | None:
-        """The comparison of the API server's slices with the wanted slices; None if the former are unknown now."""
+        """The comparison of the API server's slices with the wanted slices; None if `seen` may be out of date."""
         return self.seen if self.lapse is None else None
 
     def unready(self, now: float) -> str:

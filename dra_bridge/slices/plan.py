@@ -38,7 +38,7 @@ def neutral(body: Object) -> Object:
 
 
 def fingerprint(body: Object) -> str:
-    """Return a digest of a slice's content. Contents that mean the same have the same digest.
+    """Return a digest of a slice's content. Equivalent contents have the same digest.
 
     The digest depends on the values of quantities (1Gi equals 1024Mi), not on empty fields, the order of keys, the
     times at which taints were added, or the pool's generation.
@@ -142,7 +142,7 @@ def plan(
 
     existing: the pool's slices, foreign slices included. The plan deletes foreign slices; none of them has the name of
     a wanted slice. owner: ownerReference of each slice. generation: the highest generation that was ever written.
-    mutations: changes that the server makes to sent slices; the plan does not write because of such a change. times:
+    mutations: changes that the server makes to sent slices; the plan has no writes for such changes. times:
     when the taints of devices were added; the written slices have these times.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}

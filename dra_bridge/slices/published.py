@@ -22,9 +22,9 @@ class PoolState:
 
     wanted: the ticket of the newest call of `Publisher.want`. accepted: the ticket of the newest pool that the API
     server has accepted. generation, slices, devices: the accepted pool's generation, number of slices, and names of
-    devices. unsupported: needed features that the server lacks. problems: what the slices lack and why, or what keeps
-    the server from accepting the pool. writes: number of successful writes. foreign: foreign slices that are in the
-    pool now. overcome: number of foreign writes that the agent has undone, by kind. recent: the last of these writes.
+    devices. unsupported: needed features that the server lacks. problems: sentences about items that the slices lack,
+    and about the last failed write. writes: number of successful writes. foreign: foreign slices that are in the pool
+    now. overcome: number of foreign writes that the agent has undone, by kind. recent: the last of these writes.
     """
 
     wanted: int = 0
@@ -43,8 +43,8 @@ class PoolState:
 class RateLimit:
     """Delays a driver's writes after too many recent rounds, so that conflicting agents do not flood the API server.
 
-    The first round of writes for a ticket publishes a change by this node itself, such as a move of a device, which
-    takes two or three tickets. Ten times as many of these rounds are permitted.
+    The first round of writes for a ticket publishes a change by this node itself, such as a move of a device. (A move
+    takes two or three tickets.) Ten times as many of these first rounds are permitted.
     """
 
     def __init__(self, burst: int, per_second: float) -> None:
@@ -73,8 +73,9 @@ class RateLimit:
 class SliceWatch:
     """A watch of slices.
 
-    scope: the group of slices. title: the watched slices, for messages. selector: their field selector. state: whether
-    the watch is alive. bodies: those of the watched slices that name this node, or whose pool has the node's name.
+    scope: the group of slices. title: the watched slices, for messages. selector: the watch's field selector. state:
+    whether the watch is alive. bodies: the watched slices that name this node or whose pool has the node's name, by
+    slice name.
     """
 
     scope: SliceScope
@@ -145,5 +146,5 @@ class PublishedDriver:
         return ObservedPool(seen, bool(self.state.accepted), self.lapse(watch, now), self.failing)
 
     def lapse(self, watch: WatchState, now: float) -> Failing | None:
-        """Return why the mirror may be out of date; None if both watches of its slices are alive. watch: see above."""
+        """Return why the mirror may be out of date; None if both watches are alive. watch: as for `observed`."""
         return watch.lapse(now) or self.nodeless.state.lapse(now)

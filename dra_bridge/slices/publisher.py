@@ -43,7 +43,7 @@ FEW: Final = 4
 """Number of drivers that each have their own watch of slices without a node. All further drivers share one watch.
 
 The API server cannot select several drivers, so the shared watch gets the slices without a node of all drivers of the
-cluster. A node with few drivers does not need these, and a watch for each of many drivers takes much memory.
+cluster. A node with few drivers does not need these slices. A watch for each of many drivers would take much memory.
 """
 LINES: Final = 10.0
 """Minimum seconds between two log lines at WARNING about the same kind of foreign writes."""
@@ -122,7 +122,7 @@ class Publisher:
         return driver.state.wanted
 
     async def listed(self, driver: str, seconds: float) -> list[Object] | None:
-        """Return a driver's slices that name the node, by the watch; None if it is not alive within so many seconds."""
+        """Return a driver's watched slices that name the node; None if the watch does not begin within `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._of_node.listed.wait()
@@ -509,7 +509,7 @@ class Publisher:
             self._overcame(driver, undone, name, manager)
 
     def _undone(self, mirror: Mirror, name: str) -> ForeignKind | None:
-        """Return what another program did to one of the agent's slices, if a write undoes this now; None if nothing."""
+        """Return the kind of another program's change that the next write of this slice undoes; None for no change."""
         if mirror.lost(name):
             return ForeignKind.DELETED
         if (body := mirror.bodies.get(name)) is None:
