@@ -230,7 +230,7 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
 
 
 def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
-    """Replace limits by claims in a parsed pod spec. claims: ResourceClaimTemplates by claim name."""
+    """Replace limits by claims in a parsed pod spec. claims: names of ResourceClaimTemplates, by claim name."""
     new = [{"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()]
     spec["resourceClaims"] = [*new, *(spec.get("resourceClaims") or [])]
     for container in change.containers:
@@ -280,7 +280,7 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
 def _listed(
     text: str, tree: Tree, mapping: yaml.MappingNode, key: str, items: Sequence[str], gone: Iterable[str]
 ) -> Edit:
-    """Return the edit that adds items to the list under a key of a mapping, which may lack the key."""
+    """Return the edit that adds items to a mapping's list; it adds the key if missing. gone: keys that are removed."""
     if any(one.value == key for one, _ in mapping.value):
         return edits.with_items(text, tree.entry(mapping, key)[1], items)
     return edits.with_list(text, mapping, key, items, set(gone))

@@ -1,4 +1,4 @@
-"""Finds facts about converted objects in the other objects of the manifests. Pure functions."""
+"""Collects facts for a conversion, such as DeviceClasses and quotas, from all objects of the manifests. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
-        """Collect the facts from objects. classes: DeviceClass by resource, preferred to the objects' DeviceClasses."""
+        """Collect the facts from objects. classes: by resource; they override DeviceClasses in the objects."""
         named: dict[str, str] = {}
         patient, quotas = set(), set()
         autoscaled, specs = {}, {}

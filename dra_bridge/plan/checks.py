@@ -1,4 +1,4 @@
-"""Runs all checks on a view of the cluster, and computes the numbers that the plan shows. Pure functions."""
+"""Runs all checks on a `ClusterView`, and computes the numbers that the command `plan` shows. Pure functions."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ CHECKS: Final[Mapping[FindingKind, Check]] = {
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """The pods and devices of one resource. capacity, allocatable: the sums of all nodes.
+    """The pods and devices of one resource. capacity, allocatable: the sums over all nodes with the resource.
 
     published: number of devices in ResourceSlices. by_count: for each number of requested devices, the number of pods
-    that request so many. by_limits: number of devices that pods on nodes have through the device plugin. by_dra: number
-    of devices that these pods have through DRA. waiting: number of pods without a node.
+    that request this number by `limits`. by_limits: number of devices that scheduled pods have through the device
+    plugin. by_dra: number of devices that scheduled pods with `limits` have through DRA. waiting: number of pods that
+    request the resource and have no node yet.
     """
 
     resource: str
@@ -75,8 +76,9 @@ class ResourceUse:
 class DrainTime:
     """Estimated seconds until all pods with devices have ended on half of the nodes (half), and on all nodes (most).
 
-    The estimate is made from the ages of the running pods. It assumes a steady state, in which the remaining times of
-    pods are distributed like the ages. Pods that never end by themselves (services) end when they are replaced.
+    nodes: number of nodes with such pods. The estimate is made from the ages of the running pods. It assumes a steady
+    state, in which the remaining times of pods are distributed like the ages. Pods that never end by themselves
+    (services) end when they are replaced.
     """
 
     nodes: int
@@ -95,7 +97,7 @@ class MigrationPlan:
 
     @property
     def status(self) -> int:
-        """The exit status: 4 with blockers, 5 if objects could not be read, 3 with warnings, else 0."""
+        """The exit status: 4 for blockers, else 5 if inputs could not be read, else 3 for warnings, else 0."""
         severities = {finding.kind.severity for finding in self.findings}
         if Severity.BLOCKER in severities:
             return 4

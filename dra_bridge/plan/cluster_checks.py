@@ -94,7 +94,7 @@ def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
 
 
 def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
-    """If there are kubelets before 1.36, find quotas that limit a resource to migrate, but not its DeviceClass."""
+    """If a kubelet is older than 1.36, find quotas that limit a resource to migrate, but not its DeviceClass."""
     minors = [minor for node in view.nodes if (minor := minor_of(node))]
     if not minors or min(minors) >= UNCHANGED:
         return
@@ -145,7 +145,7 @@ def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
-    """If Kueue runs and no device of a driver is published yet, find ResourceClaimTemplates with CEL selectors."""
+    """If Kueue runs and no ResourceSlice has a device yet, find ResourceClaimTemplates with CEL selectors."""
     pod, _ = _kueue(view)
     if not pod or any(view.slices.values()):
         return
@@ -169,7 +169,7 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes that the autoscaler may drain although pods use them: with slices, but without the mark."""
+    """Find nodes with ResourceSlices and pods by `limits`, but without the annotation SCALE_DOWN_DISABLED."""
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}
@@ -206,7 +206,7 @@ def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
-    """If Karpenter creates nodes, find resources with devices that the migration will move to claims."""
+    """Yield a finding if Karpenter creates nodes with devices, and the migration will move devices to claims."""
     nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
     pod = view.program("karpenter", "controller") if nodes else ""
     moving = [one.resource for one in view.targets.values() if one.share != "none"]

@@ -101,7 +101,7 @@ def _rows(uses: Sequence[ResourceUse]) -> list[tuple[str, ...]]:
 
 
 def _uses(uses: Sequence[ResourceUse], width: int | None) -> list[str]:
-    """Return a table of the resources. If it is too wide, resource and driver stand on a line above each row."""
+    """Return a table of the resources. If the table is wider than `width`, each row has two lines."""
     if not uses:
         return ["no node has an extended resource, and no pod asks for one"]
     if fits(whole := aligned(_rows(uses)), width):

@@ -75,7 +75,7 @@ def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with devices on which no DaemonSet of the agents runs a pod."""
+    """Find nodes with devices that every DaemonSet of agents excludes by its node selector or its tolerations."""
     if not view.agents:
         return
     away = defaultdict(list)

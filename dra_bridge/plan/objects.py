@@ -13,7 +13,7 @@ Body = Mapping[str, Any]
 """An object of the API, as decoded from JSON."""
 
 PLUGIN_DIRECTORY: Final = "device-plugins"
-"""The end of a hostPath volume's path by which `plan` recognizes device plugins, which register in this directory."""
+"""The name of the directory in which device plugins register. `plan` treats a pod that mounts it as a device plugin."""
 AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
 """The label of all objects that `dra-bridge manifests` prints."""
 
@@ -37,8 +37,8 @@ class Unread:
 class ClusterObjects:
     """All objects that were read, by kind.
 
-    now: the time of reading, in Unix seconds. kubelets: for each node whose kubelet's configuration could be read, this
-    configuration. rights: for each verb and resource, whether the user has the right.
+    now: the time of reading, in Unix seconds. kubelets: by node name, the configurations of the kubelets that could be
+    read. rights: for each verb and resource, whether the user has the right.
     """
 
     by_kind: Mapping[str, tuple[Body, ...]]

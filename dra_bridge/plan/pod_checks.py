@@ -23,7 +23,7 @@ def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
         for resource in view.targets:
             capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
-            # While the bridge's agent runs, a node's capacity includes devices on the DRA side.
+            # While the bridge's agent runs, a node's capacity includes the devices that are for claims.
             most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
     for pod in view.pods:
         for resource, count in asked_of(pod).items():

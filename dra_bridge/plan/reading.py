@@ -67,7 +67,7 @@ _DECODER: Final = msgspec.json.Decoder(_ConfigZ)
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
     """Return the objects of the cluster that `plan` uses, and the selected nodes' names (None without a selector).
 
-    `unread` has the kinds of objects that the user may not read, and the kubelets that do not respond.
+    `ClusterObjects.unread` has the kinds of objects that the user may not read, and the kubelets that do not respond.
     """
     unread: list[Unread] = []
     read = await asyncio.gather(*(_list(cluster, kind, unread) for kind in LISTED))

@@ -1,4 +1,4 @@
-"""Derives the pods, nodes, DeviceClasses and node groups of some resources from a cluster's objects. Pure functions."""
+"""Finds the pods, nodes, DeviceClasses and node groups of the resources to migrate in a cluster's objects. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDED: Final = ("Succeeded", "Failed")
 class Target:
     """A resource to migrate. driver: its DRA driver, "" if unknown.
 
-    share: how many of its devices are to be for claims, "" if unknown.
+    share: the number or percentage of its devices that claims will get, "" if unknown.
     """
 
     resource: str
@@ -49,10 +49,10 @@ class Target:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """A cluster's objects, and facts derived from them. namespace: only pods in this namespace count; "" for all.
+    """A cluster's objects, and facts derived from them. namespace: the namespace of the selected pods; "" for all.
 
-    given: the resources to migrate (targets); if empty, all extended resources. selected: names of the nodes that
-    count; None for all nodes.
+    given: the resources to migrate (targets); if empty, all extended resources. selected: names of the selected nodes;
+    None for all nodes.
     """
 
     objects: ClusterObjects
@@ -170,7 +170,7 @@ class ClusterView:
     def images(self) -> Mapping[str, str]:
         """For each image (by its name without registry and tag), the name of a pod that runs the image.
 
-        The checks recognize by its image which program a pod runs.
+        The checks identify the program in a pod by the name of the image.
         """
         found: dict[str, str] = {}
         for pod in self.all_pods:
@@ -187,7 +187,8 @@ class ClusterView:
     def autoscaler(self) -> str:
         """The name of an object that shows that the cluster autoscaler runs; "" if there is none.
 
-        If the provider runs the autoscaler, this object is a ConfigMap.
+        The object is the autoscaler's status ConfigMap, which exists even if the cloud provider runs the autoscaler.
+        Without this ConfigMap, the object is a pod.
         """
         for body in self.objects.of("ConfigMap"):
             if name_of(body) == "cluster-autoscaler-status":

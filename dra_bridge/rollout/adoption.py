@@ -1,8 +1,8 @@
-"""Checks whether an agent can serve a vendor's plugin (adopt it), or give it back, and makes the DaemonSet's patch.
+"""Checks whether agents can adopt a vendor's device plugin, or give it back, and makes the patch of its DaemonSet.
 
-This module writes nothing. The patch fails if the fields that it replaces have changed meanwhile. The patch stores the
-former values of these fields in an annotation of the DaemonSet, and the patch that gives the plugin back restores these
-values.
+An adopted plugin registers with the agent instead of the kubelet. This module writes nothing. The patch fails if the
+fields that it replaces have changed meanwhile. The patch stores the former values of these fields in an annotation of
+the DaemonSet, and the patch that gives the plugin back restores these values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("app.kubernetes.io/managed-by", "Helm", "Helm", "make the change by a value of the chart, or by --post-renderer"),
     ("app.kubernetes.io/managed-by", "", "{value}", _IN_ITS_SOURCE),
 )
-"""Labels and annotations of tools that revert changes: key, value (or any value), the tool, and what to do instead."""
+"""Labels and annotations of tools that revert changes: key, value ("" for any value), the tool's name, and advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class AgentPod:
     """A running pod of an agent.
 
     directory: the directory of --adopt, "" if the agent adopts nothing. mounted: whether the pod mounts that directory
-    from the node. plugins, registry: the kubelet's directories on the pod's node. claims: whether the agent serves
-    claims.
+    from the node. plugins, registry: the kubelet's directories device-plugins and plugins_registry on the pod's
+    node. claims: whether the agent serves claims.
     """
 
     node: str
@@ -79,7 +79,7 @@ class Advice:
     """The result of a check of a DaemonSet.
 
     problems: reasons why the plugin cannot be adopted, or given back, now. notes: further facts. commands: commands to
-    run, in this order. done: whether there is nothing left to do.
+    run, in this order. done: whether the plugin is already adopted, or already given back.
     """
 
     problems: tuple[str, ...] = ()
@@ -123,9 +123,9 @@ def _option(words: Sequence[str], name: str) -> str:
 
 
 def managers(daemon_set: Object) -> list[str]:
-    """Return, for each tool that would revert a change of a DaemonSet, a sentence with what to do instead.
+    """Return, for each tool that would revert a change of a DaemonSet, a sentence with advice.
 
-    The tools are known from the DaemonSet's owners, labels and annotations.
+    The tools are identified by the DaemonSet's owners, labels and annotations.
     """
     metadata = daemon_set["metadata"]
     sentences = []
@@ -205,7 +205,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return problems and commands for giving an adopted plugin back. obstacles: why it cannot be given back now."""
+    """Return problems and commands for giving an adopted plugin back. obstacles: reasons against this now."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -292,7 +292,7 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
-    """Return a sentence for each reason why claims use, or may use, devices of vendors' plugins.
+    """Return sentences about claims that have, or may have, devices of adopted plugins. Such plugins must stay adopted.
 
     nodes: the nodes that run pods of the DaemonSet.
     """
@@ -346,7 +346,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    # Agents that run without --adopt now are asked for their devices as well.
+    # Agents that no longer run with --adopt are asked for their devices as well.
     with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

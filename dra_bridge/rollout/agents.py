@@ -102,8 +102,8 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """One device in the `/status` of its agent. holder: "" if the device has no holder, None if that is not known.
 
     withheld: why the agent offers the device to no pod and claim, "" if it offers the device. state: the device's state
-    in the agent's register. waits: the event for which its move waits. claims: namespace/name of the claims that have
-    the device.
+    in the agent's register. waits: the event for which the device's move between plugin and DRA waits. pods: names of
+    the pods that use claims of the device. claims: namespace/name of the claims that have the device.
     """
 
     health: str
@@ -118,7 +118,7 @@ class DeviceNow(msgspec.Struct, frozen=True):
 
 
 class UnlistedClaims(NamedTuple):
-    """A device in an agent's register that no source lists now. claims: namespace/name of the claims that have it."""
+    """A device in an agent's register that no device source lists. claims: namespace/name of claims that have it."""
 
     state: str
     claims: tuple[str, ...]
@@ -129,7 +129,7 @@ class Answers:
     """The content of the agents' responses.
 
     devices, unlisted: devices by node, resource and device id. reasons: for each node, why facts about its devices are
-    unknown. problems: for each node, problems of the agent itself, such as a reason why it is not ready, or a config
+    missing. problems: for each node, problems of the agent itself, such as a reason why it is not ready, or a config
     file that it has refused. adopted: for each node and resource with a vendor's plugin, whether that plugin is
     connected.
     """
@@ -257,9 +257,9 @@ async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | s
 async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> dict[str, _AgentStatus | str]:
     """Ask the agents outside of pods on these nodes; return each agent's status, or the reason why there is none.
 
-    Such agents all use TLS, or none of them does. At most AT_ONCE nodes, spread over all nodes, are asked first, with
-    and without TLS; the other nodes are asked only in the way that had a response. So in a cluster without such agents,
-    only a few requests are made, however many nodes there are.
+    Either all such agents use TLS, or none. First, at most AT_ONCE of the nodes are asked without TLS, and then with
+    TLS. The other nodes are asked only in a way by which one of the first nodes responded. So in a cluster without such
+    agents, only a few requests are sent, for any number of nodes.
     """
     first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
     others = sorted(set(nodes) - set(first), key=natural)
@@ -274,7 +274,7 @@ async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> d
 
 
 _SCHEMES: Final = ("", "https:")
-"""The prefixes of a node's name in requests by which the API server connects without TLS, and with TLS."""
+"""Prefixes of a node's name in nodes/proxy requests: the API server connects to the node without TLS, or with TLS."""
 
 
 class _UnitAnswer(NamedTuple):

@@ -58,7 +58,7 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 class Placement(enum.Enum):
     """Which of a node's devices are on the DRA side: all, none, or some.
 
-    PARTIAL also if devices are moving or quarantined.
+    The value is also PARTIAL if devices are moving or quarantined.
     """
 
     NONE = "none"
@@ -97,7 +97,7 @@ class MarkedNode:
 
 @dataclass(frozen=True, slots=True)
 class MarkStep:
-    """The marks and requests that are to be written next. All fields are names of nodes.
+    """The marks, and the requests for pools, to write next. Each field is a tuple of node names.
 
     mark: nodes to mark. publish: marked nodes on which to request a pool next. withdraw: nodes on which to remove the
     request for a pool. release: nodes on which to remove the mark. kept: all nodes that stay marked. unpublished: nodes
@@ -114,12 +114,12 @@ class MarkStep:
 
     @property
     def ready(self) -> bool:
-        """Whether all marks and pools are there, so that devices may begin to move."""
+        """Whether all required marks and pools exist, so that devices may begin to move."""
         return not (self.mark or self.publish or self.unpublished)
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """The nodes for which the rollout waits, because their pools have not appeared or not disappeared yet."""
+        """The nodes for which the rollout waits: their agents have not published or not removed their pools yet."""
         return self.unpublished or self.leaving
 
     @property
@@ -129,7 +129,7 @@ class MarkStep:
 
 
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
-    """Return the marks and requests to write next. nodes: all nodes of the rollout.
+    """Return the marks, and the requests for pools, to write next. nodes: all nodes of the rollout.
 
     ignore: whether the cluster has no autoscaler, so that no node needs a mark. All nodes are marked before the first
     pool is requested. A node with all devices on the DRA side needs no mark, because its ResourceSlices show which

@@ -27,8 +27,8 @@ HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALT
 class FleetStatus:
     """The status of the cluster's nodes with devices, and of their agents.
 
-    problems: problems of the agents themselves. hints: moves that would let waiting pods start. unknown: sentences
-    about unknown facts, with the reasons.
+    problems: problems of the agents themselves. hints: sentences about moves of devices that would let waiting pods
+    start. unknown: sentences about unknown facts, with the reasons.
     """
 
     nodes: Sequence[NodeView]
@@ -153,7 +153,7 @@ def _row(view: NodeView, device: ReportedDevice, now: float) -> _Row:
 
 
 def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
-    """Return the devices as a table that fits the width; if no layout fits, in the narrowest layout."""
+    """Return the devices as a table that fits the width. If no layout fits, the narrowest layout is used."""
     if not rows:
         return []
     bad = [False, *(row.bad for row in rows)]

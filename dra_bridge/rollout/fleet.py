@@ -55,7 +55,7 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as the node's agent reports it. pods: the pods for which the device's claims are reserved.
 
     known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is not
-    offered, "" if it is offered or this is unknown. admins: claims with administrative access only.
+    offered, "" if it is offered or this is unknown. admins: claims that have only administrative access.
     """
 
     resource: str
@@ -106,7 +106,7 @@ def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
 
 
 def drivers_of(slices: Iterable[Object], leases: Iterable[Object]) -> list[str]:
-    """Return the drivers in these ResourceSlices and Leases whose agents report moves of devices."""
+    """Return the drivers for which these ResourceSlices or Leases have an agent's report, as an annotation."""
     keys = {key for body in leases for key in body["metadata"].get("annotations") or ()}
     named = {body["spec"]["driver"] for body in slices if annotation(body["spec"]["driver"]) in _annotations(body)}
     return sorted(named | {key.removesuffix(annotation("")) for key in keys if key.endswith(annotation(""))})
@@ -386,12 +386,12 @@ class Goal:
     take_over: bool = False
 
     def wanted(self, before: Before | None) -> str | None:
-        """Return the share that the rollout requests of a node."""
+        """Return the share that the rollout requests for a node. before: the node's record."""
         return before.share if self.undo and before is not None else self.share
 
 
 def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
-    """Return a text about the other share that another owner has requested of a node; "" if there is no conflict.
+    """Return a text about the other share that another owner has requested for a node; "" if there is no conflict.
 
     begun: whether this run has already set the node's share. A run sets a share only once.
     """
@@ -407,7 +407,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """A node's phase in a rollout. UNTOUCHED: an undo has nothing to restore. UNSERVED: no agent reports it."""
+    """A node's phase in a rollout. UNTOUCHED: it has no record for an undo. UNSERVED: no agent has written a report."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -551,7 +551,7 @@ def share_patch(driver: str, share: str | None) -> dict[str, Any]:
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
     """Return the merge patch by which a rollout begins with a node: it sets the share and records the former share.
 
-    None if the rollout has already begun with the node, or if the node belongs to another owner by now. node: the
+    None if the rollout has already begun with the node, or if it belongs to another owner's rollout now. node: the
     present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. The former share that the
     first rollout has recorded stays in the annotation until an undo restores it.
     """

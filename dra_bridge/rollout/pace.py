@@ -21,7 +21,7 @@ BYTES_A_SECOND: Final = 50e6
 UNKNOWN: Final = 100e6
 """Bytes that a rollout assumes for a list of all claims if it cannot read such a list."""
 BURST: Final = 10.0
-"""Seconds of the average pace. With as many nodes as this time allows, the rollout may begin at once."""
+"""Seconds. The rollout may begin at once with as many nodes as the average pace allows in this time."""
 
 
 def returns(goal: Goal, view: NodeView) -> bool:
@@ -55,7 +55,7 @@ async def read_pace(cluster: Cluster) -> Pace:
 class Pace:
     """Decides when a rollout may begin with a node whose devices return to the plugin.
 
-    size: bytes of the list of claims.
+    size: bytes of the list of all claims.
 
     interval: average seconds from the begin with one such node to the begin with the next.
     """
@@ -63,8 +63,7 @@ class Pace:
     def __init__(self, size: float) -> None:
         self.interval = size / BYTES_A_SECOND
         self._until = -math.inf
-        """The time (monotonic seconds) until which the claim lists of the agents on begun nodes use up BYTES_A_SECOND.
-        """
+        """The time (monotonic seconds) until which claim lists of the agents on counted nodes use up BYTES_A_SECOND."""
 
     def take(self, now: float) -> bool:
         """Return whether the rollout may begin now with a node whose devices return; if so, count the node.

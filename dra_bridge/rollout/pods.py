@@ -51,7 +51,7 @@ def may_fail(pod: Object, resources: Collection[str]) -> bool:
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return, for each pod of a node that may have failed because of devices, a text by the shortened UID.
+    """Return a text about each pod of a node that may have failed because of devices, by the pod's shortened UID.
 
     These are pods that request one of the resources or have claims, and that are Failed (as after
     UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
@@ -115,7 +115,7 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 def requests_of(pod: Object) -> dict[str, int]:
     """Return the amount of each extended resource that a pod requests.
 
-    An init container counts only if it requests more than all containers, because they get its devices after its end.
+    An init container counts only if it requests more than all containers: they get its devices when it has ended.
     """
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):

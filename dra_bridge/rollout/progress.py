@@ -25,10 +25,11 @@ MAX_BYTES: Final = 192 * 1024
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One device in a report.
 
-    since: when it got this state (Unix seconds). waits: the event for which its move between plugin and DRA waits.
+    since: when the device entered `state` (Unix seconds). waits: the event for which the device's move between plugin
+    and DRA waits.
 
-    holder: a pod or claim. gone: whether the source does not list the device any more; such a device does not count
-    when the number of DRA devices is compared with the share.
+    holder: the pod or claim that holds the device, as text. gone: whether the device source does not list the device
+    any more; such a device does not count when the number of DRA devices is compared with the share.
     """
 
     state: State
@@ -126,7 +127,7 @@ def encoded(report: Progress) -> str:
 
 
 def without_holders(report: Progress) -> Progress:
-    """Return the report without holders and waits. What remains changes only when the state of a device changes."""
+    """Return the report without holders and waits. The result changes only if the state of a device changes."""
     resources = {}
     for name, resource in report.resources.items():
         devices = {

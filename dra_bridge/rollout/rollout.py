@@ -44,12 +44,12 @@ AFTER_OUTAGE: Final = 60.0
 A starting kube-apiserver refuses requests with 403 until its authorizer has read the roles.
 """
 _SELECTED: Final = ("metadata.name", "spec.nodeName")
-"""The fields by which a selector selects a Node (by name), and the ResourceSlices of a node."""
+"""The fields with a node's name, for field selectors: of Nodes, and of ResourceSlices."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
 class RolloutError(Exception):
-    """Raised when a request is impossible, before anything was written. status: the exit status of the program."""
+    """Raised when a command is impossible, or the user lacks a right for it. status: the exit status of the program."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -161,7 +161,8 @@ async def migrate(
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. wait: whether to wait
     until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError if
-    the share is impossible; nothing was written then. Raises ClusterError if the API server does not respond.
+    no agent reports the devices of a node (nothing was written then), or if the user may not patch a Node. Raises
+    ClusterError if the API server does not respond.
     """
     views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
@@ -215,8 +216,8 @@ async def rollout(
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. dry_run: whether to
     show the order of the nodes and write nothing.
 
-    Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
-    does not respond.
+    Raises RolloutError if the rollout cannot begin (nothing was written then), or if the user may not patch a Node.
+    Raises ClusterError if the API server does not respond.
     """
     views, namespaces = await _selected(cluster, driver, selector, namespace, check=not goal.undo)
     if goal.undo and not any(view.before or view.marks.own or view.marks.pool for view in views):
@@ -286,7 +287,7 @@ class _Rollout:
         """Nodes whose share this run has set, with the UIDs of their Node objects."""
         self._done: dict[str, float] = {}
         self._gone: Sequence[str] = ()
-        """Nodes whose share this run has set and that were deleted before their moves were done."""
+        """Nodes whose share this run has set, and that were deleted or relabelled before their moves were done."""
         self._failing: dict[str, dict[str, str]] = {}
         """For each node whose pods were listed, the pods that were failing in the last list."""
         self._next_look = -math.inf
@@ -300,7 +301,7 @@ class _Rollout:
         """Since when (monotonic seconds) the rollout waits for pools to appear or disappear; None if it does not."""
 
     async def run(self) -> bool:
-        """Execute steps until the rollout is over or has to stop."""
+        """Execute steps until the rollout is over or has to stop. Return whether the rollout succeeded."""
         while True:
             self._after_outage()
             try:

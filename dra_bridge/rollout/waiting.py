@@ -1,4 +1,4 @@
-"""Finds pods that wait although a node has enough devices, because these are partly for the plugin, partly for DRA."""
+"""Finds pods that wait although a node has enough free devices: some of these are for `limits`, others for claims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dra_bridge.rollout.pods import quantity, requests_of
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An unscheduled pod, with its requests of extended resources, and of DeviceClasses through claims."""
+    """An unscheduled pod. resources: requests by extended resource. classes: devices in claims, by DeviceClass."""
 
     pod: str
     resources: Mapping[str, int]
@@ -26,8 +26,9 @@ class Wait:
 class Room:
     """The numbers of one resource's free devices and DRA devices on one node.
 
-    free: the free amount of the extended resource, as the scheduler counts it. per_device: the amount for which each
-    device counts. dra: number of devices on the DRA side. idle: number of devices on the DRA side that have no holder.
+    free: the free amount of the extended resource, as the scheduler counts it. per_device: the amount of the extended
+    resource that one device provides. dra: number of devices for claims. idle: number of these devices that have no
+    holder.
     """
 
     free: int
@@ -90,7 +91,7 @@ def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list
 
 
 def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait]) -> list[str]:
-    """Return a hint for each resource and side (plugin, DRA) where more devices would let a waiting pod start."""
+    """Return a sentence for each resource and side (plugin, DRA) where more devices would let a waiting pod start."""
     by_side: dict[tuple[str, bool], str] = {}
     bound = list(bound)
     for resource in view.reported.resources if view.reported is not None else ():
@@ -117,8 +118,8 @@ def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, move
 def moves_for(room: Room, resource: int, devices: int) -> int:
     """Return how many devices would have to move to DRA so that a pod can start; negative for moves to the plugin.
 
-    0 if no move helps the pod. resource: amount of the extended resource that the pod waits for. devices: number of
-    devices that the pod waits for through claims.
+    The result is 0 if no move helps the pod. resource: amount of the extended resource that the pod waits for. devices:
+    number of devices that the pod waits for through claims.
     """
     if resource > room.free:
         moved = math.ceil((resource - room.free) / room.per_device)

@@ -1,4 +1,4 @@
-"""Keeps the nodes of a rollout or a migration up to date by watches."""
+"""Keeps the state of the nodes of a rollout or a migration up to date, by watches of the API server."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class WatchedFleet:
     def node(self, name: str) -> Object:
         """Return a Node in its last known state.
 
-        If the Node has changed since then, the API server refuses a patch of this state. Raises NotFoundError if the
-        Node was deleted.
+        If the Node has changed since then, the API server refuses a patch with this state's resourceVersion. Raises
+        NotFoundError if the Node was deleted.
         """
         if (node := self._objects[self._nodes].get(name)) is None:
             raise kube.NotFoundError(f"node {name} was deleted")
