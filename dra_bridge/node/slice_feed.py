@@ -27,7 +27,7 @@ RETRY: Final = 5.0
 """Seconds until the next try after the slices could not be computed."""
 NAMES: Final = 2.0
 """Maximum seconds for which `decide_names` waits for the watch of slices. Afterwards the function lists the slices."""
-DEBOUNCE: Final = 0.02
+DEBOUNCE: Final = 0.1
 """Seconds from a change to new slices. Changes within this time are combined."""
 
 

@@ -10,9 +10,9 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +265,8 @@ def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Promethe
     assert line in done.stdout.splitlines(), done.stdout + done.stderr
     assert [held] == re.findall(r"(\S+) +dra +dra +claim default/mine", done.stdout)
     assert "claim default/watch for" not in done.stdout
-    time.sleep(3)  # longer than an alert takes here
+    since = prometheus.evaluated() + timedelta(seconds=3)  # longer than an alert takes here
+    cluster.wait_for(lambda: prometheus.evaluated() > since, 60, "the rules are evaluated")
     assert not [name for name, _ in prometheus.firing() if name == "DeviceHeldTwice"]
 
 
@@ -274,8 +275,6 @@ def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Pr
     cluster = bridge.cluster
     pods = start_all(bridge)
     cluster.wait_for(lambda: len(prometheus.holders()) == 6, 30, "all holders are seen")
-    time.sleep(5)  # rates want some scrapes
-    empty = [text for text in queries() if not prometheus.query(text)]
     # What did not happen on this node: nothing moves, is unknown to the kubelet, idle for long, or refused.
     allowed = (
         'state=~"to-dra|to-plugin"',
@@ -286,7 +285,11 @@ def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Pr
         "deviceplugin_handover_waits",
         "prepare_failures_total",
     )
-    assert [text for text in empty if not any(part in text for part in allowed)] == []
+
+    def answered() -> bool:
+        return all(prometheus.query(text) for text in queries() if not any(part in text for part in allowed))
+
+    cluster.wait_for(answered, 60, "all queries are answered")  # Rates need some scrapes.
     assert prometheus.value("sum(deviceplugin_devices)") == 11
     assert prometheus.value('sum(deviceplugin_devices{state="dra"})') == 7
     assert prometheus.value('deviceplugin_dra_prepared_claims{driver="gpu.example.com"}') == 1
