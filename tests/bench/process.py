@@ -54,9 +54,11 @@ class Process:
         return len(os.listdir(f"/proc/{self.child.pid}/fd"))
 
     def settled(self) -> float:
-        """Return resident memory once it has stopped growing."""
-        before = -1.0
+        """Return resident memory once it has stopped growing. Raises TimeoutError after a minute."""
+        before, until = -1.0, time.monotonic() + 60
         while (now := self.resident) != before:
+            if time.monotonic() > until:
+                raise TimeoutError(f"the memory of process {self.child.pid} still grows: {now}")
             before = now
             time.sleep(0.5)
         return now
