@@ -1,6 +1,6 @@
-"""Kubernetes device plugins in Python: an author describes devices, and the package registers and serves them.
+"""Kubernetes device plugins in Python: a Python class lists devices, and the package offers them to the kubelet.
 
-The author of a source needs only the names in `__all__`. All other names are imported from the modules.
+The author of a `DeviceSource` needs only the names in `__all__`. Import all other names from their own modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "
 
 
 def __getattr__(name: str) -> object:
-    # `run` imports gRPC, which a tool that only describes devices does not need.
+    # The import of `run` loads gRPC. A program that only defines devices does not need gRPC.
     if name == "run":
         from deviceplugin.node.process import run
 

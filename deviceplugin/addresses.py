@@ -25,9 +25,10 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
-    """Return the path directory/name+tail for a Unix socket; a long name is shortened and ends in a hash.
+    """Return the path of a Unix socket: directory/name+tail.
 
-    Raises ValueError if the directory's path is too long.
+    A name that makes the path too long gets a hash as its end. Raises ValueError if the directory's path leaves no room
+    for the hash.
     """
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:

@@ -1,4 +1,4 @@
-"""Computes how long to wait between failed tries."""
+"""Computes the waiting time before the next try after a failure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Backoff:
-    """The waits between failed tries: they double from `first` to `most` seconds.
+    """The waiting times after failed tries: from `first` seconds, doubled after each failure, up to `most` seconds.
 
-    Each wait is multiplied by a random factor from a half to one. draw: a function that returns a random number between
-    two bounds.
+    Each waiting time is multiplied by a random factor from 0.5 to 1. draw: a function that returns a random number
+    between two bounds.
     """
 
     first: float = 0.25
@@ -27,13 +27,16 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the longest wait in seconds, for an error that will not end soon."""
+        """Return the longest waiting time in seconds, for an error that is expected to last.
+
+        The failure is not counted.
+        """
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:
-        """Begin again with the shortest wait; called after a success."""
+        """Begin again with the shortest waiting time. Call this after a success."""
         self.tries = 0
 
     def fresh(self) -> Backoff:
-        """Return a Backoff with the same bounds that has counted no failures."""
+        """Return a new Backoff with the same bounds and without failures."""
         return replace(self, tries=0)

@@ -1,7 +1,7 @@
 """Detects that a coroutine blocks the event loop, and names the line that blocks it.
 
-A blocked loop executes nothing: no call of the kubelet, no signal handler. So another thread detects and reports the
-block.
+A blocked event loop serves no calls of the kubelet, and calls no signal handlers. So another thread detects and reports
+the block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ PERIOD: Final = 5.0
 SAMPLE: Final = 0.2
 """Seconds between two samples of the line that the thread of a blocked loop executes."""
 TIMES: Final = 3
-"""Number of blocks shorter than LIMIT, by one line of a source within the last KEPT checks, from which the line is
-reported."""
+"""A line of a source is reported if it blocked the loop for less than LIMIT in this many of the last KEPT checks."""
 KEPT: Final = 20
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"
@@ -40,16 +39,16 @@ class BlockedLoopError(RuntimeError):
 class LoopWatch:
     """Watches the present thread's event loop from another thread, until `end` is called.
 
-    blocked: the resource and the line that block the loop now, as text; "" while the loop runs. found: the last
-    reported line of a source, as text; "" if no line was reported.
+    blocked: the resource, and the line of code that blocks the loop now, as text; "" while the loop runs. found: the
+    last line of a source that was reported, with its resource, as text; "" if no line was reported.
     """
 
     def __init__(self, period: float = PERIOD, limit: float = LIMIT) -> None:
         self.blocked = ""
         self.found = ""
         self._short: deque[tuple[str, str] | None] = deque(maxlen=KEPT)
-        """For each of the last checks, (resource, line) of a source that blocked the loop for less than LIMIT; None if
-        none did."""
+        """For each of the last KEPT checks: (resource, line) if a line of a source blocked the loop for less than
+        LIMIT, else None."""
         self._loop = asyncio.get_running_loop()
         self._looped = threading.get_ident()
         self._period, self._limit = period, limit
@@ -68,8 +67,8 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # The event loop is closed.
                 return
-            # A busy machine delays the loop as well, so a line counts as blocking only if two samples find the same
-            # line.
+            # A busy machine also delays the loop. So a line is treated as blocking only if two successive samples show
+            # the same line.
             line: tuple[str, str] | None = None
             same: tuple[str, str] | None = None
             while not turned.wait(SAMPLE) and not self._over.is_set():
@@ -93,9 +92,10 @@ class LoopWatch:
         return text
 
     def _line(self) -> tuple[str, str] | None:
-        """Return the line that the loop's thread executes, as (resource of the source, or ""; line).
+        """Return the line of code that the loop's thread executes now, as (resource, line).
 
-        The result is None while the thread executes only the event loop's own code.
+        The resource is "" for code that no source calls. The result is None while the thread executes only the event
+        loop's own code.
         """
         frame: FrameType | None = sys._current_frames().get(self._looped)  # noqa: SLF001 - the documented way to it
         place, resource = "", ""

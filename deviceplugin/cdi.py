@@ -14,15 +14,15 @@ from deviceplugin import looked_at
 from deviceplugin.device import DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
-"""The directory in which container runtimes search CDI specs that do not survive a reboot."""
+"""The directory in which container runtimes search for CDI specs. Its content is lost at a reboot."""
 CLASS: Final = "claim"
 """The class in the kind (vendor/class) of a claim's CDI device; the vendor is made from the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
-"""The prefix of the CDI device's name for a request with administrative access alone; otherwise the prefix is `claim`:
-`claim_<claim UID>_<request>`."""
+"""The prefix of the name of a CDI device for a request with administrative access. The prefix for other requests is
+HOLDING, for example `claim_<claim UID>_<request>`."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
-"""The form of a claim's UID, which is a part of the name of the claim's CDI file."""
+"""Matches a claim's UID. Other text is refused, because the name of the claim's CDI file contains the UID."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
 
@@ -50,7 +50,7 @@ def qualified(driver: str, device: str) -> str:
 def file_of(name: str, uid: str) -> tuple[str, str]:
     """Return the name of the CDI file of a claim with this CDI device, and the device's short name.
 
-    The convention of the CDI library determines the file name. uid: the claim's UID.
+    The file name follows the CDI library: `<vendor>-<class>_<claim UID>.json`. name: the device's qualified name.
     """
     kind, _, device = name.partition("=")
     return f"{kind.replace('/', '-')}_{uid}.json", device
@@ -116,11 +116,11 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 def own_directory(directory: str) -> str:
-    """Return the directory, below the directory of CDI specs, of this project's files that last until the next boot.
+    """Return the directory below the directory of CDI specs for this project's files that are kept until the next boot.
 
-    The directory of CDI specs is mounted into the agent's container, and in memory on most nodes. Runtimes do not read
-    directories below it. In the directory of CDI specs itself, these files would cost time: whenever a file there is
-    renamed or removed, containerd reads all specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch),
-    while the kubelet waits for the agent's response.
+    The directory of CDI specs is mounted into the agent's container, and is in memory on most nodes. Container runtimes
+    do not read its subdirectories. The files are not in the directory of CDI specs itself, because containerd reads all
+    specs again whenever a file there is renamed or removed (container-device-interface 1.1, pkg/cdi/cache.go: watch).
+    The kubelet would wait meanwhile for the agent's response.
     """
     return os.path.join(directory, "deviceplugin")

@@ -44,7 +44,7 @@ class CommandError(Exception):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps the paragraphs of a help text, but keeps the lines of examples."""
+    """Wraps the paragraphs of a help text. The lines of examples are not wrapped."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -218,7 +218,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _note_options(file: str, lock: Lock) -> None:
-    """Print the options without which `run` refuses this file, if there are any."""
+    """If `run` accepts this file only with certain options, print these options."""
     if arguments := lock.arguments():
         print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
 
@@ -297,7 +297,7 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
 
 
 async def first_list(source: ConfiguredSource) -> Sequence[Device]:
-    """Return the first list of a source. Raises the exceptions of `watch`, and TimeoutError for a late list."""
+    """Return the first device list of a source. Raises the exceptions of `watch`, and TimeoutError if no list comes."""
     import asyncio
 
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())
@@ -306,7 +306,7 @@ async def first_list(source: ConfiguredSource) -> Sequence[Device]:
 
 
 def _unlinked(devices: Sequence[Device]) -> list[str]:
-    """Return warnings about devices that running containers may lose when systemd (with cgroup v2) is reloaded."""
+    """Return warnings about devices that running containers cannot open after a reload of systemd (`device_links`)."""
     if not device_links.reload_matters():
         return []
     missing = device_links.unlinked(devices)
@@ -351,7 +351,7 @@ def _print_devices(listed: _Listed) -> None:
 
 
 def _table(listed: _Listed, width: int | None) -> Iterator[Line]:
-    """Yield the lines of a table of all devices. A path that does not fit the width has a line of its own."""
+    """Yield the lines of a table of all devices. If paths make the table too wide, each path has its own line."""
     rows = [
         (
             source.resource,

@@ -1,7 +1,7 @@
 """`deviceplugin demo`: simulates a node in one process, and prints its events. `dra_bridge.demo` uses the classes here.
 
-The demo checks the statement of each line before it prints the line, and fails if a statement is not true. The demo
-writes only to a temporary directory.
+Before the demo prints a line, it checks that the line is true. If the line is not true, the demo fails. The demo writes
+only to a temporary directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT: Final = 10.0
 
 
 class DemoError(Exception):
-    """Raised when an event did not happen that the demo expects."""
+    """Raised when an expected event of the demo has not happened within the timeout."""
 
 
 def check(met: bool, what: str) -> None:
@@ -73,7 +73,7 @@ class Printer:
         self._print(*(self._styled(line, 1) for line in lines))
 
     def event(self, subject: str, text: str, *more: str) -> None:
-        """Print an event of a subject, with its time. more: further lines about the event."""
+        """Print an event with its time. subject: its cause, such as "kubelet". more: further lines about the event."""
         passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", 2)
         self._print(f"{passed}  {self._styled(f'{subject:<8}', self.COLOURS[subject])} {text}")
         self._print(*(f"{'':18}{line}" for line in more))
@@ -125,7 +125,7 @@ def wait_for_signal(printer: Printer, *lines: str) -> None:
 
 
 class _HookedGpus(Gpus):
-    """Four devices on two NUMA nodes, with most of the hooks that a source can have."""
+    """A source of four devices on two NUMA nodes, which defines most of the hooks of `DeviceSource`."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         super().__init__(4, numa=2)
@@ -206,7 +206,7 @@ class _Demo:
         self.event("pod", f"{pod.name} is done, {' and '.join(pod.device_ids)} free again")
 
     def failure_and_recovery(self) -> None:
-        """Make the only unallocated device unhealthy, start a pod that waits for it, then make the device healthy."""
+        """Make the only unallocated device unhealthy, and start a pod, which waits. Then make the device healthy."""
         idle = self.kubelet.devices(GPU).keys() - self.held().keys()
         check(len(idle) == 1, f"one device is free, not {idle}")
         free = idle.pop()
@@ -227,13 +227,13 @@ class _Demo:
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
-            time.sleep(0.01)  # No event notifies the demo of scans.
+            time.sleep(0.01)  # The demo gets no event when a scan ends.
             (resource,) = self.served.agent.status().resources
             shown = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))
 
     def kubelet_restart(self) -> None:
-        """Restart the kubelet, which forgets its plugins. Pods continue to run, and the plugin registers again."""
+        """Restart the kubelet. The kubelet forgets its plugins, so the plugin registers again. Pods continue to run."""
         before = self.held()
         registered = len(self.kubelet.registrations)
         self.kubelet.stop()

@@ -1,4 +1,4 @@
-"""Immutable values that describe devices, and the edits of a container that gets devices."""
+"""Immutable values that describe devices, and the changes to a container that gets devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CDI_NAME: Final = (
     r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?"
 )
 LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""The form of a DNS label (RFC 1123), which names in ResourceSlices must have."""
+"""Matches a DNS label (RFC 1123). Device names in ResourceSlices must be DNS labels."""
 LABEL_IN_WORDS: Final = "1 to 63 lower-case letters, digits and '-' (not at the ends)"
 QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
 )
-"""The form of a Kubernetes quantity as text (apimachinery, pkg/api/resource)."""
+"""Matches the text of a Kubernetes quantity, such as "16Gi" (apimachinery, pkg/api/resource)."""
 
 
 class Health(enum.Enum):
@@ -38,12 +38,12 @@ class Health(enum.Enum):
 
     @property
     def usable(self) -> bool:
-        """Whether new containers may get a device with this health."""
+        """Whether a device with this health may be allocated to new containers."""
         return self is not Health.UNHEALTHY
 
 
 class Version(str):
-    """A semantic version as the value of an attribute, which selectors of claims can compare as a version."""
+    """A semantic version as the value of an attribute. Selectors of claims compare such values as versions."""
 
     __slots__ = ()
 
@@ -62,12 +62,12 @@ def counted(number: int, what: str = "device") -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text in which characters are escaped that move a terminal's cursor, or change colours or text order."""
+    """Return a text with escaped control characters: those for the cursor, colours and text direction of a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def natural(device: str) -> tuple[object, ...]:
-    """Return a sort key for ids that compares numbers in them by value: sim-2, sim-02, sim-10."""
+    """Return a sort key for ids. Numbers in ids are compared by value: sim-2, sim-02, sim-10."""
     parts: list[object] = _DIGITS.split(device)
     for at in range(1, len(parts), 2):
         number = str(parts[at]).lstrip("0")
@@ -102,8 +102,8 @@ def _is_quantity(value: object) -> bool:
 def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
     """Raise TypeError unless `entries` is a mapping of strings to values for which `fits` returns True.
 
-    what: the entries' name for the message. right, value: texts for the message that describe valid entries and valid
-    values.
+    what: the name of the mapping in the message. right: a description of a valid mapping, for the message. value: a
+    description of a valid value, for the message.
     """
     if entries is _NOTHING:
         return
@@ -155,8 +155,8 @@ class DeviceNode:
     """A device node of the host, and its path and permissions in a container.
 
     If `container` is empty, the path in the container is the same as on the host. `permissions` is a combination of r
-    (read), w (write) and m (mknod). `target` is the target of `host` at the source's last scan, if `host` is a symlink;
-    the runtime resolves the link itself.
+    (read), w (write) and m (mknod). If `host` is a symlink, `target` is its target at the source's last scan. The
+    runtime resolves the link itself.
     """
 
     host: str
@@ -181,7 +181,7 @@ class DeviceNode:
 
     @property
     def real(self) -> str:
-        """The path on the host without symlinks, if the source has resolved them; otherwise `host`."""
+        """The target of the symlink `host`, if the source has resolved it; otherwise `host`."""
         return self.target or self.host
 
 
@@ -201,7 +201,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEdits:
-    """The changes to a container that gets devices by `limits` or by a claim.
+    """The changes to a container that gets devices.
 
     env: environment variables by name. nodes: device nodes; a plain string means the node at the same path, with
     permissions rw. mounts: bind mounts. annotations: annotations of the container for the container runtime (only for
@@ -239,11 +239,11 @@ class ContainerEdits:
 
     @classmethod
     def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
-        """Merge edits into one. Equal entries occur once in the result; entries of `winner` replace those of `edits`.
+        """Merge edits into one. Equal entries occur once in the result. Entries of `winner` replace entries of `edits`.
 
-        Raises EditConflictError if two edits have different contents for the same environment variable, annotation,
-        node or mount point, and `winner` has none for it. For a value that depends on several devices, such as a list
-        of ids, a source has the hook `edits`, which gets all devices of the container.
+        Raises EditConflictError if two edits differ in one environment variable, annotation, node or mount point, and
+        `winner` does not set it. For a value that depends on several devices, such as a list of ids, a source has the
+        hook `edits`, which gets all devices of the container.
         """
         parts = (NO_EDITS if winner is None else winner, *edits)
         united: dict[str, dict[str, Any]] = {}
@@ -274,9 +274,8 @@ _KINDS: Final = (
     ("env", "", "environment variable"),
     ("annotations", "", "annotation"),
 )
-"""For each field of edits: the attribute that names an entry ("" if the field is a mapping by name), and a word for
-messages.
-"""
+"""For each field of `ContainerEdits`: the attribute that names an entry ("" if the field is a mapping by name), and the
+word for an entry in messages."""
 
 
 def _checked(
@@ -286,7 +285,7 @@ def _checked(
     annotations: Mapping[str, str],
     cdi: tuple[str, ...],
 ) -> ContainerEdits:
-    """Return edits whose entries need no check, because they were checked as entries of other edits.
+    """Return edits with these entries, without a check: the entries come from edits that were checked.
 
     Each Allocate calls this function, so it must be fast.
     """
@@ -306,20 +305,20 @@ NO_EDITS: Final = ContainerEdits()
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a node, whether pods get it by limits or by claims.
+    """One device of a node, for pods' limits and for claims.
 
     id: the device's name on this node, of 1 to 63 characters. The id must be the same after a restart, because the
-    kubelet's checkpoint contains the id. numa: the NUMA node or nodes to which the device is close; None, or -1 as in
-    the file `numa_node` of sysfs, if unknown. nodes: the device nodes. edits: further edits of a container with the
-    device. attributes: attributes by which claims select devices; names without a domain belong to the driver's domain.
-    capacity: amounts by name, each an int or a Kubernetes quantity such as "16Gi". message: why the device is not
-    healthy, for messages. consumes: the quantity that the device takes from each shared counter while it has a holder,
-    by counter set and counter. In this way partitions of one physical device exclude each other: a partition is not
-    granted if a counter would become negative. counters: counter sets that the device declares, by name; several
-    partitions may declare the same set. identity: identifies the hardware, for example by a serial number, without
-    spaces. Devices of one identity are the same hardware and never have two holders. The hardware is also identified by
-    those device numbers of `nodes` that no other device of the source's list has; if there is no such number, by all
-    its numbers. So a node that partitions share belongs into the `edits` of each.
+    kubelet's checkpoint contains the id. numa: the device's NUMA node or nodes; None, or -1 as in sysfs, if unknown.
+    nodes: the device nodes. edits: further edits of a container with the device. attributes: attributes by which claims
+    select devices; names without a domain belong to the driver's domain. capacity: the device's capacities in DRA by
+    name, each an int or a Kubernetes quantity such as "16Gi". message: the reason for a bad health. consumes: the
+    quantity that the device takes from each shared counter while it has a holder, by counter set and counter. A device
+    is not granted if a counter would become negative. So partitions of one physical device exclude each other.
+    counters: counter sets that the device declares, by name. Several partitions may declare the same set. identity: a
+    text without spaces that identifies the hardware, such as a serial number. Devices with equal identities are the
+    same hardware and never have two holders. The agent also identifies the hardware by device numbers in `nodes`: by
+    the numbers that no other listed device has, or by all if there are none. So put a node that partitions share into
+    the `edits` of each.
     """
 
     id: str
@@ -378,24 +377,24 @@ class Device:
 
     @property
     def links(self) -> tuple[DeviceNode, ...]:
-        """The device's own nodes whose host path is a symlink, which the runtime resolves at each container start."""
+        """Those `nodes` whose host path is a symlink. The runtime resolves the symlink at each container start."""
         return tuple(node for node in self.nodes if isinstance(node, DeviceNode) and node.target)
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host paths of the device's own nodes."""
+        """The host paths of `nodes`."""
         return tuple([node.host for node in self.nodes])  # type: ignore[union-attr]  # __post_init__ made them nodes
 
     @property
     def container_edits(self) -> ContainerEdits:
-        """The edits of a container with this device: the device's nodes and the device's `edits`."""
+        """The edits of a container with this device: `nodes` and `edits`, merged."""
         if not self.nodes:
             return self.edits
         its, nodes = self.edits, (*self.nodes, *self.edits.nodes)
         return _checked(its.env, nodes, its.mounts, its.annotations, its.cdi)  # type: ignore[arg-type]  # as checked
 
     def with_health(self, health: Health, message: str = "") -> Device:
-        """Return the same device with another health."""
+        """Return a copy of the device with another health and message."""
         if (self.health, self.message) == (health, message):
             return self
         return replace(self, health=health, message=message)

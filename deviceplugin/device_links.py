@@ -2,10 +2,10 @@
 
 With cgroup v2 and the kubelet's systemd driver, a container is a scope of systemd. runc before 1.1.7 passes a device to
 systemd only if /dev/char/MAJOR:MINOR or the same path below /sys exists (libcontainer/cgroups/systemd/common.go). Then
-runc allows all of the container's devices by a program of its own in the cgroup. `systemctl daemon-reload`, which
-package managers call, replaces runc's program by systemd's program. From then on, a container cannot open a device that
-runc did not pass to systemd (EPERM). The kernel and udev create these paths only for devices that a driver announces.
-NVIDIA's driver does not announce its device numbers, so NVIDIA's devices have no such paths.
+runc installs its own BPF program in the cgroup, which allows all of the container's devices. `systemctl daemon-reload`,
+which package managers call, replaces runc's program by systemd's program. From then on, a container cannot open a
+device that runc did not pass to systemd (EPERM). The kernel and udev create these paths only for device numbers that a
+driver announces. NVIDIA's driver does not announce its device numbers, so NVIDIA's devices have no such paths.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ADVICE: Final = (
 
 
 def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Return whether systemd writes the device rules of pods: cgroup v2, without cgroups of the cgroupfs driver."""
+    """Return whether systemd writes the device rules of pods: with cgroup v2 and the kubelet's systemd driver."""
     there = {name for name in ("cgroup.controllers", "system.slice", "kubepods") if (cgroup_root / name).exists()}
     return there == {"cgroup.controllers", "system.slice"}
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return, for the path of each device node that has no link, the path of the missing link.
+    """Return a mapping: for each device node without a link /dev/char/MAJOR:MINOR (or block), the missing link's path.
 
-    places: the directories that can have the link of a node; a link in one of them is enough.
+    places: the directories below which `char` and `block` are searched for the link. A link in one directory is enough.
     """
     missing: dict[str, str] = {}
     for path in {node.host for device in devices for node in device.container_edits.device_nodes}:
@@ -49,7 +49,7 @@ def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), 
 
 
 def warning(missing: dict[str, str]) -> str:
-    """Return a sentence with the problem of device nodes without links, and with the remedy."""
+    """Return a sentence about device nodes without links: the effect and the remedy. missing: from `unlinked`."""
     shown: Sequence[str] = [f"{path} ({link})" for path, link in list(missing.items())[:3]]
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     what = counted(len(missing), "device node")

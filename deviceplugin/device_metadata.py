@@ -1,11 +1,12 @@
 """Writes the files in which a container's programs read about the container's devices (device metadata, KEP-5304).
 
-A file is a stream of JSON objects with the same content in different versions of the format, the newest first. A reader
-uses the first version that it knows (dynamic-resource-allocation 0.37, api/metadata and kubeletplugin/metadata.go).
+A file has one JSON object for each version of the format, the newest version first. The content of all objects is the
+same. A reader uses the first object whose version it supports (dynamic-resource-allocation 0.37, api/metadata and
+kubeletplugin/metadata.go).
 
-The file of a claim's request names the devices of that request. A pod with `limits` has no claim, so each device of a
-container has its own file, which the device's first Allocate writes. The file stays until the node's next boot, because
-the kubelet mounts it again, from its copy of the AllocateResponse, whenever the container restarts.
+The file of a claim's request names the devices of that request. A pod with `limits` has no claim. So each device has a
+file of its own, which is written at the device's first Allocate. This file is kept until the node's next boot, because
+the kubelet mounts it again whenever the container restarts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ VERSIONS: Final = ("v1beta1", "v1alpha1")
 DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
 """The directory of device metadata files in containers."""
 BY_LIMITS: Final = "extendedresources"
-"""The subdirectory of files for devices that containers get by `limits`. Kubernetes itself defines no such files."""
+"""The subdirectory of DIRECTORY for devices that containers get by `limits`. Kubernetes itself defines no such files.
+"""
 
 
 def attribute(value: AttributeValue) -> Described:
-    """Return an attribute's value in the form that ResourceSlices and metadata files have."""
+    """Return an attribute's value as in ResourceSlices and metadata files, such as {"int": 1}."""
     if isinstance(value, bool):
         return {"bool": value}
     if isinstance(value, int):
@@ -48,7 +50,7 @@ def numa_attribute(nodes: Sequence[int]) -> Described:
 
 
 def described(resource: str, device: Device) -> Described:
-    """Return a device's attributes for its file, without attributes that the API would refuse."""
+    """Return a device's attributes for its metadata file, without attributes that the Kubernetes API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
     for name, value in device.attributes.items():
         with contextlib.suppress(NamingError):  # An invalid attribute is reported when the slices are made.
@@ -75,7 +77,7 @@ def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described],
 
 
 def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> str:
-    """Return the path in containers of a request's metadata file. request: the name without the subrequest."""
+    """Return the path in containers of the metadata file of a claim's request. request: without the subrequest."""
     kind, name = ("resourceclaimtemplates", pod_claim) if pod_claim else ("resourceclaims", claim)
     return f"{DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
 

@@ -1,4 +1,4 @@
-"""Reads directories once for several readers, and wakes these readers when the content has changed."""
+"""Reads directories once on behalf of several readers, and wakes the readers when the content has changed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ POLL: Final = 10.0
 
 
 class DirectoryReader:
-    """Waits for changes of directories. unwatched: the present wait's argument `unwatched`.
+    """Waits for changes of directories.
 
-    directories: for each directory, a function that returns the part of the content whose changes end a wait.
+    directories: for each directory, a function that returns those parts of the content whose changes end a wait.
+    unwatched: maximum seconds between two reads of directories without file events, from the present call of `wait`.
     """
 
     def __init__(self, directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> None:
@@ -37,9 +38,9 @@ class DirectoryReader:
         self._watcher.call(self._changed.set)
 
     def changed(self, directory: DirectoryWatch[Any], before: Any, now: Any) -> None:
-        """End the present or the next wait if the reader's part of the content has changed. Call it in the loop.
+        """End the present or the next wait if the parts of the content for this reader have changed.
 
-        before: the former content; None if the content was not read before.
+        Call it in the loop. before: the former content; None if the content was not read before.
         """
         part = self._directories[directory]
         if before is None or part(before) != part(now):
@@ -48,7 +49,7 @@ class DirectoryReader:
     async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
         """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
 
-        unwatched: seconds between two reads of directories on file systems without events.
+        unwatched: maximum seconds between two reads of directories whose file systems cause no file events.
         """
         self.unwatched = unwatched
         for directory in self._directories:
@@ -59,10 +60,10 @@ class DirectoryReader:
 
 
 class DirectoryWatch(Generic[_T]):
-    """Directories whose content the function `contents` reads. The directories are watched while there are readers.
+    """Watches directories while there are readers. The function `contents` reads the directories.
 
-    contents: this blocking function; if its result differs from the last one, the content has changed. gather: which
-    events may be delayed. poll: maximum seconds between two reads.
+    contents: a blocking function. A result that differs from the last result is a change. gather: which file events may
+    be delayed (`filewatch.Gather`). poll: maximum seconds between two reads.
     """
 
     def __init__(
@@ -80,12 +81,13 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """The seconds, for the present wait, between two reads of directories on file systems without events."""
+        """Maximum seconds, in the present wait, between two reads of directories whose file systems cause no file
+        events."""
 
     async def now(self) -> _T:
         """Read the directories now. Raises LookTimeoutError.
 
-        While a read takes long, calls that arrive before the next read begins get the same result.
+        Calls that arrive while a read runs get the result of the next read, which is one read for all of them.
         """
         if (look := self.looks.brief("socket", self._contents)) is None:
             return await self._call()
@@ -93,7 +95,7 @@ class DirectoryWatch(Generic[_T]):
         return latest
 
     async def seen(self) -> _T:
-        """Return the content at the last read, which follows each file event. Raises LookTimeoutError if reads hang."""
+        """Return the content at the last read. Each file event causes a read. Raises LookTimeoutError if reads hang."""
         return self.latest if self.latest is not None and not self.looks.hanging else await self.now()
 
     async def _look(self) -> _T:
@@ -114,7 +116,7 @@ class DirectoryWatch(Generic[_T]):
             self._keeping = None
 
     def hurry(self, unwatched: float) -> None:
-        """Shorten the present wait to at most `unwatched` seconds for directories on file systems without events."""
+        """Shorten the present wait to `unwatched` seconds if a directory's file system causes no file events."""
         if unwatched < self._unwatched and self._watch is not None:
             self._watch.wake()
 
@@ -135,7 +137,7 @@ class DirectoryWatch(Generic[_T]):
 
 @contextlib.contextmanager
 def reading(directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> Iterator[DirectoryReader]:
-    """Provide a new reader of these directories while the context manager is active; see `DirectoryReader`."""
+    """Provide a new `DirectoryReader` of these directories while the context manager is active."""
     reader = DirectoryReader(directories)
     for directory in directories:
         directory.add(reader)
@@ -147,5 +149,5 @@ def reading(directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) 
 
 
 def all_of(content: object) -> object:
-    """Return a directory's content: for a reader that waits for any change."""
+    """Return the whole content. Use this function for a reader that waits for all changes of a directory."""
     return content

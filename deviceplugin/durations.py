@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets, in seconds. One more bucket has no upper bound."""
+"""Upper bounds of the buckets, in seconds. The last bucket of `Durations`, without an upper bound, is not listed."""
 
 
 @dataclass(slots=True)
@@ -22,6 +22,6 @@ class Durations:
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one call."""
+        """Count one call with this duration."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.seconds += seconds

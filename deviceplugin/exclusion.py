@@ -1,4 +1,4 @@
-"""Finds devices that exclude each other because of their hardware, whatever their ids and resources are.
+"""Finds devices that exclude each other because of their hardware, also devices of different resources.
 
 Pure functions.
 
@@ -26,10 +26,10 @@ Counters = Mapping[str, Mapping[str, Fraction]]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware of a device, by which devices exclude each other.
+    """The hardware of a device: its identity tokens and its counters.
 
-    scope: within a scope, equal names of counter sets mean the same counter set. The scope is the driver, or the
-    resource if the resource has no driver.
+    scope: the driver, or the resource if it has no driver. Equal names of counter sets mean the same counter set only
+    within one scope.
     """
 
     tokens: Tokens = frozenset()
@@ -39,7 +39,7 @@ class Hardware:
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return the hardware of a device. tokens: the device's identity. scope: the scope of its counter sets."""
+    """Return the hardware of a device. tokens: its identity tokens. scope: the scope of its counter sets."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
@@ -63,7 +63,7 @@ def titled(key: DeviceKey) -> str:
 
 
 def other_hardware(key: DeviceKey, granted: Tokens, now: Tokens) -> str:
-    """Return an error text if a device is not the hardware that its holder was granted; "" if it is."""
+    """Return an error text if the device key now stands for other hardware than its holder was granted, else ""."""
     if agree(now, granted):
         return ""
     return f"{titled(key)} is not what its holder was given: {shown(granted)}, now {shown(now)}"
@@ -75,7 +75,10 @@ def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
 
 
 class HardwareIndex:
-    """The hardware of all devices of this process at one moment, with the relations between the devices."""
+    """The hardware of all devices of this process at one moment.
+
+    Shows which devices are the same or exclude each other.
+    """
 
     def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
         self._hardware = hardware
@@ -89,29 +92,30 @@ class HardwareIndex:
                 self._by_set.setdefault((value.scope, name), set()).add(key)
             for name, amounts in value.counters.items():
                 if self._capacity.setdefault((value.scope, name), amounts) != amounts:
-                    # Two devices declare this counter set differently, so its capacity is unknown.
+                    # Two devices declare this counter set with different contents, so its capacity is unknown.
                     self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """The devices that have peers: other devices of the same hardware or counter set (`peers`)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
-        """For each device, the tokens that are recorded for a holder (`deviceplugin.identity.lasting`)."""
+        """For each device, its lasting tokens: those that are recorded for a holder (`deviceplugin.identity.lasting`).
+        """
         self.listed: Final = frozenset(self._by_token)
-        """All tokens of all devices."""
+        """The identity tokens of all devices."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return a device's tokens; an empty set if the tokens are unknown."""
+        """Return a device's identity tokens; an empty set if they are unknown."""
         return self.tokens_by_device.get(key, NO_TOKENS)
 
     def having(self, token: str) -> frozenset[DeviceKey]:
-        """Return the devices that have a token."""
+        """Return the devices that have this identity token."""
         return frozenset(self._by_token.get(token, ()))
 
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
         """Return the capacity of each counter, by scope, counter set and counter.
 
-        Counters that devices declare differently are not included.
+        A counter set that two devices declare with different contents is not included.
         """
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
@@ -128,7 +132,7 @@ class HardwareIndex:
         return (self.aliases(key) | frozenset(parts)) - {key}
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
-        """Return a device, with all devices of `within` that are its peers, or peers of its peers, and so on."""
+        """Return a device and those devices of `within` that are its peers, peers of these peers, and so on."""
         allowed, group, new = frozenset(within), {key}, {key}
         while new:
             new = {peer for member in new for peer in self.peers(member)} & allowed - group

@@ -14,7 +14,8 @@ from deviceplugin import looked_at
 class FileIdentity(NamedTuple):
     """Distinguishes a file from later files of the same name, such as a new version or a new socket.
 
-    The modification time is compared because inodes are reused. A socket's time does not change after its creation.
+    The modification time is a part of the identity, because a new file can get the inode number of a removed file. The
+    modification time of a socket does not change after its creation.
     """
 
     device: int
@@ -46,10 +47,10 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:
-    """Replace a file atomically, without a sync to disk. A draft file that a former call has left is removed.
+    """Replace a file atomically, without a sync to disk. A draft file that an earlier call has left behind is removed.
 
-    draft: the path of a temporary file in the same directory that no other writer uses. Raises OSError after it has
-    removed the draft.
+    draft: the path of a temporary file in the same directory that no other writer uses. Before OSError is raised, the
+    draft is removed.
     """
     looked_at.at(path)
     try:
@@ -85,10 +86,10 @@ def _draft(path: str, data: bytes, mode: int) -> None:
 
 
 def locked(path: str | Path, *, wait: bool = False) -> int:
-    """Open and lock a file, created if missing; return its descriptor. The kernel unlocks it when the process ends.
+    """Open and lock a file, and return its descriptor. A missing file is created.
 
-    wait: whether to wait for another process's lock. Raises BlockingIOError if another process has the lock and `wait`
-    is False, OSError if the file system supports no locks.
+    The kernel releases the lock when the process ends. wait: whether to wait for another process's lock. Raises
+    BlockingIOError if another process has the lock and `wait` is False, OSError if the file system supports no locks.
     """
     looked_at.at(path)
     while True:
@@ -100,11 +101,11 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
             raise
         if leads_to(path, lock):
             return lock
-        os.close(lock)  # The lock file was removed before it was locked, and another process may have made a new one.
+        os.close(lock)  # The file was removed before it was locked. So open the file that is at the path now.
 
 
 def leads_to(path: str | Path, file: int) -> bool:
-    """Return whether an open file is still the file at this path."""
+    """Return whether the path still leads to this open file. file: the file's descriptor."""
     try:
         return os.path.samestat(os.fstat(file), looked_at.stat(path))
     except OSError:
