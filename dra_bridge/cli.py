@@ -245,7 +245,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
-    """Send requests to the API server and return their result.
+    """Run `question` with a client of the API server, and return the result of `question`.
 
     Raises CommandError if the server's configuration cannot be used (status 2), or if a request fails (status 1).
     """

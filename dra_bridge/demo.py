@@ -226,7 +226,7 @@ def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
 
 
 class Churn:
-    """A context that starts and ends pods with `limits` and pods with claims, together more pods than devices."""
+    """A context manager that starts and ends pods with `limits` and pods with claims, more pods than devices."""
 
     def __init__(self, node: FakeNode, each: int) -> None:
         self.started: Counter[str] = Counter()
@@ -279,7 +279,7 @@ class Churn:
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices by the bridge, first with two pods, then under churn. Return the times of `move_under_churn`."""
+    """Move devices by the bridge, first with two pods. Then run `move_under_churn`, and return its result."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
@@ -368,7 +368,10 @@ def bridged(scene: Scene) -> None:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo; return the exit status. hold: keep the node running at the end. stream: see `deviceplugin.demo`."""
+    """Run the demo and return the exit status.
+
+    hold: whether to keep the node running at the end. stream: see `deviceplugin.demo.show`.
+    """
 
     def scenario(printer: Printer) -> None:
         printer.title(

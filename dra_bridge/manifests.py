@@ -26,7 +26,7 @@ from deviceplugin.version import VERSION
 
 Manifest = dict[str, Any]
 KUEUE_MAPPINGS: Final = 16
-"""Maximum number of deviceClassMappings with which Kueue starts (0.19.2, pkg/config/validation.go)."""
+"""Maximum number of deviceClassMappings that Kueue accepts in its configuration (0.19.2, pkg/config/validation.go)."""
 _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
 
 
@@ -41,7 +41,7 @@ class Deployment:
     pod-resources/kubelet.sock in kubelet_root), cgroup_root, pod_log_directory: paths on the nodes, as in the options
     of `run`. own_command: the command of a Python program that calls `dra_bridge.run` and reads no config file; () for
     `dra-bridge run`. privileged: whether the agent's container is privileged; "auto": only if the configuration
-    requires this (`privileges`). writable_sys: directories of sysfs to mount writable, for the hooks of such a program;
+    requires this (`privileges`). writable_sys: directories of sysfs to mount writable, for hooks in an `own_command`;
     the rest of a container's /sys is read-only. quota: number of devices of each resource that a namespace in `tenants`
     may have. tenants: the namespaces that get this ResourceQuota. kubernetes: the API server's minor version; before
     36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the
@@ -107,7 +107,7 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
-    """Return the objects to apply, in their order. text: the content of the config file, for a ConfigMap.
+    """Return the objects to apply to the cluster, in this order. text: the content of the config file, for a ConfigMap.
 
     If `text` is empty, there is no such ConfigMap. Raises ValueError if the path of a driver's socket would be too
     long, or if there are more resources than Kueue accepts.

@@ -17,7 +17,8 @@ from msgspec import inspect as types
 
 TAKES_NONE: Final = "this driver accepts no parameters"
 DEPTH: Final = 4
-"""Maximum depth of nested parameters that an expression checks. The API server limits its length and its cost."""
+"""Maximum depth to which a CEL expression checks nested parameters. The API server limits the length and the cost of an
+expression."""
 _USUAL: Final = ("apiVersion", "kind")
 """Fields that are allowed in the parameters of every `config_type`."""
 _TEXTS: Final = (

@@ -32,9 +32,9 @@ class UnwritableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a stream. text: its text, from its line `---`.
+    """One document of a stream. text: the document's text, with its line `---` if there is one.
 
-    line: the number of its first line in the stream, from 1.
+    line: the number of the document's first line in the stream, from 1.
     """
 
     text: str
@@ -75,7 +75,7 @@ def documents(stream: str) -> list[Document]:
 
 
 class _Redefining(yaml.SafeLoader):
-    """A YAML loader that permits a second definition of an anchor, as YAML and kubectl do. `_FAST` refuses it."""
+    """A YAML loader that permits a second definition of an anchor, as YAML and kubectl do. `_FAST` refuses this."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if not self.check_event(yaml.AliasEvent):

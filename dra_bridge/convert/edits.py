@@ -93,7 +93,7 @@ def with_list(
 def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
     """Return the edit that adds items at the beginning of a list. Raises UnwritableError.
 
-    sequence: the node of the list, or of a null. values: the items in flow style.
+    sequence: the YAML node of the list, or of a null in its place. values: the items in flow style.
     """
     start, end = sequence.start_mark.index, sequence.end_mark.index
     if isinstance(sequence, yaml.ScalarNode):

@@ -33,7 +33,10 @@ class Surroundings:
 
     @classmethod
     def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
-        """Collect the facts from objects. classes: by resource; they override DeviceClasses in the objects."""
+        """Collect the facts from objects.
+
+        classes: names of DeviceClasses, by resource; they override DeviceClasses in the objects.
+        """
         named: dict[str, str] = {}
         patient, quotas = set(), set()
         autoscaled, specs = {}, {}

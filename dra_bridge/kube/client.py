@@ -84,10 +84,10 @@ class Cluster:
         """Store the settings; do not connect yet.
 
         configuration: a function that reads the configuration; it is called at the first request, and again when the
-        server cannot be reached. deadline: maximum seconds of one request with its response. backoff: the waits of
-        watches after failures. watch_seconds: least and most seconds for which the client asks the server to keep a
-        watch open. silence: least and most seconds for which a watch without any data counts as alive. Between least
-        and most, a random value is used.
+        server cannot be reached. deadline: maximum seconds of one request with its response. backoff: the waits
+        before a watch is opened again after a failure. watch_seconds: minimum and maximum seconds for which the client
+        asks the server to keep a watch open. silence: minimum and maximum seconds for which a watch without any data
+        counts as alive. Between minimum and maximum, a random value is used.
         """
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline, self.backoff.most)
@@ -100,10 +100,9 @@ class Cluster:
     def from_environment(
         cls, kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None, **options: Any
     ) -> Cluster:
-        """Make a client.
+        """Make a client of the server in `kubeconfig`, else of the pod's server, else in KUBECONFIG or ~/.kube/config.
 
-        The server is that of `kubeconfig`, else that of the pod, else that of KUBECONFIG or ~/.kube/config. account:
-        the directory of a service account, to use instead of the pod's.
+        account: the directory of a service account, to use instead of the pod's service account.
         """
         return cls(lambda: auth.from_environment(kubeconfig, account), **options)
 
@@ -196,7 +195,7 @@ class Cluster:
         label_selector: str = "",
         keep: Callable[[Object], bool] | None = None,
     ) -> Listed:
-        """Read all objects of a kind at one moment (a consistent read). keep: returns whether to return an object."""
+        """Read all objects of a kind at one moment (a consistent read). keep: returns whether to include an object."""
         selectors = api.selectors_of(field_selector, label_selector)
         return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors, keep))
 
@@ -323,12 +322,12 @@ class Cluster:
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield a list of all objects, then each change, without end.
 
-        state: the generator records the watch's state here. keep: returns whether to return an object of a list. A
-        watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
-        early end, a refusal, no data for too long) the generator yields a new `Listed`, which replaces all earlier
-        objects. The generator does not resume at the old position, because the server's storage may have been restored
-        from an older snapshot: kube-apiserver opens a watch at a future position without an error, and sends nothing
-        until its revision has reached that position (Cacher.Watch, cacher.go, 1.36).
+        state: the generator records the watch's state here. keep: returns whether a `Listed` includes an object. If a
+        watch ends at the requested time, a new watch continues at the last resourceVersion. After any other end (a lost
+        connection, an early end, a refusal, no data for too long) the generator yields a new `Listed`, which replaces
+        all earlier objects. The generator does not continue at the old resourceVersion then, because the server's
+        storage may have been restored from an older snapshot: kube-apiserver opens a watch at a future resourceVersion
+        without an error, and sends nothing until its revision has reached it (Cacher.Watch, cacher.go, 1.36).
 
         A watch that was interrupted begins again after a random wait, at most the longest wait of the backoff. All
         watches of this client begin again at the same moment. Short waits would overload a server: if one server ends,

@@ -42,11 +42,11 @@ responses that are not JSON."""
 class RequestStatistics:
     """Counters and state of the requests to the API server.
 
-    requests: number of all requests, by HTTP method. failures: number of requests without a response, or with a
-    response of 429 or 5xx. watches: number of opened streams. lost_since: the time (monotonic seconds) of the first
-    failure since the last response, None while the server responds. refused: the server's refusal of the credentials
-    (401), None once the server accepts them. token: when the last sent token was issued and expires, None for other
-    credentials.
+    requests: number of all requests, by HTTP method. failures: number of requests without a response, or with an
+    `UnavailableError` as response (such as 429 or 5xx). watches: number of opened streams. lost_since: the time
+    (monotonic seconds) of the first failure since the last response, None while the server responds. refused: the
+    server's refusal of the credentials (401), None once the server accepts them. token: when the last sent token was
+    issued and expires, None for other credentials.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class ApiRequest(NamedTuple):
 
 
 class Connection:
-    """A connection to one API server, by its configuration.
+    """A connection to the API server that the configuration names.
 
     longest: the longest wait before another try, in seconds. Other parameters: see `Cluster`.
     """
@@ -163,7 +163,7 @@ class Connection:
     async def fetch(self, path: str, timeout: float) -> bytes:
         """Return the body of a response that the API server forwards from a pod or node. Raises ApiError.
 
-        A failure here does not count as a failure of the API server or as a refusal of the credentials.
+        A failure of this request does not count as a failure of the API server or as a refusal of the credentials.
         """
         try:
             server, credentials = await self._connected()

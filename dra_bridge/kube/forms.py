@@ -38,9 +38,9 @@ FIRST_LIMIT: Final = 100
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """The form of a response. accept: the Accept header. decode: converts the body; raises ValueError for a wrong body.
+    """The encoding of a response. accept: the Accept header of the request. decode: converts the response's body.
 
-    `decode` may also raise RecursionError.
+    `decode` raises ValueError for a wrong body. It may also raise RecursionError.
     """
 
     accept: str
@@ -83,7 +83,7 @@ def trim_node(node: Object) -> None:
 
 
 def page_of(kind: Kind) -> Form[Page[Object]]:
-    """Return the form of a page of a list with whole objects of a kind."""
+    """Return the `Form` of a list's page with whole objects of a kind."""
 
     def decode(body: bytes | bytearray) -> Page[Object]:
         answer = JSON.decode(body)

@@ -186,7 +186,7 @@ class HttpClient:
             request = session.request(method, url, headers=headers, data=content or None, **self._options)
             async with request as response:
                 try:
-                    body = bytearray()  # A copy as bytes would double the memory.
+                    body = bytearray()  # Stays a bytearray, because a copy as bytes would double the memory.
                     most = MAX_BODY if most is None else most
                     if not streamed or response.status != 200:
                         async for piece in response.content.iter_any():

@@ -188,7 +188,7 @@ class ClusterView:
         """The name of an object that shows that the cluster autoscaler runs; "" if there is none.
 
         The object is the autoscaler's status ConfigMap, which exists even if the cloud provider runs the autoscaler.
-        Without this ConfigMap, the object is a pod.
+        Without this ConfigMap, the object is a pod of the autoscaler.
         """
         for body in self.objects.of("ConfigMap"):
             if name_of(body) == "cluster-autoscaler-status":

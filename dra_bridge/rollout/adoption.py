@@ -37,7 +37,7 @@ OWNERS: Final[Mapping[str, str]] = {
     "amd.com": "switch the device plugin off in the DeviceConfig, and run AMD's by its own DaemonSet",
     "kubevirt.io": "KubeVirt's devices cannot be adopted",
 }
-"""For each API group (or its suffix) of an object that owns DaemonSets, what to do instead of patching the
+"""For each API group (or suffix of groups) of objects that own DaemonSets: advice on an alternative to a patch of the
 DaemonSet."""
 _IN_ITS_SOURCE: Final = "make the change where it takes the DaemonSet from"
 MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
@@ -205,7 +205,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return problems and commands for giving an adopted plugin back. obstacles: reasons against this now."""
+    """Return problems and commands to give an adopted plugin back. obstacles: reasons why this is impossible."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:

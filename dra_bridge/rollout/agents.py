@@ -101,7 +101,7 @@ _DECODER: Final = msgspec.json.Decoder(_AgentStatus)
 class DeviceNow(msgspec.Struct, frozen=True):
     """One device in the `/status` of its agent. holder: "" if the device has no holder, None if that is not known.
 
-    withheld: why the agent offers the device to no pod and claim, "" if it offers the device. state: the device's state
+    withheld: why the agent offers the device to no pod or claim, "" if it offers the device. state: the device's state
     in the agent's register. waits: the event for which the device's move between plugin and DRA waits. pods: names of
     the pods that use claims of the device. claims: namespace/name of the claims that have the device.
     """

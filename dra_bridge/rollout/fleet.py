@@ -38,7 +38,7 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node's recorded state before a rollout began with it. failed: shortened UIDs of pods that had failed already.
+    """A node's recorded state before a rollout began with it. failed: shortened UIDs of earlier failed pods.
 
     owner: the owner of the rollout that set the present share, see `Goal`; "" in records of older versions.
     """
@@ -74,7 +74,7 @@ class NodeView:
 
     requested: the share in the Node's annotation. serves: whether the node has a report or ResourceSlices of the
     driver. uid: the Node's UID. marks: the Node's annotations for the cluster autoscaler. sliced: whether the node has
-    ResourceSlices of the driver. former: whether the report is on a slice, as older agents write it.
+    ResourceSlices of the driver. former: whether the report is on a ResourceSlice, as older agents write it.
     """
 
     node: str
@@ -386,7 +386,7 @@ class Goal:
     take_over: bool = False
 
     def wanted(self, before: Before | None) -> str | None:
-        """Return the share that the rollout requests for a node. before: the node's record."""
+        """Return the share that the rollout requests for a node. before: the node's recorded state."""
         return before.share if self.undo and before is not None else self.share
 
 
@@ -445,7 +445,7 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of a rollout. patience: maximum seconds for a node. pause: whether to stop after the first nodes.
+    """The limits of a rollout. patience: maximum seconds of a node's moves. pause: stop after the first nodes.
 
     continue_when_held: whether the rollout continues if a node's devices have holders for longer than `patience`.
     ignore_autoscaler: whether there is no autoscaler, so that the rollout marks no node and requests no empty pool.
@@ -514,7 +514,7 @@ def decide(
 
 
 def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
-    """Return the groups of nodes with which a rollout would begin together, in order, if each node needed no time."""
+    """Return, in order, the groups of nodes that begin together in a rollout, as if the moves took no time."""
     waiting = [view for view in nodes if phase(goal, view) is Phase.WAITING]
     whole = decide(goal, waiting, replace(limits, pause=False, max_unavailable=max(1, len(waiting)))).begin
     return [whole[start : start + limits.max_unavailable] for start in range(0, len(whole), limits.max_unavailable)]
@@ -588,7 +588,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return the step, with no nodes to begin if marks or pools are missing. waited: seconds of waiting for pools."""
+    """Return the step without `begin` if marks or pools are missing. waited: seconds since the wait for pools began."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

@@ -23,8 +23,8 @@ UID_LENGTH: Final = 8
 async def read_failing(cluster: Cluster, nodes: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
     """Return, for each node, its failing pods in the form of `failing_pods`. Raises ClusterError.
 
-    nodes: for each node, the resources. For more than FEW nodes, the failed and the pending pods of the whole cluster
-    are listed.
+    nodes: for each node, the resources that its agent reports. For more than FEW nodes, the failed and the pending pods
+    of the whole cluster are listed.
     """
     if not nodes:
         return {}

@@ -98,7 +98,7 @@ def progress(
 ) -> Progress:
     """Return the report, in at most `most` bytes. shares: for each resource, the share that applies now.
 
-    gone: devices that no source lists now.
+    gone: devices that no device source lists now.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for allocation in now.allocations.values():

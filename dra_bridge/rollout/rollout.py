@@ -69,7 +69,10 @@ async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Objec
 
 
 async def _read_leases(cluster: Cluster, namespace: str) -> tuple[list[Object], list[str]]:
-    """Return the agents' Leases, and these Leases' namespaces. namespace: the one that the user has named, or ""."""
+    """Return the agents' Leases, and these Leases' namespaces.
+
+    namespace: the namespace that the user has named, or "".
+    """
     namespaces = await lease_namespaces(cluster, namespace)
     return await read_leases(cluster, namespaces), namespaces
 
@@ -298,7 +301,7 @@ class _Rollout:
         self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
         self._waits_since: float | None = None
-        """Since when (monotonic seconds) the rollout waits for pools to appear or disappear; None if it does not."""
+        """Since when (monotonic seconds) the rollout waits for pools to appear or disappear; None without a wait."""
 
     async def run(self) -> bool:
         """Execute steps until the rollout is over or has to stop. Return whether the rollout succeeded."""
@@ -405,7 +408,10 @@ class _Rollout:
         self._fleet.put(node)
 
     async def _newly_failing(self, begun: Sequence[NodeView], now: float) -> dict[str, dict[str, str]]:
-        """Return the failing pods of nodes by UID, without pods that failed before. Lists pods every POLL seconds."""
+        """Return the failing pods of nodes by UID, without pods that failed before.
+
+        Pods are listed at most every POLL seconds. Between two lists, the last list is used.
+        """
         if now >= self._next_look:
             watched = [view for view in begun if now - self._done.get(view.node, now) <= AFTER]
             self._failing |= await self._read_failing(watched)

@@ -15,7 +15,7 @@ from dra_bridge.rollout.pods import quantity, requests_of
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An unscheduled pod. resources: requests by extended resource. classes: devices in claims, by DeviceClass."""
+    """An unscheduled pod. resources: amounts by extended resource. classes: devices in its claims, by class."""
 
     pod: str
     resources: Mapping[str, int]
