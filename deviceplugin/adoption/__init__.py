@@ -1,4 +1,4 @@
-"""Lets vendors' unmodified plugins register with the agent as with a kubelet, at a kubelet.sock in its directory.
+"""Lets vendors' unmodified plugins register with the agent, at a kubelet.sock in a directory of the agent.
 
 A vendor's plugin registers at the kubelet.sock in the directory that is mounted into its container. If this is the
 agent's directory, the plugin registers with the agent. Then the agent registers with the kubelet, lists the plugin's

@@ -124,7 +124,7 @@ class VendorPlugin:
     """For each claim (UID, device ids), the call of `VendorPlugins.allocate_claim`, until its response is used or
     dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A lock that a caller of `call_in_turn` holds until the plugin has responded, without a time limit."""
+    """A lock that a call to the plugin holds until the plugin has responded, even if the plugin hangs."""
     pending: dict[object, float] = field(default_factory=dict)
     """For each running call, when it began (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
@@ -285,7 +285,7 @@ class VendorPlugins(RegistrationServicer):
                     self._turn.release()
 
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
-        """Let the plugin allocate devices to a claim, with PreStartContainer if it needs that; return the response.
+        """Let the plugin allocate devices to a claim, and call PreStartContainer if required; return the response.
 
         Allocate has no deadline. The call continues after its caller has timed out. If the same claim needs the same
         devices again within `KEPT` seconds, it gets the response of this call. uid: the claim's UID. ids: the device

@@ -188,7 +188,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin is connected. If not, the agent's endpoint ends, as the plugin's own endpoint would.
+        """Whether the plugin is connected. If not, the agent ends its stream, as the plugin's own stream would end.
 
         So if the plugin registers with the kubelet itself, the resource has no other endpoint there, unless devices are
         `kept_back`. Up to 1.36, the kubelet drops such a plugin if another endpoint's stream ends after the plugin's
@@ -213,12 +213,12 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids of devices that claims hold or may get, which a plugin without the agent would allocate to pods.
+        """The ids of devices that claims hold or may get. Without the agent, the plugin would give them to pods.
 
-        The kubelet calls Allocate of the endpoint that registered last; this endpoint refuses these ids. The kubelet
-        got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the device since.
-        If a claim is known only from its file, the register has no records of the claim's devices, and their ids are
-        taken from the file.
+        The kubelet calls Allocate of the endpoint that registered last; the agent's endpoint refuses these ids. The
+        kubelet got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the
+        device since. If a claim is known only from its file, the register has no records of the claim's devices, and
+        their ids are taken from the file.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -236,7 +236,7 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Keep in the device list, as unhealthy, ids that pods have or may be getting, but the plugin does not list.
+        """Add ids that pods have or may be getting, but the plugin does not list, to the device list as unhealthy.
 
         The kubelet may be calling Allocate for one of these ids at another plugin of the resource. The kubelet crashes
         if it gets a list without the id before the response to Allocate (1.36.3, devicemanager/manager.go,

@@ -38,7 +38,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 TYPE: Final = "DevicePlugin"
 ASK: Final = 10.0
-"""Seconds after the appearance of a plugin's socket within which the plugin must respond to GetInfo."""
+"""Seconds within which a plugin must accept the agent's connection and respond to GetInfo."""
 TELL: Final = 5.0
 """Seconds within which a plugin must respond to NotifyRegistrationStatus."""
 CHECK: Final = 10.0

@@ -178,8 +178,11 @@ class Agent:
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
         """Serve these sources from now on.
 
-        Resources in `unchanged` keep their sources; the service of all other resources ends. A served resource gets its
-        new source without an interruption. Waits until `run` has begun to serve.
+        Resources in `unchanged` keep their sources. The service of a resource that is neither in `wanted` nor in
+        `unchanged` ends, with three exceptions: child resources of these resources, resources of connected vendors'
+        plugins, and adopted resources of which claims hold devices. A served resource gets its new source without an
+        interruption, unless the change is between a vendor's plugin and the agent's own source. Waits until `run` has
+        begun to serve.
         """
         await self.begun.wait()
         wanted = dict(wanted)

@@ -11,7 +11,7 @@ class ClaimSide:
 
     The methods of this class are for a process without DRA, in which only pods get devices (by `limits`).
 
-    agent_name: the file name for the copy of its allocations that the agent writes for other agents, "" for no copy.
+    agent_name: the agent's name, which is also the name of the copy of its allocations (see `AllocationCopies`), or "".
     drivers: the DRA drivers that this process runs now. node_name: the node's name, "" if only an environment variable
     names it.
     """
@@ -32,7 +32,7 @@ class ClaimSide:
         """
 
     def contested(self, resource: str, reason: str) -> None:
-        """Handle that another plugin has registered a resource with the kubelet. reason: the evidence."""
+        """React after another plugin has registered a resource with the kubelet. reason: the evidence."""
 
     async def end(self) -> None:
         """Stop preparing claims. Afterwards the agent ends its service for pods."""

@@ -52,7 +52,7 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got or released devices since the last scan. Pods in the first scan are logged as older holders.
+    """Logs which pods got or released devices since the last scan. The first scan logs all pods that have devices.
 
     title: returns a pod's name by its UID, or the UID if the name is not known.
     """

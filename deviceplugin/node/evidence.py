@@ -25,14 +25,14 @@ class DriverEvidence:
     """The devices of one DRA driver whose recorded holders this process has compared with evidence since its start.
 
     The ledger (the file of records) may have lost its last changes, so no other device is offered or granted.
-    reconciled: these devices. reasons: for each resource and device that was not compared, why not.
+    reconciled: the compared devices. reasons: for each resource and device that was not compared, why not.
     """
 
     reconciled: set[DeviceKey] = field(default_factory=set)
     reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     def missing(self, key: DeviceKey) -> str:
-        """Return why it is unknown who holds a device; "" if it is known."""
+        """Return why the holder of a device is unknown; "" if it is known."""
         if key in self.reconciled:
             return ""
         return self.reasons.get(key[0], {}).get(key[1], "the agent has just started, or the device is new")
@@ -75,7 +75,7 @@ class NodeEvidence(RegisterHost):
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return the uses of devices through other drivers and plugins. The same object until a use changes."""
+        """Return the uses of devices through other drivers and plugins; the same object until a use changes."""
         pods, claims = self.tracker.foreign(), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)
@@ -115,7 +115,7 @@ class NodeEvidence(RegisterHost):
             await in_time(self._copies.write(self.register.snapshot, self.tracker.other_looks), TIMEOUT)
 
     def evidence_missing(self, resource: str, device: str) -> str:
-        """Return why it is unknown who holds a device; "" if it is known."""
+        """Return why the holder of a device is unknown; "" if it is known."""
         service = self.services.get(resource)
         if service is None and self._serves_claims:
             return "its resource is not served"

@@ -32,7 +32,7 @@ class ListReceiver(Protocol):
         """Call the hooks of this source from now on."""
 
     def listed(self) -> None:
-        """Handle that the inventory has the devices of a new list."""
+        """React after the inventory has received the devices of a new list."""
 
 
 @dataclass(eq=False)
@@ -151,7 +151,7 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # The generator's reader gets the exception, which comes from the author's code.
+        except Exception as error:  # The source's own code raised it. The reader of the generator gets it.
             end = error
         except BaseException as error:  # SystemExit, for example: the reader needs a result.
             end = RuntimeError(f"{type(error).__name__}: {error}")

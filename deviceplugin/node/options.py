@@ -46,7 +46,7 @@ def metrics_config(
     client_ca: str | Path | None = None,
     token: str | Path | None = None,
 ) -> MetricsConfig | None:
-    """Return the settings that protect the metrics of an author's own agent; None if no file is given.
+    """Return the settings that protect the metrics of a plugin that calls `run(Source())`; None if no file is given.
 
     Raises ValueError if a path is not absolute, or if `key` or `client_ca` is given without `certificate`.
     """
@@ -108,7 +108,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a config file and its lock. Agents of an author's own code do not have these options."""
+    """Add the options for a config file and its lock. A plugin that calls `run(Source())` has no such options."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     commands = (
         "let the file name what the agent runs: commands of health.probe, and NVIDIA's library (default: refused)"

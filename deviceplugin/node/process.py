@@ -128,7 +128,7 @@ class ConfigFile:
 
 
 class Program:
-    """What a process runs: an agent that gives devices to pods by `limits`. node: the node's name, for the log."""
+    """The program of a process: an agent that gives devices to pods by `limits`. node: the node's name, for the log."""
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent

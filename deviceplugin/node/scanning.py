@@ -32,13 +32,13 @@ _FIELDS: Final = ("resource", "device")
 SOON: Final = 1.0
 """Seconds between a grant and the scan that finds the pod of the grant."""
 BURST: Final = 3.0
-"""Seconds after the first of several grants from which further grants do not delay the scan any more."""
+"""Maximum seconds between the first of several grants and the scan, even if further grants follow."""
 
 
 class ScanResult(NamedTuple):
     """The result of a scan. holders: the allocations that count as held.
 
-    resources: the same by resource, as the register was compared with it.
+    resources: for each resource, the holders with which the register was compared.
     """
 
     holders: HolderSnapshot
@@ -49,7 +49,7 @@ class HolderObserver(Protocol):
     """A component of the process that uses the results of scans for holders."""
 
     def observed(self, resource: str, done: Observed) -> None:
-        """Handle that a scan has changed the register. done: the changed ids and devices of the resource."""
+        """React to a scan's changes of the register. done: the changed ids and devices of the resource."""
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class HolderScanner:
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
     async def scan(self, wanted: Collection[DeviceKey] = ()) -> ScanResult | None:
-        """Request a scan at once; return its result (see `read`) or raise its exception. Waits until `run` makes it.
+        """Request a scan at once; return its result (see `read`) or raise its exception. Needs a running `run`.
 
         wanted: (resource, device id) that a caller hopes to find free. All evidence is read after the call.
         """
@@ -160,7 +160,7 @@ class HolderScanner:
 
     @property
     def _awaited(self) -> set[DeviceKey]:
-        """The (resource, id) pairs about which each scan asks the kubelet.
+        """The (resource, id) pairs for which each scan requests a new checkpoint (`wanted` of `HolderTracker.scan`).
 
         A grant whose container no checkpoint names ends after some time, even if this process no longer serves the
         resource. The register must learn soon which pod a grant was for, because the agent's records and the checkpoint
@@ -229,7 +229,7 @@ class HolderScanner:
 
 
 class ScanLog:
-    """Logs what scans for holders find; each finding is logged once while it lasts."""
+    """Logs the findings of scans for holders; each finding is logged once while it lasts."""
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0

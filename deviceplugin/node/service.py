@@ -146,7 +146,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Keep in the device list the ids that pods got before the agent's start, perhaps from other replica counts."""
+        """Add the ids that pods got before the agent's start, perhaps with other replicas, to the legacy ids."""
         if self.existing:
             before, self.existing = self.existing, self.endpoint.ids.adopt_existing(self.existing)
             self.endpoint.refresh()
@@ -191,7 +191,8 @@ class Service(EndpointHost):
         """Return the kubelet ids for which the agent has work to do once they have no holder.
 
         Ids of removed devices, and ids from a former number of replicas, are removed from the device list. For devices
-        that wait for the hook `released`, the hook is called. unreleased: these devices, of all resources.
+        that wait for the hook `released`, the hook is called. unreleased: the devices of all resources that wait for
+        `released`.
         """
         snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.gone.union(device for of, device in unreleased if of == self.resource)
@@ -339,7 +340,10 @@ class Supervisor:
         await cancel_all((*self._child_tasks.values(), *self._tasks.values()))
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve these sources, and end the services of resources that are neither here nor in `unchanged`."""
+        """Serve these sources. End the services of resources that are neither in `wanted` nor in `unchanged`.
+
+        The services of child resources continue while their parent resource is in `wanted` or `unchanged`.
+        """
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
         # An endpoint either calls a source's hooks or forwards calls, so a change between the two needs a new endpoint.
@@ -367,7 +371,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Begin to serve the child sources that this source yields, and stop those of the source that it replaces."""
+        """Begin to read the child sources that this source yields, instead of those of the source that it replaces."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()

@@ -82,7 +82,7 @@ class ServiceManager:
 
 
 def summary(status: AgentStatus, missing: tuple[str, ...] = ()) -> str:
-    """Return the agent's state in one line. missing: what must exist before READY=1 is sent."""
+    """Return the agent's state in one line. missing: the reasons why READY=1 is not sent yet."""
     if missing:
         return f"starts: {missing[0]}" + (f"; and {len(missing) - 1} more" if missing[1:] else "")
     served = f"serves {len(status.resources)} resource{'' if len(status.resources) == 1 else 's'}"

@@ -1,11 +1,11 @@
 """The agent's own files about prepared claims, one file for each claim.
 
-By such a file the agent recognizes the devices that a claim holds, even after the devices were renamed. The file
+From such a file, the agent knows the devices that a claim holds, even after the devices were renamed. The file
 `<driver>_<claim UID>.claim` in `cdi.own_directory` is JSON. Each prepared claim has such a file, even if the claim
 needs no CDI edits. The directory is in memory on most nodes, so a reboot removes the files together with the
 containers.
 
-The functions here take the directory of CDI specs, which contains `cdi.own_directory`.
+The argument `directory` of `read_all` is the directory of CDI specs, which contains `cdi.own_directory`.
 """
 
 from __future__ import annotations

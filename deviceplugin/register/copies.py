@@ -52,7 +52,7 @@ _DECODER: Final = msgspec.json.Decoder(Copy)
 def copies_in(directory: str) -> str:
     """Return the directory of the copies. directory: the directory of the CDI specs.
 
-    It contains no other files, because each new file in the directory of claim files makes the next grant list them.
+    It contains only copies. Each new file in the directory of claim files makes the next grant list the claim files.
     """
     return os.path.join(cdi.own_directory(directory), "allocations")
 
@@ -80,9 +80,10 @@ def read(path: str) -> Copy | None:
 class AllocationCopies:
     """Writes the copies of this process's allocations, and reads the copies of other agents.
 
-    directory: the directory of CDI specs. own: the agent's name; its copy has all its allocations. An agent without a
-    name has no ledger, and writes a copy for each resource whose devices can get other numbers. Its other allocations
-    need no copy, because the kubelet's checkpoint suffices to restore them.
+    directory: the directory of CDI specs. own: the agent's name, or "". The copy of an agent with a name has all its
+    allocations. An agent without a name has no ledger, and writes a copy for each resource whose devices can get other
+    device numbers. Its other allocations need no copy, because the agent can restore them from the kubelet's
+    checkpoint.
     """
 
     def __init__(self, directory: Path, own: str = "") -> None:

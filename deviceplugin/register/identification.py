@@ -28,7 +28,7 @@ from deviceplugin.register.records import (
 
 
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
-    """Record, for each holder's record without an identity of this boot, the present identity of its device.
+    """For each holder's record without an identity of this boot, record the present identity of the device.
 
     An identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of the
     device. The device nodes to which the device's paths lead now count as nodes that the holder can open: the
@@ -155,7 +155,8 @@ def renew(
 
     before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: for each request,
     the present tokens of the devices whose nodes its containers should get. A request is refused while another holder
-    has, or can open, one of these nodes. answered: returns the response for the refused requests.
+    has, or can open, one of these nodes. answered: returns the claim's new Prepare response, given the refused
+    requests.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Renewed]:

@@ -44,7 +44,7 @@ class ListedResource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OfferQuestion:
-    """The input for deciding which devices a side may offer.
+    """The input for the decision which devices a side (plugin or DRA) may offer.
 
     state: the register's records. view: the other facts about holders. hardware: the tokens of all devices that sources
     list. resources: the resources of this process, by name. wanted: returns the identity and amount that a holder would
@@ -62,9 +62,9 @@ class OfferQuestion:
 class WithheldDevices:
     """The devices of a resource that the plugin, or DRA, must not offer, although the resource's source lists them.
 
-    ids: for each kubelet id that must not be offered (for claims: each device), the reason. devices: for each device of
-    this side of which no id may be offered, the reason. by_others: those of `devices` that pods have, or may have,
-    through another plugin of the same resource.
+    ids: for each kubelet id that must not be offered (in DRA: for each device id), the reason. devices: for each device
+    on this side (plugin or DRA) without an id that may be offered, the reason. by_others: those of `devices` that pods
+    have, or may have, through another plugin of the same resource.
     """
 
     ids: Mapping[str, str] = field(default_factory=dict)
@@ -76,8 +76,8 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
     """Return the devices of a resource that the side (plugin or dra) must not offer now, with the reasons.
 
     A kubelet id must not be offered if the other holders of the hardware leave too little of it. For DRA, claims of the
-    device's own driver do not count as other holders: the scheduler itself subtracts what these claims have. The ids of
-    a device are checked in order, and an idle id that is offered counts as held for the next ids.
+    device's own driver do not count as other holders: the scheduler itself subtracts the devices and counters of these
+    claims. The ids of a device are checked in order, and an idle id that is offered counts as held for the next ids.
     """
     if (listed := asked.resources.get(resource)) is None:
         return WithheldDevices()
@@ -93,7 +93,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
     for device in listed.snapshot.devices.values():
         key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
         if not (key in busy or device.consumes or key in hardware.related) and busy.isdisjoint(tokens):
-            continue  # This is the usual case: no holder has a part of it.
+            continue  # This is the usual case: no holder has any part of the device.
         ids = listed.ids(device) if side == "plugin" else (device.id,)
         points: set[Point] = {key, *tokens}
         points.update((name, counter) for name, of in device.consumes.items() for counter in of)

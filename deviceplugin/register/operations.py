@@ -193,7 +193,7 @@ def observe_all(
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders of ids, whose pods may run by the evidence: (pod UID, container, resource, id)."""
+    """Record further holders of ids: (pod UID, container, resource, id). By the evidence, these pods may run."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id

@@ -1,8 +1,8 @@
-"""Decides whether a holder may get devices in addition to what all present holders have. Pure functions.
+"""Decides whether a holder may get devices in addition to the devices of all present holders. Pure functions.
 
-A use is what one holder has of one device. Two uses are of the same hardware if their identities share a token (a
-device number, a PCI address or a UUID), or if their devices have the same name and one of the uses has no identity of
-this boot. All uses of a device together never exceed the device, and the quantities that uses take from a shared
+A use is the part of one device that one holder has. Two uses are of the same hardware if their identities share a token
+(a device number, a PCI address or a UUID), or if their devices have the same name and one of the uses has no identity
+of this boot. All uses of a device together never exceed the device, and the quantities that uses take from a shared
 counter never exceed the counter.
 """
 
@@ -45,11 +45,11 @@ _NO_HOLDERS: Final = frozenset({HOOK, RELEASE, UNCERTAIN})
 class Use(NamedTuple):
     """The part of one device that one holder has.
 
-    unit: the holder's key: of a kubelet id, a claim, a hook, or a holder of another plugin or driver. title: the holder
-    as text, for messages. key: the device; None if only the device's tokens are known. tokens: the device's identity in
-    this boot, empty if unknown. part: the fraction of the device; None if unknown. takes: the quantity that the device
-    takes from each counter. reached: tokens of other nodes that the holder may open, which do not identify the device.
-    left: tokens of nodes that the holder cannot open any more.
+    unit: the holder's key, made from a kubelet id, a claim, a hook, or an allocation of another plugin or driver.
+    title: the holder as text, for messages. key: the device; None if only the device's tokens are known. tokens: the
+    device's identity in this boot, empty if unknown. part: the fraction of the device; None if unknown. takes: the
+    quantity that the device takes from each counter. reached: tokens of other nodes that the holder may open, which do
+    not identify the device. left: tokens of nodes that the holder cannot open any more.
     """
 
     unit: tuple[str, ...]
@@ -69,7 +69,7 @@ class Use(NamedTuple):
 
     @property
     def points(self) -> set[Point]:
-        """The keys at which this use counts: the device, its tokens, and tokens of nodes that the holder may open."""
+        """The keys that this use occupies: the device, its tokens, and tokens of nodes that the holder may open."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
@@ -84,8 +84,8 @@ class View:
     boot: the node's boot id. scopes: for each resource of this process, the scope of its counters. limits: the size of
     each counter that devices declare. others: the uses that are not in the register: by other drivers, by hooks that
     still run, and by failed `released` hooks. unreleased: for each device whose hook `released` must succeed before the
-    next grant, the reason. present: all present tokens of devices, also tokens that do not last
-    (`deviceplugin.identity.lasting`).
+    next grant, the reason. present: for each device, all its present tokens, also tokens that may change under the same
+    holder (`deviceplugin.identity.lasting`).
     """
 
     boot: str = ""
@@ -193,7 +193,7 @@ def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
 
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
-    """Return one device of a claim as a `Use` (what one holder has of one device).
+    """Return one device of a claim as a `Use` (the part of one device that one holder has).
 
     If the claim is known only from evidence, its part of the device is unknown.
     """
@@ -327,7 +327,7 @@ def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> lis
 
 
 def _part_beside(use: Use, wanted: Use) -> Fraction:
-    """Return a holder's part of a device node: its part of the wanted device, or the whole node of another device."""
+    """Return a use's part of a common node: its part of the wanted device, or the whole node of another device."""
     if use.key != wanted.key and not same_hardware(use.tokens, wanted.tokens):
         return _ONE
     return use.part or _ONE

@@ -259,8 +259,8 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 
     admin: whether the claim has administrative access only. identity: the device's identity at the grant. amount: the
     granted part. parameters: the claim's parameters for the device's setup, as JSON; "" for none. limits: whether the
-    scheduler created the claim for a pod's `limits`, so that the kubelet counts the device for the extended resource;
-    also True if the creator is unknown.
+    scheduler created the claim for a pod's `limits`. The kubelet then counts the device for the extended resource. True
+    also if the creator is unknown.
     """
 
     resource: str
@@ -294,7 +294,7 @@ class Claim:
 
     @property
     def held(self) -> frozenset[RecordKey]:
-        """The devices that the claim holds, as (resource, device); not those with administrative access only."""
+        """The devices that the claim holds, as (resource, device), without devices of administrative access only."""
         held: set[RecordKey] = set()
         for device in self.devices:
             if not device.admin:

@@ -76,7 +76,7 @@ class UnknownHolderError(DeviceConflictError):
 
 
 class ResourceDevices(Protocol):
-    """What the register needs to know of one resource (implemented by `deviceplugin.node.service.Service`)."""
+    """The facts about one resource that the register needs (implemented by `deviceplugin.node.service.Service`)."""
 
     source: DeviceSource
     inventory: Inventory
@@ -89,7 +89,7 @@ class ResourceDevices(Protocol):
 
 
 class RegisterHost:
-    """What a register needs from its process. The defaults here are for a process without resources.
+    """The operations of a process that its register needs. The defaults here are for a process without resources.
 
     services: the present resources of the process, by name.
     """
@@ -126,7 +126,7 @@ class ListedHardware:
         self.has_released = False
 
     def now(self) -> HardwareIndex:
-        """Return the tokens of all devices of the sources. The same object until a device changes."""
+        """Return the identity tokens of all devices that the sources list; the same object until a device changes."""
         services, version = self.served, list[object]()
         for name, service in services.items():
             version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
@@ -150,7 +150,7 @@ class ListedHardware:
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def groups(self, resource: str, devices: Iterable[str]) -> dict[str, tuple[DeviceKey, ...]]:
-        """Return, for each device, it and the devices of its driver that must be on the same side, leader first."""
+        """Return, for each device, the group of its driver's devices that must be on one side; the leader first."""
         services, hardware = self.served, self.now()
         groups: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
@@ -163,7 +163,7 @@ class ListedHardware:
 
 
 class Register:
-    """Records which pods and claims hold this node's devices, and decides whether another may get a device.
+    """Records which pods and claims hold this node's devices, and decides whether another holder may get a device.
 
     host: the process that the register belongs to. store: keeps the records.
     """
@@ -193,7 +193,7 @@ class Register:
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return what `refusal` needs besides the register's records; the same object until it changes."""
+        """Return the facts that `refusal` needs besides the records; the same object until a fact changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now(hardware)
         unreleased = self.releases.unreleased() if self.listed.has_released else NONE
@@ -246,7 +246,7 @@ class Register:
         return self._possible[2]
 
     def hardware(self) -> HardwareIndex:
-        """Return the tokens of all devices of the sources, as `ListedHardware.now`."""
+        """Return the identity tokens of all devices that the sources list (see `ListedHardware.now`)."""
         return self.listed.now()
 
     def sources(self) -> Iterator[tuple[DeviceSource, InventorySnapshot]]:
@@ -337,12 +337,12 @@ class Register:
     ) -> float:
         """Record a grant of kubelet ids to a container; return its time (Unix seconds). ids: for each id, its device.
 
-        asked: what each id stood for at the request; by default what it stands for now. checkpoint: False if the caller
-        has just read the kubelet's checkpoint.
+        asked: the identity and amount of each id at the request; by default the present ones. checkpoint: False if the
+        caller has just read the kubelet's checkpoint.
 
-        Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side exclude
-        the grant, or if the device's holder is not known yet; LookTimeoutError if a read of the device's paths hangs;
-        the store's error if the grant could not be recorded.
+        Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side (plugin
+        or DRA) exclude the grant, or if its holder is not known yet; LookTimeoutError if a read of the device's paths
+        hangs; the store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
         await self.verify(keys, resets=False)
@@ -397,7 +397,7 @@ class Register:
             return await self.store.do(operation(self.view()))
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
-        """Return whether a device, and every part of its hardware, has no holder and no grant in progress.
+        """Return whether a device, and all devices that share its hardware, have no holder and no grant in progress.
 
         units: holders that do not count.
         """
@@ -416,16 +416,16 @@ class Register:
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Prepare a grant of devices: compare them with their hardware, and wait for the devices' hooks.
+        """Prepare a grant of devices: compare the devices with their present hardware, and wait for their hooks.
 
-        This takes time. After it, a grant reads the evidence of other holders, and compares the devices' tokens again.
+        This takes time. So a grant reads the evidence of other holders afterwards, and compares the tokens again.
 
         Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
 
         resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
-        self.listed.now()  # It also finds out whether any source has the hook `released`.
+        self.listed.now()  # This call also finds out whether any source has the hook `released`.
         if keys and self.listed.has_released:
             await self._host.reread()  # The hook `released` must not be called for a device with a holder.
             self.releases.begin(keys)
@@ -436,7 +436,7 @@ class Register:
         for resource, device in keys:
             names.setdefault(resource, []).append(device)
         for resource, of in names.items():
-            if (served := self.listed.served.get(resource)) is not None:  # A reload may have removed it.
+            if (served := self.listed.served.get(resource)) is not None:  # A reload may have removed the resource.
                 await self._verify(served.inventory, of)
         if self.hooks.running:
             try:
@@ -528,7 +528,7 @@ class Register:
                 raise DeviceConflictError(why)
 
     async def _check_away(self, resource: str, name: str, key: DeviceKey) -> None:
-        """Raise DeviceConflictError if an id's device, which is not listed, no longer has the number of its grant."""
+        """Raise DeviceConflictError if an id's device, which is not listed, has lost the device number of its grant."""
         if (allocation := self.snapshot.allocations.get((resource, name))) is not None:
             tokens, looks = allocation.identity.in_boot(self.boot), self.listed.served[resource].inventory.looks
             if lost := await looks.at("start", identity.moved, identity.reachable(tokens), tokens, brief=True):
@@ -585,7 +585,7 @@ class Register:
                 callback()
 
     def _of_another_driver(self, point: DeviceKey, entries: Iterable[tuple[str, DeviceKey]]) -> bool:
-        """Return whether a claim of the device's former driver holds it: the present driver must not offer it yet."""
+        """Return whether a claim of another driver holds the device, so that the present driver must not offer it."""
         served = self.listed.served.get(point[0])
         return served is not None and any(
             table == "claims" and key[0] != served.source.driver for table, key in entries

@@ -57,7 +57,7 @@ class _Moment(NamedTuple):
 
 
 class ReleaseHost(Protocol):
-    """What this module needs of the register (implemented by `deviceplugin.register.register.Register`)."""
+    """The operations of the register that this module needs (`deviceplugin.register.register.Register` has them)."""
 
     @property
     def hooks(self) -> HookRuns:
@@ -68,7 +68,7 @@ class ReleaseHost(Protocol):
         """The register's present records."""
 
     def hardware(self) -> HardwareIndex:
-        """Return the tokens of all devices of the sources."""
+        """Return the identity tokens of all devices that the sources list."""
 
     def sources(self) -> Iterable[tuple[DeviceSource, InventorySnapshot]]:
         """Return the source of each resource, with the devices that the source lists now."""
@@ -173,7 +173,7 @@ class Releases:
             if key not in self.failed:
                 fresh.append(device)
             else:
-                self._start(resource, [device])  # A call of its own, because another device may be at fault.
+                self._start(resource, [device])  # A separate call: another device may have caused the failure.
         self._start(resource, fresh)
 
     def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:

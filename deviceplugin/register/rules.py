@@ -66,9 +66,10 @@ class ObservedAllocation:
     """A kubelet device id that containers hold according to the kubelet's checkpoint and the pods' cgroups.
 
     pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
-    that is not sure counts as held, but is no evidence against the register. reason: why the id counts as held, for
-    messages. identity, amount: the device's identity and the granted part, if the checkpoint has the AllocateResponse.
-    ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of the id's last grant.
+    that is not sure counts as held, but does not show that the register is wrong. reason: why the id counts as held,
+    for messages. identity, amount: the device's identity and the granted part, if the checkpoint has the
+    AllocateResponse. ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of the
+    id's last grant.
     """
 
     device: str
@@ -85,7 +86,7 @@ class ObservedAllocation:
 
 @dataclass(frozen=True, slots=True)
 class KubeletSnapshot:
-    """The held ids of one resource, by the kubelet's checkpoint and the pods' cgroups (`deviceplugin.kubelet.holders`).
+    """The ids of one resource that containers hold, according to the kubelet's checkpoint and the pods' cgroups.
 
     sequence: the register's sequence before the evidence was read. at: when the reading began (monotonic seconds).
     current: whether the kubelet wrote the checkpoint after that moment, and no Allocate ran meanwhile. held: the ids
@@ -103,7 +104,7 @@ class KubeletSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class KubeletEvidence:
-    """The evidence that the end of a move to DRA needs; times are monotonic seconds of one process.
+    """The evidence that is necessary to end a move to DRA. Times are monotonic seconds of one process.
 
     sequence: the register's sequence before all evidence was read. shown: for each device, when ListAndWatch sent the
     device as Unhealthy. snapshot: the holders, read after that time.
@@ -116,7 +117,7 @@ class KubeletEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvidence:
-    """The evidence that the end of a move to the plugin side needs; times are monotonic seconds of one process.
+    """The evidence that is necessary to end a move to the plugin side. Times are monotonic seconds of one process.
 
     sequence: the register's sequence before all evidence was read. withdrawn: for each device, when the API server
     accepted the slice without the device. listed_at: when a consistent LIST of all claims began. allocated: for each
@@ -224,9 +225,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim gets no device: other holders leave too little of it.
+    """Why a pod or a claim does not get a device: other holders leave too little of the device.
 
-    outlook: whether a claim may get it soon.
+    outlook: whether the refused claim may get its devices soon.
     """
 
     message: str
@@ -263,7 +264,7 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
 
 
 def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
-    """Return an error if a claim's parameters for a device differ from those of another claim for it; else ""."""
+    """Return an error if two claims have different parameters for a device, one of them this claim; else ""."""
     for device in claim.devices:
         name = device.resource, device.device
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
@@ -339,7 +340,7 @@ def _utc(seconds: float) -> str:
 def with_outlook(
     decision: Decision[Refused | Excluded], state: RegisterSnapshot, claim: Claim, view: View
 ) -> Decision[Claim | Refused | Excluded]:
-    """Return the refusal, with the fact whether the claim may get its devices soon."""
+    """Return the refusal with its `outlook` (whether the claim may get its devices soon)."""
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
     # The outlook FREE would contradict the refusal. For example, the device cannot move because pods have devices by
     # limits both from the plugin and from DRA.

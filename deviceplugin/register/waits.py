@@ -14,7 +14,7 @@ from typing import Final
 from deviceplugin.exclusion import DeviceKey
 
 PROMPT: Final = 0.3
-"""Seconds between two readings of the evidence about awaited devices, so that a waiting call ends soon."""
+"""Seconds between two reads of the evidence about awaited devices, so that a waiting call ends soon."""
 
 
 class Waits:
@@ -26,7 +26,7 @@ class Waits:
 
     @property
     def devices(self) -> Collection[DeviceKey]:
-        """The devices for which a call waits, or is expected to."""
+        """The devices for which a call waits, or is expected to wait soon."""
         return self._waiting.keys()
 
     def subscribe(self, callback: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ class Waits:
         self._subscribers.append(callback)
 
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
-        """Count these devices as awaited for some seconds, because a refused caller will try again.
+        """Treat these devices as awaited for `seconds` seconds, because a refused caller will try again.
 
         Must be called in the event loop.
         """
@@ -44,7 +44,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
-        """Count these devices as awaited while the context manager is active."""
+        """Treat these devices as awaited while the context manager is active."""
         self._waiting.update(keys)
         for callback in self._subscribers:
             callback()
