@@ -51,10 +51,10 @@ class ServedResource(NamedTuple):
 class RequestDevices:
     """The devices that one request of a claim gets from one source.
 
-    request: the name without the subrequest. members: each device with its result in the allocation; a device of which
-    the claim has several shares has several results. records: the records of the members that the register is asked to
-    grant. config: the request's parameters. by_others: whether the setup of the devices calls hooks of the source, or a
-    vendor's plugin.
+    request: the request's name without the subrequest. members: each device with its result in the allocation; a device
+    of which the claim has several shares has several results. records: the records of the members that the register is
+    asked to grant. config: the request's parameters. by_others: whether the setup of the devices calls hooks of the
+    source, or a vendor's plugin.
     """
 
     request: str
@@ -74,7 +74,7 @@ class RequestDevices:
         return tuple(in_order(devices.values()))
 
     def edits(self, extra: ContainerEdits | None = None) -> ContainerEdits:
-        """Return the edits of the devices, merged with the edits of hooks. Raises ClaimError if they contradict."""
+        """Return the edits of the devices, merged with the edits of hooks. Raises ClaimError on a conflict."""
         try:
             return ContainerEdits.merge(map(attrgetter("container_edits"), self.devices), winner=extra)
         except EditConflictError as error:

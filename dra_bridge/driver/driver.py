@@ -50,7 +50,7 @@ class DriverNode:
 
     pool: the pool's name, which is the node's name. agent: the agent's name, which the claims' files state. report:
     whether to write `status.devices` of claims, which costs a GET and a PATCH for each claim. boot: the id of the
-    node's boot; "" for the kernel's boot id. cdi_looks: runs all reads and writes of `cdi_directory`.
+    node's boot; "" to use the kernel's boot id. cdi_looks: runs all reads and writes of `cdi_directory`.
     """
 
     pool: str

@@ -116,8 +116,8 @@ class ClaimPreparation:
         self.refused: dict[str, float] = {}
         """For each claim UID, when Unprepare was first refused because processes ran (monotonic seconds)."""
         self.logged: dict[str, tuple[str, str]] = {}
-        """For each claim UID, the last failed call and its error. If the next call fails with the same error, this is
-        logged at DEBUG.
+        """For each claim UID, the last failed call and its error. If the next call fails with the same error, this
+        failure is logged at DEBUG.
         """
 
     async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
@@ -161,7 +161,7 @@ class ClaimPreparation:
             work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
-        """Try once to prepare a claim, or return its recorded response. The caller has its lock. Raises ClaimError."""
+        """Try once to prepare a claim, or return its recorded response. The caller has the lock. Raises ClaimError."""
         check_ref(ref)
         began = time.perf_counter()
         self.statistics.claim_reads += 1
@@ -369,7 +369,7 @@ class ClaimPreparation:
         return Outlook.ENDING if used else Outlook.FREE
 
     def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
-        """Return those of the unlisted pods that may use a claim: pods that were first seen after it was prepared.
+        """Return those of the unlisted pods that may use a claim: pods first seen after the claim was prepared.
 
         unlisted: see `RunningPods`. The kubelet prepares a claim before it makes the sandbox of the claim's pod
         (kubelet 1.36, kuberuntime_manager.go: SyncPod).

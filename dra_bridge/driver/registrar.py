@@ -321,7 +321,7 @@ class Registrar:
         while await self._in_place():
             if self._refused:
                 await self.pause()
-                # If the driver is registered, the kubelet has tried the same path again meanwhile.
+                # If the driver is registered now, the kubelet has tried this socket again, and has accepted the driver.
                 if not self.statistics.registered:
                     return
             wait = math.inf

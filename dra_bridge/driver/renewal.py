@@ -117,7 +117,7 @@ class ClaimRenewal:
                 claims |= failed
             errors = {uid for uid in sorted(claims) if await self._try(uid)}
             failed = failed - claims | errors
-            if errors:  # The other claims do not wait for these.
+            if errors:  # A failed claim does not delay the other claims.
                 retry_at = time.monotonic() + failing.next()
             elif not failed:
                 failing.reset()

@@ -4,8 +4,8 @@ Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the
 the pod that it is admitting, the kubelet ignores `limits` that are satisfied by a claim. For the pods that it has
 admitted before, it counts such `limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586).
 The kubelet compares the sum of the `limits` with the Node's `status.allocatable`, or with the number of ids in its
-checkpoint if that number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a pod that
-does not fit, although the pod runs.
+checkpoint if that number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a running
+pod whose `limits` do not fit into this number.
 
 So a restart can end a pod that has devices from the device plugin, if older pods have devices for their `limits`
 through DRA. After its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if the pods
@@ -51,7 +51,7 @@ class Counts:
 
 
 def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | None) -> Counts:
-    """Return the kubelet's counts of a resource. shown: the Healthy ids, see `Counts`."""
+    """Return the kubelet's counts of a resource. shown: the ids that `Counts.shown` counts."""
     return Counts(len(shown) if shown is not None else None, *held_by_limits(now, resource))
 
 
@@ -116,9 +116,9 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
     """Return the pods that have devices of a resource by their `limits`, with an assumed time of creation.
 
-    The assumed time is when the pod got its devices; for a claim, `AGE` seconds earlier. If a pod has waited longer
-    than `AGE` for its claim, it is older than assumed. A pod with devices of the device plugin has its UID as title, ""
-    if the UID is not known yet.
+    The assumed time is when the pod got its devices; for a claim, `AGE` seconds earlier. A pod that has waited longer
+    than `AGE` for its claim is older than assumed. A pod with devices of the device plugin has its UID as title, "" if
+    the UID is not known yet.
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}

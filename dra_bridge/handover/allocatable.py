@@ -35,10 +35,10 @@ LOWER_DEADLINE: Final = 3.0
 kubelet keeps writing a larger number.
 """
 LATE: Final = 2.0
-"""Seconds after a lowering for which the agent overwrites a larger number that the kubelet writes.
+"""Seconds for which the agent, after it has lowered the number, overwrites a larger number that the kubelet writes.
 
-The kubelet may have computed the larger number just before the devices left the device plugin, and would correct it
-only after its next period (10 s).
+The kubelet may have computed the larger number just before the devices left the device plugin, and would correct this
+number only 10 s later.
 """
 TAKEN: Final = 5.0
 """Maximum seconds to wait until the kubelet counts devices that have returned to the device plugin. Afterwards only the
@@ -144,13 +144,13 @@ class AllocatableStatus:
             return True
 
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
-        """Return the seconds for which pods that need the larger number may still arrive.
+        """Return for how many seconds the kubelet may still admit pods that need the larger number.
 
         The result is infinite while the Node shows a larger number, and 0 or less once no such pod can arrive.
 
         began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
-        number never stays for a full second. In that case, half the grace period is enough once twice the grace period
-        has passed since `began`.
+        number never stays for a full second. In that case, the method uses half the grace period after twice the grace
+        period has passed since `began`.
         """
         shown = self._numbers.get(resource)
         if shown is None:
@@ -162,7 +162,7 @@ class AllocatableStatus:
         return self._since[resource] + grace - now
 
     def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
-        """Begin to raise the resource's number, because these ids return from DRA to the kubelet."""
+        """Begin to raise the resource's number, because these ids return from DRA to the device plugin."""
         if resource in self._most:
             self._most[resource] += len(device_ids)
         self._returning.setdefault(resource, set()).update(device_ids)
@@ -181,7 +181,7 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Wait until the kubelet counts these ids as healthy. Return its number of healthy ids, 0 after `TAKEN` s."""
+        """Wait until the kubelet counts these ids as healthy. Return the number of healthy ids; 0 after `TAKEN` s."""
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):

@@ -63,7 +63,7 @@ async def end_moves_to_dra(
 
 @dataclass(slots=True)
 class _ClaimQuery:
-    """The repeated reads of the claim because of which a device cannot move yet.
+    """The repeated reads of the claim that prevents the move of a device.
 
     waits: the delays between two reads of the claim. claim: the claim's namespace/name; "" if no such claim is known.
     device: the device in the claim's allocation; None if the claim is for a pod's `limits` and has any device of the
@@ -94,10 +94,10 @@ class MovesToPlugin:
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
     (`dra_bridge.handover.admission`).
 
-    queries: the reads of claims, by the device and its record's sequence number, so that each move begins with a new
-    read. waits: makes the delays between two reads of a claim. limited: whether pods have, or may get, devices of the
-    resource by their `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod. It
-    becomes False when the ledger file names no such pod, and either a list of claims names none or no device waits.
+    queries: the reads of claims, by (device, sequence number of the device's record), so that each move begins with a
+    new read. waits: makes the delays between two reads of a claim. limited: whether pods have, or may get, devices of
+    the resource by their `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod.
+    It becomes False when the ledger file names no such pod, and either a list of claims names none or no device waits.
     """
 
     moved: MovedResource
@@ -205,7 +205,7 @@ class MovesToPlugin:
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims whose queries are due. Return whether all claims have to be listed now.
 
-        This is necessary if, for a query that is due, no known claim has the device any more.
+        A list is necessary if, for a query that is due, no known claim has the device any more.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

@@ -51,7 +51,7 @@ class MoveEvidence(Protocol):
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim (namespace/name); return whether its allocation has this device of this node.
 
-        device: None if any device of the resource counts.
+        device: None for any device of the resource.
         """
 
 
@@ -80,7 +80,7 @@ class DriverSide(Protocol):
     def moved(self, resource: str) -> None:
         """Update the device lists and the slices, because moves of this resource's devices have begun or ended.
 
-        The lists are out of date until the event loop has run the tasks that are ready now.
+        The device lists are updated by tasks of the event loop, after this method has returned.
         """
 
 

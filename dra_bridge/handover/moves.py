@@ -47,8 +47,8 @@ class Handover:
     """Moves one resource's devices between the device plugin and DRA until DRA has as many as requested (the share).
 
     allocatable: writes the number of devices that the scheduler counts; None if only the kubelet writes this number.
-    waiting: for each device whose move waits, the reason. denied: UIDs of the pods that a kubelet restart would end, at
-    the last check; "" for a pod whose UID is not known yet.
+    waiting: for each device whose move waits, the reason. denied: UIDs of the pods that a kubelet restart would have
+    ended at the last check; "" for a pod whose UID is not known yet.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Handover:
                     progress, moving = False, True
                 if progress:
                     backoff.reset()
-                    await asyncio.sleep(0)  # Meanwhile the device lists are updated (`DriverSide.moved`).
+                    await asyncio.sleep(0)  # Let tasks update the device lists (`DriverSide.moved`).
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pause(backoff) if moving else 60.0):
@@ -176,7 +176,7 @@ class Handover:
         now, extra = time.time(), {"resource": self.resource}
         way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
         self.statistics.finished[way] += len(devices)
-        present = 0  # Unplugged devices do not count: their records are deleted soon.
+        present = 0  # Unplugged devices are not counted: their records are deleted soon.
         for name in devices:
             self.statistics.seconds[way] += max(0.0, now - before.device(self.resource, name).since)
             if name in self._moved.inventory.snapshot.devices:

@@ -163,8 +163,8 @@ def _choose(
     """Choose `count` of the candidates to move to a side. there: the devices that are already on this side.
 
     Devices in the state `turning` (held devices first) are chosen first, because only their present move is reversed.
-    Then groups are chosen, groups with an idle device before groups without one: first groups with devices that are
-    already on this side or chosen, then groups that fit into the rest of `count`.
+    Then groups are chosen, in this order of preference: groups with an idle device; groups of which some devices are
+    already on this side or chosen; groups that fit into the rest of `count`.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []

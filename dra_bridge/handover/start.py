@@ -138,7 +138,7 @@ class MoveStarter:
         return True
 
     async def _announced(self, movable: Movable, leaving: Collection[str]) -> bool:
-        """Lower the Node's number of allocatable devices by the leaving devices. Return whether this had to wait."""
+        """Lower the Node's number of allocatable devices by the leaving devices. Return whether the method waited."""
         if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
         staying = set(healthy)

@@ -401,7 +401,7 @@ class Ledger:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            # A MemoryError, which has no such code, is caused by a damaged length field that asks for gigabytes.
+            # A MemoryError has no error code of SQLite: a damaged length field in the file asks for gigabytes.
             code = getattr(error, "sqlite_errorcode", None)
             if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error

@@ -19,7 +19,7 @@ _Asked = tuple[Operation[Any], asyncio.Future[Any]]
 DEADLINE: Final = 5.0
 """Seconds within which an operation must be recorded. A sync to a slow, busy disk takes one or two seconds."""
 CLOSING: Final = 2.0
-"""Maximum seconds to wait for the file to be closed. Otherwise the kernel releases the lock when the process ends."""
+"""Maximum seconds to close the file. After a longer time, the kernel releases the lock when the process ends."""
 
 
 class AsyncLedger:
@@ -112,7 +112,7 @@ class AsyncLedger:
             await self.looks.at("record", self.ledger.close, timeout=CLOSING)
 
     def _go_on(self) -> None:
-        """Start a task for pending operations, unless it runs already."""
+        """Start a task for pending operations, unless such a task runs already."""
         if (self._batch or self.ledger.must_tidy) and (self.answering is None or self.answering.done()):
             self.answering = asyncio.create_task(self._answer())
 
@@ -203,7 +203,7 @@ class AsyncLedger:
 
 
 def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
-    """Open the ledger as the result of `opening`. If `opening` was cancelled meanwhile, close the ledger."""
+    """Open the ledger, and make it the result of `opening`. If `opening` was cancelled meanwhile, close the ledger."""
     try:
         ledger = Ledger(path, copy)
     except Exception as error:  # The caller of `open` gets the exception from the future `opening`.

@@ -236,9 +236,9 @@ class Bridge(ClaimSide):
         service.endpoint.refresh()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Apply to a resource that another source has added (`child_sources`) the policy of this source.
+        """Apply the policy of a source to a resource that this source has added (`child_sources`).
 
-        parent: the resource of that source. If it is "", the resource is of a vendor's plugin and in no config, and its
+        parent: the resource of the source. If it is "", the resource is of a vendor's plugin and in no config, and its
         devices leave their driver.
         """
         self._parents[resource] = parent

@@ -114,7 +114,7 @@ class ClaimChecks:
     async def _name_from_server(
         self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
-        """Add names to claims that are known only from CDI files, and unprepare those that do not exist any more."""
+        """Add names to claims that are known only from CDI files, and unprepare claims that no longer exist."""
         records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:

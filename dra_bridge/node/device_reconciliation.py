@@ -94,8 +94,8 @@ class EvidenceReader:
             raise CheckpointError(f"{resource} is not served any more")
         prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
         evident = await self.driver.files.reading.at("evidence", self.driver.claim_evidence, prepared, resource)
-        # A claim counts even if the names in its allocation are not those of these devices now, because the agent's
-        # file of the claim may identify its devices.
+        # A claim is evidence even if the names in its allocation are not the present names of these devices, because
+        # the agent's file of the claim may identify the devices.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
         recorded = self.agent.register.snapshot.of(resource)
         if any(name not in recorded or recorded[name].state is State.QUARANTINED for name in devices):
@@ -157,7 +157,7 @@ class EvidenceReader:
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read one claim (namespace/name). Return whether its allocation has this device of this node.
 
-        device: None if any device of the resource counts.
+        device: None for any device of the resource.
         """
         namespace, _, name = claim.partition("/")
         try:

@@ -78,7 +78,7 @@ class DriverRuntime:
         self.devices = DeviceReconciler(context, evidence, self)
 
     def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:
-        """Let this driver serve a resource; if it does so already, use the new source and policy.
+        """Let this driver serve a resource, or use a new source and policy for a resource that it serves already.
 
         leaving: whether the resource names another driver now, so that this driver's devices of the resource return to
         the device plugin.

@@ -29,9 +29,9 @@ class NodeWatch:
     """Follows the Node object of this node.
 
     annotated: a function that is called when the Node's annotations change, or when a new Node has this name.
-    allocatable: receives the numbers in `status.allocatable`. annotations, uid: those of the last Node that was read,
-    even if it was deleted since; None and "" before the first read. gone: whether no Node of this name exists. state:
-    the state of the watch.
+    allocatable: receives the numbers in `status.allocatable`. annotations, uid: annotations and UID of the last read
+    Node, even if this Node was deleted since; None and "" before the first read. gone: whether no Node of this name
+    exists. state: the state of the watch.
     """
 
     cluster: Cluster

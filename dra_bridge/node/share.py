@@ -58,9 +58,10 @@ class DriverShare:
     The ledger file stores the last valid share. The stored share stays in effect if the requested share is invalid, or
     if the Node object was replaced by a Node without this annotation. So a Node that is deleted and recreated (for
     example by a repair) undoes no migration. share: the requested share; None if the shares in the config apply. text:
-    the Node's annotation, "" if there is none. kept: the share of the replaced Node, while it stays in effect. refused:
-    the last invalid text that was logged. requested_on: the UID of the Node with the last request, even before it is in
-    the ledger. warned: the UID of the Node for which a warning was logged that the former share stays in effect.
+    the Node's annotation, "" if there is none. kept: the share of the replaced Node, while this share is in effect.
+    refused: the last invalid text that was logged. requested_on: the UID of the Node with the last request, even before
+    it is in the ledger. warned: the UID of the Node for which a warning was logged that the former share stays in
+    effect.
     """
 
     driver: str

@@ -73,7 +73,7 @@ class SliceFeed:
         """For each device that the slices must not have: the ticket of the first slices without it, and when the API
         server accepted these slices (monotonic seconds; None if not yet)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
-        """The last report, the part of its text without holders, and when this report was made (monotonic seconds)."""
+        """The last report, its text without holders, and when this report was made (monotonic seconds)."""
         self._begun = False
         """Whether slices may be passed to the publisher: after the first report was written."""
 
@@ -113,9 +113,9 @@ class SliceFeed:
                 # A device may have been plugged in while its record was deleted, so it must be reconciled again.
                 runtime.changed.set()
             rest = first - time.monotonic()
-            # The first slices wait until the driver is registered: a pod with a claim that starts before fails, and the
-            # kubelet tries again only a minute later. An earlier agent's slices stay until the ledger file was compared
-            # with evidence.
+            # The first slices wait until the driver is registered: before, the start of a pod with a claim fails, and
+            # the kubelet tries again only a minute later. An earlier agent's slices stay until the ledger file was
+            # compared with evidence.
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:

@@ -236,7 +236,7 @@ def _entry(
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """Return an entry of a device's capacity. value: the whole amount. replicas: number of claims that may share it.
+    """Return an entry of a device's capacity. value: the whole amount. replicas: see `Offer`.
 
     A claim that requests no amount of a shared device gets the amount divided by `replicas`. Without a request policy,
     such a claim would take the whole capacity, and no other claim could share the device (k8s.io/api/resource/v1,

@@ -163,7 +163,7 @@ class Mirror:
     def deleted(self, body: Object) -> None:
         """Forget a slice that the agent has deleted.
 
-        A new slice of the same name stays.
+        A new slice of the same name stays in the copy.
         """
         name, uid = body["metadata"]["name"], body["metadata"].get("uid", "")
         if name in self.bodies and self.bodies[name]["metadata"].get("uid", "") == uid:

@@ -12,8 +12,8 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
 UNGROWABLE: Final = 2**62
-"""From this generation on, the agent replaces or deletes an edited or foreign slice. The API server accepts no
-generation above 2**63 - 1."""
+"""The agent replaces or deletes an edited or foreign slice with this generation or a higher one. The API server accepts
+no generation above 2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:

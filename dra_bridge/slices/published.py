@@ -52,8 +52,8 @@ class RateLimit:
         self._per_second = per_second
         self._ticket = 0
         self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """The start times of recent rounds: first those of repeated rounds for a ticket, then those of each ticket's
-        first round.
+        """Two deques with start times of recent rounds: of the repeated rounds for a ticket, and of each ticket's first
+        round.
         """
 
     async def round(self, ticket: int) -> bool:

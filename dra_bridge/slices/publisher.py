@@ -75,8 +75,8 @@ class Publisher:
 
         burst: number of rounds of writes that a driver may make without a wait. per_second: maximum rounds per second
         after the burst. probe_again: seconds between tests of missing features. noticed: a function that is called
-        after a foreign write was undone, or if this is not possible. Its arguments: the driver, the kind of the write,
-        and a sentence that describes the write.
+        after a foreign write was undone, or if the undo is impossible. Its arguments: the driver, the kind of the
+        write, and a sentence that describes the write.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -375,7 +375,7 @@ class Publisher:
                 await self._clear(driver, body)
         if driver.state.accepted >= ticket:
             # The slices differ again only because other programs write. The rate limit bounds how often the agent
-            # undoes this.
+            # undoes such writes.
             driver.wake.set()
             return True
         text = f"the API server still has other slices after {ROUNDS} rounds of writes"
@@ -414,7 +414,7 @@ class Publisher:
         return sorted(found, key=generation_of, reverse=True)[:DELETES]
 
     async def _clear(self, driver: PublishedDriver, body: Object) -> None:
-        """Delete a foreign slice. If the API server refuses this, try again later.
+        """Delete a foreign slice. If the API server refuses the deletion, try again later.
 
         If the slice has finalizers, wait for them.
         """
