@@ -163,9 +163,9 @@ async def migrate(
     """Request a share on these nodes (None: remove the request); return whether this succeeded on all nodes.
 
     namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. wait: whether to wait
-    until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError if
-    no agent reports the devices of a node (nothing was written then), or if the user may not patch a Node. Raises
-    ClusterError if the API server does not respond.
+    until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError
+    before the first write if the driver or a node does not exist, or if no agent reports the devices of a node. Raises
+    RolloutError also if the user may not patch a Node. Raises ClusterError if the API server does not respond.
     """
     views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
