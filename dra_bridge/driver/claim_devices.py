@@ -379,8 +379,8 @@ def granted_device(
 ) -> ClaimDevice:
     """Return the record of a device that a claim requests from the register, made from the present inventory.
 
-    boot: the node's boot. parameters: see `compared_parameters`. times: how many claims may share the published device;
-    None: as many as its inventory states. limits: whether the scheduler made the claim for a pod's `limits`.
+    boot: the node's boot. parameters: see `compared_parameters`. times: number of claims that may share the device;
+    None for the number in the inventory. limits: whether the scheduler made the claim for a pod's `limits`.
     """
     now, admin = served.inventory.snapshot, bool(result.admin_access)
     tokens = now.identities.get(device.id, frozenset())

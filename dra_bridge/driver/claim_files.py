@@ -61,11 +61,11 @@ def build(
     read the nodes here, which blocks. Raises CdiError if a name, path or environment variable is not allowed, or a node
     is missing on the host.
 
-    `described` resolves the host paths of device nodes, because runtimes refuse a symbolic link (containerd#12060). The
-    container has the node at the requested path. A path of a directory stands for all device nodes in the directory. If
-    an entry has device numbers, a runtime does not read the host path (container-device-interface 1.0,
-    container-edits_unix.go: fillMissingInfo). So a restarted container gets the same device number, even if the path
-    then leads to another device.
+    `described` resolves the host paths of device nodes, because runtimes refuse a symbolic link (containerd#12060).
+    Inside the container, the node has the path that the edits state. A path of a directory stands for all device nodes
+    in the directory. If an entry has device numbers, a runtime does not read the host path (container-device-interface
+    1.0, container-edits_unix.go: fillMissingInfo). So a restarted container gets the same device number, even if the
+    path then leads to another device.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -173,8 +173,8 @@ class CdiStore:
     def write(self, uid: str, data: bytes) -> bool:
         """Write a claim's file atomically; return False if the file has these bytes already. Raises CdiError."""
         path = self.path(uid)
-        # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The draft is in the same
-        # directory, because containerd notices a rename within the directory, but not one from another directory.
+        # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The temporary file is in the
+        # same directory, because containerd notices a rename within the directory, but not one from another directory.
         draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
         try:
             return files.put_changed(path, data, draft, 0o644)
@@ -311,8 +311,9 @@ class ClaimMetadata:
 class ClaimFiles:
     """The files of one driver's claims.
 
-    looks: one thread that reads and writes the directory, so that the steps for a claim keep their order. boot: the id
-    of the node's boot; devices that were set up in an earlier boot are set up again. agent: the name of this agent.
+    looks: one thread that reads and writes the directory, so that operations on a claim's files keep their order. boot:
+    the id of the node's boot; devices that were set up in an earlier boot are set up again. agent: the name of this
+    agent.
     """
 
     def __init__(self, records: ClaimRecords, directory: str, looks: Looks, boot: str, agent: str) -> None:

@@ -166,8 +166,8 @@ class Driver:
         the devices of this resource are taken from the claim's CDI file and the claim state. prepared: the claims in
         the kubelet's claim state.
 
-        Raises OSError if the files cannot be read, CdiError if neither the ledger file nor a file nor the claim state
-        names the devices of a claim.
+        Raises OSError if the files cannot be read, CdiError if the devices of a claim are neither in the ledger
+        file, nor in a file of the claim, nor in the claim state.
         """
         state = [claim for claim in prepared if self.name in claim.devices]
         pods = {claim.uid: claim.pod_uids for claim in state}

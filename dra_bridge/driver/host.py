@@ -10,7 +10,7 @@ from deviceplugin.kubelet.containers import Starts
 
 
 class RunningPods(NamedTuple):
-    """The pods whose processes run, by UID.
+    """The UIDs of the pods whose processes run.
 
     unlisted: for each running pod whose claims are unknown, when its processes were first seen (monotonic seconds). The
     kubelet does not list such a pod: it forgets a pod that was deleted by force, together with the pod's claims.

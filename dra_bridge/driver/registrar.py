@@ -10,7 +10,7 @@ Facts (kubelet 1.36.3, pluginmanager): the kubelet's watcher finds every socket 
 also sockets that exist at the kubelet's start, and passes the sockets to a reconciler that runs once a second. After a
 failed registration, the kubelet tries the same path again after growing delays, but tries a socket with a new name at
 once. The removal of a socket deregisters the driver. Several instances of one driver with different endpoints may be
-registered together (in a rolling update); the kubelet calls the newest that is connected. An endpoint cannot be
+registered together (in a rolling update); the kubelet calls the newest connected instance. An endpoint cannot be
 registered twice, so each new registration has a new socket.
 
 The supported versions in the response to GetInfo name all services of the driver. For claims, the kubelet uses the

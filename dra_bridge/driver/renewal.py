@@ -59,7 +59,7 @@ class _DevicesNow:
     """The present state of the devices of one request.
 
     nodes: the CDI entries of the devices' nodes. own: for each device, its identity tokens (such as device numbers)
-    that no other device has. former: tokens of nodes to remove from the spec, unless they are in `nodes`. known: the
+    that no other device has. former: tokens of nodes to remove from the spec, except nodes in `nodes`. known: the
     devices' tokens in the register. lost: device numbers in the register that are neither in the spec nor numbers of
     the devices now. away: whether a device is unplugged or is other hardware now.
     """

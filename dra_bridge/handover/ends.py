@@ -205,7 +205,7 @@ class MovesToPlugin:
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims whose queries are due. Return whether all claims have to be listed now.
 
-        A list is necessary if, for a query that is due, no known claim has the device any more.
+        A list is necessary if no known claim prevents the move of the device of a due query any more.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

@@ -143,7 +143,7 @@ class AsyncLedger:
             self._batch, self._asked, self._first = [], [], None
 
     async def _ended(self, look: Look[Any]) -> bool:
-        """Wait for the call in the thread. Return whether the call has ended within `DEADLINE` seconds.
+        """Wait for the end of a call in the thread. Return whether the call has ended within `DEADLINE` seconds.
 
         If the call has not ended by then, pending operations fail, and the method waits until the call ends.
         """

@@ -52,7 +52,7 @@ class ListBegun:
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """The read of all claims that begins next. visits: functions that will be called with each claim."""
+    """The next list of all claims, which has not begun yet. visits: functions that will be called with each claim."""
 
     reading: asyncio.Task[ListBegun | ClusterError]
     visits: list[Visit] = field(default_factory=list)

@@ -32,8 +32,8 @@ from dra_bridge.slices.foreign import ForeignKind
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
-"""Seconds from a change of claims until other objects are notified, so that pods that start together cause one
-notification."""
+"""Seconds from a change of claims to the update of device lists, moves and slices, so that pods that start together
+cause one update."""
 ALARMS: Final = 600.0
 """Seconds between two Events about the same kind of writes by other programs into the driver's pool."""
 
@@ -60,7 +60,7 @@ class DriverRuntime:
         self._tasks = Tasks()
         self._alarmed: dict[ForeignKind, float] = {}
         self._changed = asyncio.Event()
-        """Whether holders or states of devices have changed, and the other objects have not been notified yet."""
+        """Whether holders or states of devices have changed since the last update of device lists, moves and slices."""
         self._node = node
         self._register = register = node.agent.register
         tracker = node.agent.tracker
@@ -182,7 +182,7 @@ class DriverRuntime:
             await asyncio.wait({self._registering})
 
     async def _follow_claims(self) -> None:
-        """Request notifications of the other objects after claims were prepared or unprepared, until cancelled."""
+        """Request an update (`changed`) after claims were prepared or unprepared, until cancelled."""
         while True:
             await self.context.claims.wait()
             await asyncio.sleep(DEBOUNCE)
@@ -190,13 +190,13 @@ class DriverRuntime:
             self.changed()
 
     async def _follow_changes(self) -> None:
-        """Notify the other objects after holders or states of devices have changed, until cancelled."""
+        """Update device lists, moves and slices after holders or states of devices have changed, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
                 self._notify()
-            except Exception:  # A failure of one notified object must not end the driver.
+            except Exception:  # A failed update must not end the driver.
                 _LOG.exception("not all components were notified of a change of devices", extra={"driver": self.name})
 
     def _notify(self) -> None:
@@ -283,7 +283,7 @@ class DriverRuntime:
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:
-        """Process the result of a scan for holders: report quarantined devices, and notify other objects of changes."""
+        """Process the result of a scan for holders: report quarantined devices, and update device lists."""
         if resource in self.resources:
             for device in done.quarantined:
                 self.quarantined(resource, device)
@@ -292,7 +292,7 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Request a notification of the other objects, because holders or states of devices have changed."""
+        """Request an update of device lists, moves and slices: holders or states of devices have changed."""
         self._changed.set()
 
     def publish(self) -> None:

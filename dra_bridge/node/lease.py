@@ -56,8 +56,8 @@ class NodeLease:
         self.reports: dict[str, str] = {}
         self._seen: Object | None = None
         self._deleted = ""
-        """The UID of the last Lease whose deletion the watch has reported; the response to its creation may arrive
-        afterwards."""
+        """The UID of the last Lease whose deletion the watch has reported. The response to the create request of this
+        Lease may arrive after this report."""
         self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property

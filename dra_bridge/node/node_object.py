@@ -110,8 +110,8 @@ class NodeWatch:
 class NodeStatusWriter:
     """Writes `status.allocatable` of this node's Node object. This needs the right to patch `nodes/status`.
 
-    refused: if the API server refused the last write, the error, and since when all writes have been refused; else
-    None.
+    refused: the refusal of the last writes by the API server, and the time of the first refusal; None after a
+    successful write.
     """
 
     cluster: Cluster

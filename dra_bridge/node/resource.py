@@ -141,7 +141,7 @@ class DriverContext(DriverHost):
         return await tracker.looks.at("container starts", tracker.starts.restarted, before, pods, waited)
 
     def claims_changed(self) -> None:
-        """Make `DriverRuntime` notify the driver's other objects that claims have changed."""
+        """Make `DriverRuntime` update device lists, moves and slices, because claims have changed."""
         self.claims.set()
 
     def ready(self, resource: str, device: str) -> bool:

@@ -98,10 +98,9 @@ class PublishedDriver:
     """The publisher's state of one driver.
 
     nodeless: the watch of the driver's slices without a node, which other drivers may share. left_out: the devices and
-    fields that the slices lack, with reasons. failing: the failure because of which the slices are not the wanted
-    slices now. failures: number of failed tries by HTTP status, 0 for tries without a response. seen: the mirror's
-    slices, for reads by other threads. compared: the input and the result of the last comparison of seen and wanted
-    slices.
+    fields that the slices lack, with reasons. failing: the failed tries since the last success; None after a success.
+    failures: number of failed tries by HTTP status, 0 for tries without a response. seen: the mirror's slices, for
+    reads by other threads. compared: the input and the result of the last comparison of seen and wanted slices.
     """
 
     pool: Pool

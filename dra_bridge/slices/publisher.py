@@ -42,7 +42,7 @@ DELETES: Final = 16
 FEW: Final = 4
 """Number of drivers that each have their own watch of slices without a node. All further drivers share one watch.
 
-The API server cannot select several drivers, so the shared watch gets the slices without a node of all drivers of the
+A field selector cannot name several drivers, so the shared watch gets the slices without a node of all drivers of the
 cluster. A node with few drivers does not need these slices. A watch for each of many drivers would take much memory.
 """
 LINES: Final = 10.0
