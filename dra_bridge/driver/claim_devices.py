@@ -52,8 +52,8 @@ class RequestDevices:
     """The devices that one request of a claim gets from one source.
 
     request: the request's name without the subrequest. members: each device with its result in the allocation; a device
-    of which the claim has several shares has several results. records: the records of the members that the register is
-    asked to grant. config: the request's parameters. by_others: whether the setup of the devices calls hooks of the
+    of which the claim has several shares has several results. records: for each member, the record that the register
+    should grant. config: the request's parameters. by_others: whether the setup of the devices calls hooks of the
     source, or a vendor's plugin.
     """
 

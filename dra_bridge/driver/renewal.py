@@ -50,7 +50,7 @@ DEBOUNCE: Final = 0.05
 """Seconds from a change of the register to the next comparison of the inventories, because the start of a pod causes
 several changes."""
 SETTLED: Final = 1.0
-"""Seconds after which the runtime has read a changed CDI file, because it watches the directory
+"""Seconds after which a runtime has surely read a changed CDI file. A runtime watches the directory
 (container-device-interface 1.0, cache.go: watch)."""
 
 
@@ -130,7 +130,7 @@ class ClaimRenewal:
             seen, tried = now, count
             if claims:
                 await asyncio.sleep(CHECK)
-            # The served resources may change without a notification, which matters only to claims.
+            # A change of the served resources causes no notification, and matters only if there are claims.
             await changes.after(count, CHECK if self._records.all() else REST)
             await asyncio.sleep(DEBOUNCE)
 

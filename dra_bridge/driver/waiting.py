@@ -1,10 +1,10 @@
 """Decides how long a Prepare waits for devices whose holders are about to end.
 
 After a refused Prepare, the kubelet tries again only when it next synchronises the pod, 60 to 90 s later (kubelet 1.32
-to 1.37, pod_workers.go: completeWork; kuberuntime_manager.go: SyncPod returns no error). So if the reason of a
-refusal will soon end, Prepare waits for that, at most until shortly before the deadline of the kubelet's call, which is
-45 s (the same versions, cm/dra/plugin). The wait delays no other pod: the kubelet's worker for the pod makes the call,
-and holds no lock.
+to 1.37, pod_workers.go: completeWork; kuberuntime_manager.go: SyncPod returns no error). So if the reason of a refusal
+will soon end, Prepare waits for this end, at most until shortly before the deadline of the kubelet's call, 45 s after
+its begin (the same versions, cm/dra/plugin). The wait delays no other pod: the kubelet's worker for the pod makes the
+call, and holds no lock.
 
 The kubelet does not cancel the call when the pod should end (kubelet.go: SyncPod calls the runtime with
 `context.WithoutCancel`): the kubelet ends the pod after the response. So Prepare reads the claim again every few

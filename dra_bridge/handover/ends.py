@@ -95,7 +95,7 @@ class MovesToPlugin:
     (`dra_bridge.handover.admission`).
 
     queries: the reads of claims, by (device, sequence number of the device's record), so that each move begins with a
-    new read. waits: makes the delays between two reads of a claim. limited: whether pods have, or may get, devices of
+    new read. waits: returns the delays between two reads of a claim. limited: whether pods have, or may get, devices of
     the resource by their `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod.
     It becomes False when the ledger file names no such pod, and either a list of claims names none or no device waits.
     """

@@ -84,7 +84,7 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return the time since which no slice offers a device (monotonic seconds); None if a slice may offer it.
 
-        Slices of other programs count as well, and also the agent's own slice if another program has added the device.
+        Slices of other programs are included, and the agent's own slice if another program has added the device.
         """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:

@@ -53,7 +53,7 @@ class Publisher:
     """Makes the API server's slices of this node equal to the wanted slices, and keeps them equal.
 
     A watch for all drivers reports the slices that name this node. Other watches report slices that name no node, see
-    `FEW`. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37).
+    `FEW`. The API server has indexes for all of them (registry/resource/resourceslice/strategy.go, 1.32 to 1.37).
     The publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node
     when it starts. A failed write is repeated until it succeeds.
 
