@@ -4,8 +4,8 @@ Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubele
 then creates kubelet.sock. During Register the kubelet connects to the plugin's endpoint and calls
 GetDevicePluginOptions; it ignores the options in Register itself. The endpoint that registered last for a resource
 replaces the former endpoints. A plugin supports only one reader of its device list: a second ListAndWatch stream takes
-updates from the first, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others). So the agent opens one stream for
-each endpoint, which stays open as long as the plugin runs.
+updates from the first, or ends the plugin's process (NVIDIA, AMD, Intel, KubeVirt and others). So the agent opens one
+stream for each endpoint, which stays open as long as the plugin runs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _LOG: Final = logging.getLogger(__name__)
 REGISTRY: Final = "plugins_registry"
 """The subdirectory of the agent's directory in which plugins that do not call Register create their sockets."""
 DIAL: Final = 10.0
-"""Maximum seconds of GetDevicePluginOptions during Register, as in the kubelet."""
+"""Maximum seconds to wait for GetDevicePluginOptions during Register. The kubelet waits equally long."""
 PRE_START: Final = 30.0
-"""Maximum seconds of PreStartContainer, as in the kubelet."""
+"""Maximum seconds to wait for PreStartContainer. The kubelet waits equally long."""
 TURN: Final = 20.0
 """Maximum seconds for which a hanging call to one plugin delays calls to other plugins. This is less than the time for
 which a claim waits for a response."""
@@ -55,7 +55,7 @@ GRACE: Final = 300.0
 """Seconds for which devices stay in the agent's list as Unhealthy after the vendor's plugin has removed them, or has
 ended."""
 TAKEOVER: Final = 5.0
-"""Seconds for which an agent waits for another agent with the same directory to end."""
+"""Maximum seconds for which an agent waits for the end of another agent with the same directory."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 

@@ -37,7 +37,7 @@ TREES: Final = 0.3
 """Seconds between two searches for `kubepods` trees, because a search takes longer than a read of the found trees.
 
 No holder is missed: a kubelet that is restarted with another `kubepods` tree needs more time to start a pod there,
-process its deletion by force, and allocate its device again.
+process the pod's deletion by force, and allocate the pod's device again.
 """
 
 
@@ -52,7 +52,7 @@ class ContainerCgroup(NamedTuple):
 
 
 class PodReader:
-    """Reads from cgroups and pod directories which pods may have running processes. Methods block the thread.
+    """Finds out, from cgroups and pod directories, which pods may have running processes. Methods block the thread.
 
     cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod also counts as ended if its cgroup would not
     be visible here, so that only the kubelet's checkpoint shows whether the pod has devices. This is safe only if no
@@ -135,7 +135,7 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return False if all of a pod's cgroups at the last read were removed, else True. Only calls `stat`."""
+        """Return False if all cgroups that the last read found of a pod are gone now, else True. Only calls `stat`."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)

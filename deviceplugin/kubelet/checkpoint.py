@@ -1,4 +1,4 @@
-"""Reads the kubelet's device manager checkpoint: the device ids of each container, and the devices granted for them.
+"""Reads the kubelet's device manager checkpoint: the device ids of each container, and the devices granted for the ids.
 
 The kubelet writes its checkpoint on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
 1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). The
@@ -340,7 +340,7 @@ class CheckpointReader:
     async def _rewritten(
         self, watch: filewatch.Watch, before: FileIdentity | None, patience: float
     ) -> CheckpointVersion | None:
-        """Wait until the kubelet has replaced the checkpoint file; None if it has not within `patience` seconds."""
+        """Wait for the kubelet's next checkpoint file; return None if there is none after `patience` seconds."""
         until = time.monotonic() + patience
         while True:
             if (after := await self._looks.at("checkpoint", self._newer, before, brief=True)) is not None:

@@ -28,7 +28,7 @@ _TOO_LARGE: Final = (
     "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2  # With any number above 1, `device_of` finds the device of a replica's id.
+ANY_REPLICAS: Final = 2  # For any number of replicas above 1, `device_of` finds the device of a replica's id.
 
 
 class Entry(NamedTuple):

@@ -97,7 +97,7 @@ class HolderSnapshot:
         return self._by_resource.get(resource, {})
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the ids with a certain holder, but without a holder that a checkpoint names.
+        """Return the ids that certainly have a holder although no checkpoint names a holder of the id.
 
         The kubelet may allocate these ids again. A holder that no checkpoint names and that has no processes has
         probably ended, so its id is not in the result. If its device were reported as unhealthy until the end is
@@ -145,7 +145,7 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 
 
 class PendingGrants(NamedTuple):
-    """Allocations from the AllocateResponses in the checkpoint, for grants whose container was not known.
+    """The allocations that the AllocateResponses in the checkpoint show for grants without a known container.
 
     begun: the allocations of the containers that have these grants. replaced: earlier allocations of the same ids. If
     the checkpoint does not name such an allocation, the kubelet had dropped it: the kubelet composed the checkpoint

@@ -108,7 +108,7 @@ class OrphanedClaims:
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
     _read_for: frozenset[str] = field(default=frozenset(), init=False)
-    """The drivers that this process had at the last reading of the claim files; files of their claims were not read."""
+    """The drivers that this process had at the last read of claim files. The read left out these drivers' claims."""
     _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
@@ -152,7 +152,7 @@ class OrphanedClaims:
         return self._held.uses
 
     def refresh(self, served: frozenset[str]) -> None:
-        """Read the changed files. Blocks. served: the drivers of this process, whose claims do not count.
+        """Read the changed files. Blocks. served: the drivers of this process, whose claims are left out.
 
         If the file system hangs, the known uses stay valid: no agent can write other claim files there meanwhile.
         """

@@ -357,7 +357,7 @@ class PluginRegistration:
         while True:
             try:
                 if not locked and await self._has_directory():
-                    await self._server.lock_resource()  # Raises an error if another process has it.
+                    await self._server.lock_resource()  # Raises an error if another process has the lock.
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
@@ -368,7 +368,7 @@ class PluginRegistration:
     async def _next(self, watch: DirectoryReader) -> None:
         """Execute the next step, then wait for a change. Raises LookTimeoutError if a read of the directory hangs."""
         timing = self._timing
-        # A kubelet that listens is still the kubelet of the last read.
+        # While a ListAndWatch stream is open, the kubelet is the same as at the last read.
         now = await (self._directory.seen() if self.endpoint.streams.live else self._directory.now())
         seen = self._seen(now, await self._look(now))
         step = next_step(seen, timing.patience)

@@ -81,7 +81,8 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
 class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet, not a fault
     """Raised when the agent refuses a call of the kubelet.
 
-    code: the gRPC status code. reason: the value of the metric's label. details: the text of the gRPC status.
+    code: the gRPC status code. reason: the label `reason` in the metric of refusals. details: the text of the gRPC
+    status.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
@@ -143,8 +144,8 @@ class Endpoint(DevicePluginServicer):
         self._calls = AllocationsInFlight()
         """The kubelet's running calls. They fail if a ListAndWatch stream ends."""
         self._asked_for: Counter[str] = Counter()
-        """For each device with a running Allocate, the number of ids. The kubelet would crash if a device list lacked
-        these ids."""
+        """For each device with a running Allocate, the number of requested ids. The kubelet would crash if a device
+        list lacked these ids."""
         self._announced: pb.DevicePluginOptions | None = None
         """The options in this resource's last response to GetDevicePluginOptions."""
         self.wake: Callable[[], None] = lambda: None
@@ -189,12 +190,12 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def awaits(self) -> str:
-        """What this resource waits for while it is not `ready`, for messages."""
+        """The event for which this resource waits while it is not `ready`, for messages."""
         return "the first list of devices"
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids for claims. They stay registered, as unhealthy, while the vendor's plugin is away.
+        """The ids of devices for claims. They stay registered, as unhealthy, while the vendor's plugin is away.
 
         Otherwise, another plugin could register them and allocate them to pods.
         """
@@ -218,8 +219,7 @@ class Endpoint(DevicePluginServicer):
     def replace(self, source: DeviceSource) -> None:
         """Replace the resource's source.
 
-        Ids that the new source does not offer stay in the device list as unhealthy for a while, because a pod may have
-        them.
+        Ids that the new source does not offer stay in the device list as unhealthy until no pod has them.
         """
         self.source = source
         self.ids.replace(source)

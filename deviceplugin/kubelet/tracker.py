@@ -130,18 +130,18 @@ class HolderTracker:
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
         self.observed: frozenset[str] = frozenset()
-        """The resources whose allocations the register has compared with evidence since they were added."""
+        """The resources whose allocations the register has compared with evidence since the resource was added."""
         self._unanswered = ""
         """Why the last request for a checkpoint failed; "" if the kubelet wrote the checkpoint."""
         self.problems: tuple[str, ...] = ()
         """Which pods of this node the last scan could not see, as text for messages."""
         self.unknown: Counter[EvidenceSource] = Counter()
-        """For each source of evidence, how often it did not show whether a holder had ended."""
+        """For each source of evidence, how often this evidence did not show whether a holder had ended."""
 
     async def start(self) -> None:
         """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device.
 
-        The copies must have been read.
+        The caller must have read these copies before.
         """
         records = self._register.snapshot.allocations.values()
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
@@ -195,15 +195,15 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the ids, of these ids, that another pod still holds, each with the reason.
+        """Return those of these ids that another pod still holds, each with the reason.
 
         Called before an Allocate is granted. Reads the checkpoint again.
 
         The kubelet allocates an id again only when it counts the former holder as ended. This can be wrong in three
         cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
         called PodResources List during the pod's Allocate (kubernetes#137534). In the last case the present checkpoint
-        still names the pod; in the others it does not. A named pod without a cgroup is the new holder itself, whose
-        init container had the device before.
+        still names the pod; in the others it does not. If a named pod has no cgroup, the pod is the new holder itself:
+        its init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
@@ -432,9 +432,9 @@ class HolderTracker:
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         """Read the evidence now; return None if an Allocate ran meanwhile: its grant may be newer than the evidence.
 
-        wanted: (resource, device id) that a caller hopes to find free. The scan makes the kubelet write its checkpoint
-        in three cases: a wanted id has no holder with running processes; the processes of a holder have ended; or,
-        periodically, a holder has had no processes yet.
+        wanted: (resource, device id) of ids for whose holders' end a caller waits. The scan makes the kubelet write its
+        checkpoint in three cases: a wanted id has no holder with running processes; the processes of a holder have
+        ended; or, periodically, a holder has had no processes yet.
         """
         await self.in_flight.wait()
         at = time.monotonic()

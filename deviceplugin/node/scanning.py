@@ -81,7 +81,8 @@ class HolderScanner:
     async def scan(self, wanted: Collection[DeviceKey] = ()) -> ScanResult | None:
         """Request a scan at once; return its result (see `read`) or raise its exception. Needs a running `run`.
 
-        wanted: (resource, device id) that a caller hopes to find free. All evidence is read after the call.
+        wanted: (resource, device id) of ids for whose holders' end the caller waits. All evidence is read after the
+        call.
         """
         self._asked |= set(wanted)
         self._requested.set()
@@ -101,7 +102,7 @@ class HolderScanner:
         except Exception as error:
             answer.set_exception(error)
         finally:
-            answer.cancel()  # Does nothing unless this task was cancelled.
+            answer.cancel()  # This changes nothing unless this task was cancelled.
         return answer.result()
 
     async def _read(self) -> ScanResult | None:

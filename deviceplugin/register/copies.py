@@ -1,4 +1,4 @@
-"""The copy that an agent with a ledger writes of its allocations: `<agent>.json` in `copies_in`.
+"""Copies of agents' allocations: JSON files in `copies_in`, named by the agent, or by the resource without a ledger.
 
 If the ledger (the SQLite file of the agent's records) and the kubelet's checkpoint are lost, only the copy names the
 pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force, although its

@@ -46,9 +46,9 @@ class ListedResource(NamedTuple):
 class OfferQuestion:
     """The input for the decision which devices a side (plugin or DRA) may offer.
 
-    state: the register's records. view: the other facts about holders. hardware: the tokens of all devices that sources
-    list. resources: the resources of this process, by name. wanted: returns the identity and amount that a holder would
-    get by one id of a device.
+    state: the register's records. view: the facts about holders that are not in the register. hardware: the tokens of
+    all devices that sources list. resources: the resources of this process, by name. wanted: returns the identity and
+    amount that a holder would get by one id of a device.
     """
 
     state: RegisterSnapshot
@@ -122,7 +122,7 @@ def _holds_itself_alone(
 ) -> bool:
     """Return whether the device has one id and no other holder, and is still the granted hardware.
 
-    This is the usual case.
+    Most held devices are in this case.
     """
     if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
         return False

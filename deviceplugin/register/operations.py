@@ -150,9 +150,9 @@ def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested:
 def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
     """Compare the allocations of a resource with a scan of the kubelet's checkpoint and of the pods' cgroups.
 
-    An allocation ends when its id has no holder left, and no grant of the id waits for a checkpoint with its container.
-    A held id without a record is recorded as an allocation. If the device of such an id is on the DRA side, the
-    evidence contradicts the register, and the device is quarantined.
+    An allocation ends when its id has no holder left, and no grant of the id waits for a checkpoint that names its
+    container. A held id without a record is recorded as an allocation. If the device of such an id is on the DRA side,
+    the evidence contradicts the register, and the device is quarantined.
     """
     changes: list[Change] = []
     released: list[str] = []
@@ -464,10 +464,10 @@ def reconcile_evidence(
     A device without a record is put on the DRA side if a claim's allocation or a CDI file names the device, on the
     plugin side if the kubelet's checkpoint names the device, into quarantine if both are true, and on `side` if neither
     is true. A device with a record keeps its state, unless evidence shows a holder on the other side: such a device is
-    quarantined. The allocation of an unprepared claim is no such evidence, because the scheduler may write it minutes
-    late. A holder that is not sure is no such evidence either, but makes the device uncertain. A quarantined device
-    leaves quarantine when the evidence and the register's own holders agree. evidence: the evidence of all holders of
-    `devices`.
+    quarantined. The allocation of an unprepared claim is no evidence of a holder, because the scheduler may write it
+    minutes late. A holder that is not sure is no such evidence either, but makes the device uncertain. A quarantined
+    device leaves quarantine when the evidence and the register's own holders agree. evidence: the evidence of all
+    holders of `devices`.
 
     A claim that this process has unprepared counts as unprepared even if evidence shows it as prepared: the evidence
     may have been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the

@@ -155,9 +155,9 @@ def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
 
 
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
-    """Return a use whose quantities count in the recorded scope and in the present scope of the use's resource.
+    """Return a use with its quantities in the recorded scope and in the present scope of the use's resource.
 
-    If neither scope is known, the quantities count in the scopes of all resources.
+    If neither scope is known, the quantities are in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -270,9 +270,9 @@ def refusal(
 ) -> str:
     """Return why a holder must not get these devices in addition to all present uses; "" if it may get them.
 
-    Present uses by the same holder (`unit`) do not count; several requests for one device add up. beside: further uses
-    that count. own: returns True for a use by another holder that does not count either. counted: returns whether the
-    quantities that a use takes from counters count.
+    Present uses by the same holder (equal `unit`) are left out. Several requests for one device are added. beside:
+    further uses, treated as present uses. own: returns True for another holder's use that is left out too. counted:
+    returns False for a use whose quantities from counters are left out.
     """
     points, count = set[Point](), 0
     for use in wanted:

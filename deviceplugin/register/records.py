@@ -332,9 +332,9 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 class RegisterSnapshot:
     """All records of the register at one moment.
 
-    sequence: the number of the last durable change; it only grows. ended: the last unprepared claims, the oldest first;
-    not stored on disk. index: for each token, device and counter, the (table, key) of the allocations and claims that
-    have it; only `with_changes` builds the index.
+    sequence: the number of the last durable change; it only grows. ended: the claims that were unprepared last, the
+    oldest first; not stored on disk. index: for each token, device and counter, the (table, key) of the allocations and
+    claims that have it; only `with_changes` builds the index.
     """
 
     sequence: int = 0

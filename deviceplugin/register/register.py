@@ -214,7 +214,7 @@ class Register:
         return self._view[1]
 
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
-        """Return uses that hold these devices wholly, together with the devices of the same hardware.
+        """Return uses that hold the whole of these devices, and of devices that share counters with them.
 
         kind: the first element of the uses' keys. devices: for each device, the reason. held: former tokens of devices.
         """
@@ -298,7 +298,7 @@ class Register:
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
-        """Record which devices the newest ListAndWatch or slices do not offer, and log the new devices among these."""
+        """Record the devices that the newest ListAndWatch or slices do not offer. Log new devices and new reasons."""
         before = self.last_withheld(resource, side).devices
         for name, why in withheld.devices.items():
             if before.get(name) != why:
@@ -311,7 +311,7 @@ class Register:
         return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
-        """Return the present devices that are the hardware which a kubelet id stood for when the id was granted."""
+        """Return the listed devices that are now the hardware that was granted under a kubelet id."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
         found = {key for token in tokens for key in hardware.having(token)}
@@ -341,8 +341,8 @@ class Register:
         caller has just read the kubelet's checkpoint.
 
         Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side (plugin
-        or DRA) exclude the grant, or if its holder is not known yet; LookTimeoutError if a read of the device's paths
-        hangs; the store's error if the grant could not be recorded.
+        or DRA) exclude the grant, or if the device's holder is unknown. Raises LookTimeoutError if a read of the
+        device's paths hangs, or the store's error if the grant could not be recorded.
         """
         keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
         await self.verify(keys, resets=False)
@@ -377,7 +377,7 @@ class Register:
             self._granted_now.subtract(keys)
             now = self.listed.now()
             if self.listed.has_released:
-                self.releases.unreleased()  # Notes each new holder now, because a holder may end before the next call.
+                self.releases.unreleased()  # Records each new holder, which may end before the next call.
             if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
 
@@ -388,11 +388,11 @@ class Register:
     async def decide(self, keys: Collection[DeviceKey], operation: Callable[[View], Operation[_T]]) -> _T:
         """Verify devices, then execute the operation that grants the devices to a claim, and return its result.
 
-        Raises DeviceConflictError as `verify` does, and the store's errors.
+        Raises the errors of `verify` and of the store.
         """
         await self.verify(keys)
         with self._granting(keys):
-            if keys:  # An already prepared claim gets no device.
+            if keys:  # There are no keys for an already prepared claim.
                 await self._host.reread()
             return await self.store.do(operation(self.view()))
 
@@ -492,7 +492,7 @@ class Register:
         ids: device by id. begun: the allocations for pending grants of these ids, if the checkpoint names them.
 
         At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes. A USB device can
-        have another device number by then. If the device has another id now, that id is checked.
+        have another device number by then. A device that has another id now is checked under that id.
 
         Raises DeviceConflictError if a device is not the granted device, or if another holder has the device;
         LookTimeoutError if a read of the device's paths hangs; the store's errors.

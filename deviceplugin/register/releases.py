@@ -50,7 +50,7 @@ class FailedRelease:
 
 
 class _Moment(NamedTuple):
-    """A device's tokens and holders when its hook was called. A holder that is not among them came later."""
+    """A device's tokens and holders at the call of its hook. A holder that is not among these holders came later."""
 
     tokens: Tokens
     holders: frozenset[object]
@@ -104,7 +104,7 @@ class Releases:
         self._noted: tuple[object, object] = (None, None)
         self._unreleased: Mapping[DeviceKey, str] = NONE
         self._listed: Mapping[DeviceKey, Device] = NONE
-        """The devices whose sources have the hook."""
+        """The devices whose sources have the hook `released`."""
 
     def unreleased(self) -> Mapping[DeviceKey, str]:
         """Return, for each device that must be released before its next grant, the reason.
@@ -161,8 +161,8 @@ class Releases:
     def look(self, resource: str, *, all_known: bool) -> None:
         """Call the hook for a resource's devices whose last holder has ended, or whose last call has failed.
 
-        all_known: whether the pods of all running processes are known. Only if they are, the hook is also called for
-        devices that have had no holder since the agent's start.
+        all_known: whether the pods of all running processes are known. Otherwise, the hook is not called for devices
+        that have had no holder since the agent's start.
         """
         if not (unreleased := self.unreleased()):
             return

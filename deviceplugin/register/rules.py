@@ -52,12 +52,12 @@ class MoveWait:
 
     @staticmethod
     def for_pod(pod: str) -> MoveWait:
-        """Return the wait for the end of a pod that holds the device. pod: its namespace/name or UID, "" if unknown."""
+        """Return a wait (`MoveWait`) for the end of a pod. pod: its namespace/name or UID, "" if unknown."""
         return MoveWait(f"pod {pod}" if pod else "its pod", on_holder=True, pod=pod)
 
     @staticmethod
     def for_claim(claim: str) -> MoveWait:
-        """Return the wait for the end of a claim that has the device. claim: namespace/name."""
+        """Return a wait (`MoveWait`) for the end of a claim. claim: its namespace/name."""
         return MoveWait(f"claim {claim}", on_holder=True, claim=claim)
 
 
@@ -65,11 +65,11 @@ class MoveWait:
 class ObservedAllocation:
     """A kubelet device id that containers hold according to the kubelet's checkpoint and the pods' cgroups.
 
-    pod: one of the id's pods, for messages. sure: whether other evidence than an old checkpoint shows the holder. An id
-    that is not sure counts as held, but does not show that the register is wrong. reason: why the id counts as held,
-    for messages. identity, amount: the device's identity and the granted part, if the checkpoint has the
-    AllocateResponse. ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of the
-    id's last grant.
+    pod: the name of one pod that holds the id, for messages. sure: whether other evidence than an old checkpoint shows
+    the holder. An id that is not sure counts as held, but does not show that the register is wrong. reason: why the id
+    counts as held, for messages. identity, amount: the device's identity and the granted part, if the checkpoint has
+    the AllocateResponse. ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of
+    the id's last grant.
     """
 
     device: str
@@ -89,9 +89,8 @@ class KubeletSnapshot:
     """The ids of one resource that containers hold, according to the kubelet's checkpoint and the pods' cgroups.
 
     sequence: the register's sequence before the evidence was read. at: when the reading began (monotonic seconds).
-    current: whether the kubelet wrote the checkpoint after that moment, and no Allocate ran meanwhile. held: the ids
-    that containers hold. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not
-    current.
+    current: whether the kubelet wrote the checkpoint after `at`, and no Allocate ran meanwhile. held: the ids that
+    containers hold. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not current.
     """
 
     sequence: int
@@ -107,7 +106,7 @@ class KubeletEvidence:
     """The evidence that is necessary to end a move to DRA. Times are monotonic seconds of one process.
 
     sequence: the register's sequence before all evidence was read. shown: for each device, when ListAndWatch sent the
-    device as Unhealthy. snapshot: the holders, read after that time.
+    device as Unhealthy. snapshot: the holders, read after ListAndWatch sent the device.
     """
 
     sequence: int
