@@ -126,7 +126,7 @@ class VendorPlugin:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """A lock that a call to the plugin holds until the plugin has responded, even if the plugin hangs."""
     pending: dict[object, float] = field(default_factory=dict)
-    """For each running call, when it began (Unix seconds)."""
+    """For each running call, when the call began (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:

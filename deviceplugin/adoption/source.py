@@ -190,9 +190,9 @@ class AdoptedEndpoint(Endpoint):
     def ready(self) -> bool:
         """Whether the plugin is connected. If not, the agent ends its stream, as the plugin's own stream would end.
 
-        So if the plugin registers with the kubelet itself, the resource has no other endpoint there, unless devices are
-        `kept_back`. Up to 1.36, the kubelet drops such a plugin if another endpoint's stream ends after the plugin's
-        registration.
+        So if the plugin registers with the kubelet itself, the resource has no other endpoint at the kubelet, unless
+        devices are `kept_back`. Up to 1.36, the kubelet drops such a plugin if another endpoint's stream ends after the
+        plugin's registration.
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
@@ -201,8 +201,7 @@ class AdoptedEndpoint(Endpoint):
     def awaits(self) -> str:
         """A text that names the plugin for which this endpoint waits, for messages.
 
-        If the plugin has registered with the kubelet itself, the text says that a kubelet 1.36 cannot use it after the
-        agent's end.
+        If the plugin has registered with the kubelet itself, the text says when to restart the plugin's pod.
         """
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "the vendor's plugin"

@@ -10,8 +10,8 @@ endpoint, and reports the result by NotifyRegistrationStatus (5 s). The kubelet 
 min. A plugin that gets a failure ends its server (RDMA) or starts its server again (SR-IOV). As the kubelet does, the
 agent reports a failure to the plugin whenever it refuses the registration.
 
-The endpoint in the response to GetInfo is a path within the plugin's container, so only the path's last element is used
-here. The socket of that name is in the directory of the first socket, or in the directory of plugins that call
+The endpoint in the response to GetInfo is a path within the plugin's container, so the agent uses only the path's last
+element. The socket of that name is in the directory of the first socket, or in the directory of plugins that call
 Register.
 """
 

@@ -17,7 +17,7 @@ MANY: Final = 64
 def avoiding(
     avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
 ) -> tuple[list[str], list[str]]:
-    """Return `available` and `must_include`, changed so that avoided devices are chosen only if others do not suffice.
+    """Return `available` and `must_include`, changed so that avoided devices are chosen only if the others are too few.
 
     size: the number of devices that the container gets.
     """

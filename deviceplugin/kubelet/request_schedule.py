@@ -14,8 +14,8 @@ from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
-"""Least and most seconds between two requests for a checkpoint about the same allocations; each request doubles the
-delay."""
+"""FIRST_REQUEST and MOST_REQUEST: the least and most seconds between two requests for a checkpoint about the same
+allocations. Each request doubles the delay."""
 
 
 class RequestSchedule:

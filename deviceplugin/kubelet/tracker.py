@@ -432,8 +432,8 @@ class HolderTracker:
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         """Read the evidence now; return None if an Allocate ran meanwhile: its grant may be newer than the evidence.
 
-        wanted: (resource, device id) of ids for whose holders' end a caller waits. The scan makes the kubelet write its
-        checkpoint in three cases: a wanted id has no holder with running processes; the processes of a holder have
+        wanted: (resource, device id) of each id that a caller needs without a holder. The scan makes the kubelet write
+        its checkpoint in three cases: a wanted id has no holder with running processes; the processes of a holder have
         ended; or, periodically, a holder has had no processes yet.
         """
         await self.in_flight.wait()

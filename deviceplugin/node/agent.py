@@ -93,7 +93,7 @@ class Agent:
         self.register.subscribe(self._refresh)
 
     def status(self) -> AgentStatus:
-        """Return the agent's present status. Quick. Any thread may call this method."""
+        """Return the agent's present status, without blocking. Any thread may call this method."""
         return AgentStatus(
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,

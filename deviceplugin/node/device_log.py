@@ -14,7 +14,8 @@ from deviceplugin.register.records import Allocation
 _LOG: Final = logging.getLogger(__name__)
 
 SHOWN: Final = 8
-"""Maximum number of devices with the same change that are logged at INFO; the others are logged at DEBUG."""
+"""Number of changes between two snapshots that are logged at INFO or WARNING. Further changes are logged at DEBUG,
+unless a device with a holder vanished or became unhealthy."""
 
 
 class InventoryLog:

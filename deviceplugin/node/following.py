@@ -151,7 +151,7 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # The source's own code raised it. The reader of the generator gets it.
+        except Exception as error:  # The source's code raised the exception. The generator's reader gets it.
             end = error
         except BaseException as error:  # SystemExit, for example: the reader needs a result.
             end = RuntimeError(f"{type(error).__name__}: {error}")

@@ -81,7 +81,7 @@ class HolderScanner:
     async def scan(self, wanted: Collection[DeviceKey] = ()) -> ScanResult | None:
         """Request a scan at once; return its result (see `read`) or raise its exception. Needs a running `run`.
 
-        wanted: (resource, device id) of ids for whose holders' end the caller waits. All evidence is read after the
+        wanted: (resource, device id) of each id that the caller needs without a holder. All evidence is read after the
         call.
         """
         self._asked |= set(wanted)

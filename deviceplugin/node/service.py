@@ -146,7 +146,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Add the ids that pods got before the agent's start, perhaps with other replicas, to the legacy ids."""
+        """Add ids that pods got before the agent's start, and that are not offered now, to the legacy ids."""
         if self.existing:
             before, self.existing = self.existing, self.endpoint.ids.adopt_existing(self.existing)
             self.endpoint.refresh()

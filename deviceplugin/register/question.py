@@ -82,10 +82,10 @@ class View:
     """The facts by which `refusal` decides, besides the register's records.
 
     boot: the node's boot id. scopes: for each resource of this process, the scope of its counters. limits: the size of
-    each counter that devices declare. others: the uses that are not in the register: by other drivers, by hooks that
-    still run, and by failed `released` hooks. unreleased: for each device whose hook `released` must succeed before the
-    next grant, the reason. present: for each device, all its present tokens, also tokens that may change under the same
-    holder (`deviceplugin.identity.lasting`).
+    each counter that devices declare. others: the uses that are not in the register: through other drivers and plugins,
+    by hooks that still run, and by failed `released` hooks. unreleased: for each device whose hook `released` must
+    succeed before the next grant, the reason. present: for each device, all its present tokens, also tokens that may
+    change under the same holder (`deviceplugin.identity.lasting`).
     """
 
     boot: str = ""

@@ -263,7 +263,7 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
 
 
 def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
-    """Return an error if two claims have different parameters for a device, one of them this claim; else ""."""
+    """Return an error if a device of a claim has other parameters in another request or claim; else ""."""
     for device in claim.devices:
         name = device.resource, device.device
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
