@@ -1,19 +1,19 @@
-"""Notifies readers that a directory may have changed (a hint).
+"""Notifies readers that a directory may have changed. Such a notice is called a hint.
 
-Each event loop has one watcher with one inotify instance. Events of inotify are only hints to read again. Events can be
-missing: an overflow drops events, no events follow after a directory is moved away, some file systems cause no events,
-and the user may have no inotify instance or watch left. So each wait has two timeouts after which the reader reads
-without a hint: one for directories with events, and one for directories without events.
+Each event loop has one watcher with one inotify instance. An event of inotify is only a hint to read the directory
+again. Events can be missing: an overflow drops events, a directory that was moved away causes no events, some file
+systems cause no events, and the user may have no inotify instance or watch left. So each wait has two timeouts after
+which the reader reads without a hint: one for directories with events, and one for directories without events.
 
 While a directory does not exist, its nearest existing ancestor is watched. Ancestors are not watched otherwise, because
-the kubelet replaces a file in /var/lib/kubelet nine times for each pod. A periodic check finds out whether the
-directory at the path is still the watched directory.
+the kubelet replaces a file in /var/lib/kubelet nine times for each pod. A periodic check shows whether the directory at
+the path is still the watched directory.
 
-The event loop makes no system call that waits for a file system. Such calls are made in a thread of the watch, which
-then ends. watchdog 7 holds a lock while it begins to watch a directory. So the thread first reads the directory's
-status: if the file system hangs, only this thread hangs. If the file system stops answering between the two calls, no
-watch gets events until another instance replaces the present one, at the end of the first wait after 5 s. Until then,
-waits end by their timeouts.
+The event loop makes no system call that waits for a file system. A temporary thread makes such calls. watchdog 7 holds
+a lock while it begins to watch a directory. So the thread first reads the directory's status: if the file system hangs,
+only this thread hangs. If the file system stops responding between the two calls, no directory causes events until a
+new inotify instance replaces the present one, at the end of the first wait after 5 s. Until then, waits end by their
+timeouts.
 """
 
 from __future__ import annotations
@@ -51,30 +51,29 @@ NAMES: Final[_Events] = frozenset(
         *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
     }
 )
-"""The inotify events for names that appear in, or disappear from, a directory."""
+"""The inotify events for created, removed and renamed entries of a directory."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
-"""The events of `NAMES`, and events of written files. These are not used for /dev, because each close of /dev/null
-would be an event.
-"""
+"""The events of `NAMES`, and events of written files. Do not use them for /dev: each close of /dev/null would be an
+event."""
 
 CHECK: Final = 1.0
 """Minimum seconds between two checks whether the directory at a path is still the watched directory. A check follows a
 wait."""
 SOON: Final = 0.03
-"""Seconds between two reads, without events, of content for which a caller waits."""
+"""Seconds between two reads of a directory without file events, while a caller waits for its content."""
 AT_REST: Final = 2.0
-"""Seconds between two reads, without events, of content for which no caller waits."""
+"""Seconds between two reads of a directory without file events, while no caller waits for its content."""
 RENEW: Final = 600.0
-"""Seconds after which a check watches a directory anew, because the event for the end of its inotify watch may have
-been lost."""
+"""Seconds after which a check renews the inotify watch of a directory. The event for the end of the watch may have been
+lost."""
 _LOOKS: Final = 20
-"""Maximum tries of a thread to watch a directory that keeps appearing and disappearing. The next wait tries again."""
+"""Maximum tries of a thread to watch a directory that is created and removed repeatedly. The next wait tries again."""
 
 
 class Gather(NamedTuple):
-    """Which hints are delayed, so that several changes give one hint. seconds: the delay.
+    """Delays the hints of a `Watch`, so that several file events cause one hint. seconds: the delay.
 
-    prompt: the endings of paths for which hints come without delay.
+    prompt: a file event at a path with this ending causes a hint without delay.
     """
 
     seconds: float
@@ -117,7 +116,7 @@ class Watcher:
                 loop.call_soon_threadsafe(function, *arguments)
 
     def want(self, watch: Watch, directories: frozenset[str], hints: _Events) -> None:
-        """Let `watch` get hints for changes of these directories, and of no others."""
+        """Set the directories whose file events give hints to `watch`. hints: the types of these events."""
         gone = [watch.places.pop(directory) for directory in watch.places.keys() - directories]
         for directory in directories - watch.places.keys():
             place = watch.places[directory] = self._places.setdefault(directory, _Place(directory))
@@ -132,7 +131,7 @@ class Watcher:
             self._close()
 
     def check(self, watch: Watch, *, hinted: bool) -> None:
-        """If this is due, check whether the directories at the paths of `watch` are still the watched directories."""
+        """Check, if a check is due, whether the paths of `watch` still lead to the watched directories."""
         if not watch.places:
             return
         self._open()
@@ -144,7 +143,7 @@ class Watcher:
             self._report()
 
     def _open(self) -> None:
-        """Create the inotify instance, unless a working instance exists or the last try has just failed."""
+        """Create the inotify instance, unless a working instance exists or the next try is not due yet."""
         if self._instance is not None and self._instance.stuck:
             _LOG.warning("a file system does not answer and holds up the inotify instance; another one replaces it")
             self._close()
@@ -172,7 +171,7 @@ class Watcher:
             place.due = True
 
     def _look(self, watch: Watch) -> None:
-        """Start a thread that makes inotify watches for those directories of `watch` that are due."""
+        """Start a thread that makes inotify watches for the directories of `watch` that need one (`_Place.due`)."""
         due = any(place.due and place.asked_at is None for place in watch.places.values())
         if self._instance is None or watch in self._looking or not due:
             return
@@ -188,7 +187,7 @@ class Watcher:
                 break
 
     def _look_at_all(self, instance: _Instance, watch: Watch, places: Iterable[_Place]) -> None:
-        """Make inotify watches for the due directories, one after another. Runs in a thread."""
+        """Make inotify watches for the directories that need one, one after another. Runs in a thread."""
         for place in places:
             if place.due and place.wants and place.asked_at is None:
                 place.due, place.asked_at = False, time.monotonic()
@@ -208,7 +207,7 @@ class Watcher:
             before = place.begun
             place.take(begun)
             if begun.found != before.found:
-                place.wake()  # The hint covers changes before the watch began, which caused no event.
+                place.wake()  # Changes before the watch began caused no event.
             if begun.failure != before.failure or self._said:
                 self._report()
         else:
@@ -218,9 +217,9 @@ class Watcher:
             self._look_at(place)
 
     def _drop(self, *places: _Place) -> None:
-        """Forget those directories (places) that no `Watch` needs any more.
+        """Remove the directories (places) that no `Watch` needs any more.
 
-        A directory on which a thread is working is forgotten later.
+        A directory is removed later if a thread is working on it.
         """
         dropped = [place for place in places if not place.wants and place.asked_at is None]
         for place in dropped:
@@ -230,7 +229,7 @@ class Watcher:
             _in_thread(self._instance.forget, dropped)
 
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
-        """Give the hints for an event of the watched path `at` to the watches of a directory (place).
+        """Give a hint to those watches of a directory (place) that want this event. at: the watched path.
 
         event: None if the directory was removed, or if its inotify watch was made anew.
         """
@@ -238,7 +237,7 @@ class Watcher:
             self._look_at(place)
 
     def _report(self) -> None:
-        """Log each directory that has lost its events, and log when all directories have events again."""
+        """Log each directory that causes no events any more, and log when all directories cause events again."""
         lacking = {one.failure: one for one in self.unwatched()}
         for failure in lacking.keys() - self._said:
             _LOG.warning("%s", lacking[failure])
@@ -279,18 +278,18 @@ def _find(directory: str) -> _Found:
     at = directory
     while True:
         try:
-            state = os.stat(os.path.join(at, ""))  # With a trailing slash, the path of a file counts as missing.
+            state = os.stat(os.path.join(at, ""))  # The trailing slash makes os.stat of a file fail.
             break
         except (FileNotFoundError, NotADirectoryError):
             at = os.path.dirname(at)
-    # For a directory that is not readable, watchdog 7 treats the error of inotify_add_watch as success.
+    # Check the permission here: watchdog 7 ignores the error of inotify_add_watch for an unreadable directory.
     if not os.access(at, os.R_OK, effective_ids=True):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
     return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of watchdog: not its error for an emitter that is stopped already."""
+    """Return False for watchdog's error about an emitter that has already stopped. Other records are logged."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
@@ -316,15 +315,15 @@ class _Instance:
 
     @property
     def stuck(self) -> bool:
-        """Whether a file system hangs in a call that began a watch. Any thread may read this."""
+        """Whether a call that makes an inotify watch hangs in a file system. Any thread may read this."""
         since = self._held_since
         return since is not None and time.monotonic() - since > unwatched.SILENT
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Permit only one thread at a time to change the observed directories.
+        """While the context is active, no other thread may change the observed directories.
 
-        Raises TimeoutError if another thread does not finish.
+        Raises TimeoutError if another thread does not leave the context in time.
         """
         if not self._lock.acquire(timeout=unwatched.SILENT):
             raise TimeoutError
@@ -338,7 +337,7 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all watches. If a thread hangs in a call of the instance, the watches end when this call returns."""
+        """End all inotify watches. If a thread hangs in a call of the instance, they end when that call returns."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
@@ -348,7 +347,7 @@ class _Instance:
         hints = place.wanted
         found: _Found | None = None
         try:
-            # Search the directory again in each try, because changes before the watch began have caused no event.
+            # Search for the directory again in each try, because changes before the watch began have caused no event.
             for _ in range(_LOOKS):
                 before, found = found, _find(place.directory)
                 if found == before:
@@ -374,7 +373,7 @@ class _Instance:
             self._renew(observed)
 
     def forget(self, places: Iterable[_Place]) -> None:
-        """Send no more events of the watched paths to these directories (places)."""
+        """End the watches of these directories (places): they get no more events."""
         with contextlib.suppress(TimeoutError), self._held():
             for place in places:
                 self._leave(place)
@@ -387,9 +386,9 @@ class _Instance:
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
-        """Observe the directory at the path, for all events that watches of it want. Raises OSError, RuntimeError.
+        """Watch the directory at the path for all events that its places want. Raises OSError, RuntimeError.
 
-        The kernel has only one watch for each inode, so the request must name all these events.
+        The kernel has only one watch for each inode. So the one request must name all these events.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
@@ -406,7 +405,7 @@ class _Instance:
         observed.ended, observed.begun, observed.begun_at = False, (observed.identity, hints), time.monotonic()
         observed.watch = self._observer.schedule(observed, observed.path, event_filter=list(hints))
         for place in observed.wants:
-            self._call(place.wake)  # The hint covers changes before the watch began, which caused no event.
+            self._call(place.wake)  # Changes before the watch began caused no event.
 
 
 class _Observed(events.FileSystemEventHandler):
@@ -416,11 +415,11 @@ class _Observed(events.FileSystemEventHandler):
         self.path = path
         self.identity = (0, 0)
         self.wants: Mapping[_Place, tuple[str, _Events]] = {}
-        """For each place, the directory's path in it and the events that the place wants. Each change makes a new
+        """For each place: its path to this directory, and the types of events that it wants. Each change makes a new
         mapping."""
         self.watch: ObservedWatch | None = None
         self.begun: tuple[tuple[int, int], _Events] | None = None
-        """The directory's identity, and the events, for which the present inotify watch was made."""
+        """The identity of the directory, and the types of events, with which the present inotify watch was made."""
         self.begun_at = 0.0
         self.ended = False
         """Whether the directory was deleted after the watch began."""
@@ -428,7 +427,7 @@ class _Observed(events.FileSystemEventHandler):
         self._call = call
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
-        # Here calls are only queued for the loop, because an exception would end the observer's thread.
+        # Only queue calls for the loop: an exception here would end watchdog's thread.
         gone = isinstance(event, events.DirDeletedEvent) and os.fsdecode(event.src_path) == self.path
         self.ended |= gone
         for place, (at, hints) in self.wants.items():
@@ -452,7 +451,7 @@ class _Place:
         self._backoff = Backoff(first=CHECK, most=60.0)
 
     def want(self, watch: Watch, hints: _Events) -> None:
-        """Set which events are hints for a watch. `_NOTHING` removes the watch."""
+        """Set the types of events that cause a hint for a `Watch`. `_NOTHING` removes the `Watch`."""
         self.wants.pop(watch, None)
         if hints:
             self.wants[watch] = hints
@@ -466,7 +465,7 @@ class _Place:
 
     @property
     def indirect(self) -> bool:
-        """Whether the watched path contains symbolic links, whose changes cause no events."""
+        """Whether the watched path contains symbolic links. A change of a link on the path causes no event."""
         return self.begun.found is not None and self.begun.found.path != self.begun.found.at
 
     @property
@@ -482,7 +481,7 @@ class _Place:
 
     @property
     def watched(self) -> bool:
-        """Whether the directory causes events."""
+        """Whether file events of the directory are received."""
         return self.begun.found is not None and not self.silent
 
     def take(self, begun: _Begun) -> None:
@@ -499,7 +498,7 @@ class _Place:
             watch.wake()
 
     def hint(self, at: str, event: events.FileSystemEvent | None) -> bool:
-        """Give the hints for an event of `at`; return whether a thread should make a new inotify watch.
+        """Give hints for an event of the path `at`. Return whether a thread should make a new inotify watch.
 
         event: None if the directory was removed.
         """
@@ -520,7 +519,7 @@ class _Place:
 
 
 class Watch:
-    """Collects hints for some directories, for one reader; several hints before a wait count as one."""
+    """Collects the hints of some directories for one reader. Several hints before a wait end only one wait."""
 
     def __init__(
         self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE
@@ -540,14 +539,14 @@ class Watch:
         self.close()
 
     def set(self, directories: Iterable[str]) -> None:
-        """Watch these directories instead of the former ones. A hint is given once a new directory is watched."""
+        """Watch these directories instead of the former ones. The watch of a new directory begins with a hint."""
         wanted = frozenset(os.path.abspath(directory) for directory in directories)
         self._watcher.want(self, wanted, self._hints)
 
     async def wait(self, timeout: float, unwatched: float = math.inf) -> bool:
-        """Wait for a hint. Return False if none came within `timeout` seconds; the caller then reads as well.
+        """Wait for a hint. Return False if none came within `timeout` seconds. The caller reads in both cases.
 
-        unwatched: the timeout instead of `timeout` while any directory has no events, so that hints may be missing.
+        unwatched: the timeout (seconds) if a directory causes no file events; the shorter of both timeouts applies.
         """
         watched = all(place.watched for place in self.places.values())
         hinted = await in_time(self._hinted.wait(), timeout if watched else min(timeout, unwatched))
@@ -560,7 +559,7 @@ class Watch:
         self._watcher.call(self._hinted.set)
 
     def hint(self, *paths: str) -> None:
-        """Record an event at these paths; the hint follows at once, or after the delay of `Gather`."""
+        """Record an event at these paths. The hint is given at once, or after the delay of `Gather`."""
         if any(path.endswith(self._gather.prompt) for path in paths):
             self._hinted.set()
         elif not self._gathering:
@@ -568,7 +567,7 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # Set this first: a change during the following calls needs another hint.
+        self._gathering = False  # Set this first, because a change during the following calls must cause another hint.
         self._hinted.set()
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
-"""Computes the health of a device from the results of probes, with rules against flapping, and makes the probes.
+"""Probes devices, and computes their health from the results of probes, with rules against flapping.
 
 The rules (tests compare them with an independent model):
 
-1. Before the first result, a device's health is unknown. The result of the first probe decides alone. 2. `failures` bad
-probes in a row make a device unhealthy; fewer bad probes change nothing. 3. A fault (an event by which a device reports
-that it is broken) makes the device unhealthy at once. 4. An unhealthy device is healthy again after `successes` good
-probes in a row, all at least `quiet` seconds after the device's last fault; if `quiet` is None, it stays unhealthy
-after a fault. 5. A probe without a result leaves an unhealthy device unhealthy, and makes the health of any other
-device unknown until the next probe with a result. Such a probe neither extends nor ends a row of good or bad probes.
+1. Before the first result, a device's health is unknown. The first result alone decides the health.
+2. `failures` bad probes in a row make a device unhealthy. Fewer bad probes change nothing.
+3. A fault is an event by which a device reports that it is broken. A fault makes the device unhealthy at once.
+4. An unhealthy device becomes healthy after `successes` good probes in a row, all at least `quiet` seconds after the
+   device's last fault. If `quiet` is None, the device stays unhealthy after a fault.
+5. A probe without a result leaves an unhealthy device unhealthy. The health of any other device becomes unknown until
+   the next probe with a result. Such a probe neither extends nor ends a row of good or bad probes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ProbeResult = tuple[Verdict, str]
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """The numbers in the rules above. quiet: None if a device with a fault stays unhealthy until the process ends."""
+    """The numbers in the module's rules. quiet: None if a device stays unhealthy after a fault."""
 
     failures: int = 3
     successes: int = 2
@@ -52,7 +53,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """A device's health by the rules, and the facts about earlier probes and faults that the rules need."""
+    """A device's health by the module's rules, and the earlier probes and faults on which the rules depend."""
 
     health: Health = Health.UNKNOWN
     message: str = "not probed yet"
@@ -62,7 +63,7 @@ class HealthHistory:
     known: bool = False
 
     def checked(self, verdict: Verdict, message: str, now: float, rules: HealthRules) -> HealthHistory:
-        """Return the history after a probe with this verdict. now: the probe's time, by the clock of `faulted`."""
+        """Return the history after a probe with this verdict. now: the probe's time (monotonic seconds)."""
         if verdict is Verdict.UNREADABLE:
             return self if self.health is Health.UNHEALTHY else replace(self, health=Health.UNKNOWN, message=message)
         if verdict is Verdict.BAD:
@@ -86,7 +87,7 @@ class HealthHistory:
 
 
 def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
-    """Return the worst of several findings about one device; unhealthy is the worst, then unknown."""
+    """Return the worst of several (health, message) pairs of one device: unhealthy, else unknown, else healthy."""
     order = (Health.UNHEALTHY, Health.UNKNOWN, Health.HEALTHY)
     return min(findings, key=lambda finding: order.index(finding[0]))
 
@@ -94,14 +95,14 @@ def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
 _TEMPFAIL: Final = 75  # The exit status for "no result" (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # Number of bytes at the end of a command's output in which the output's last line is searched.
+_KEPT: Final = 4096  # The last line of a command's output is searched for in this many bytes at the output's end.
 
 
 def open_probe(device: Device) -> ProbeResult:
-    """Probe a device: open and close each of its nodes, to find out whether the device is there. Blocks.
+    """Probe whether a device exists: open and close each of its device nodes. Blocks.
 
-    A node that another process has opened exclusively (EBUSY) is a good result. If the agent lacks the permission to
-    open a node, there is no result.
+    If another process has opened a node exclusively (EBUSY), the result is good. If the agent lacks the permission to
+    open a node, the probe has no result.
     """
     for node in device.container_edits.device_nodes:
         flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -122,9 +123,9 @@ def open_probe(device: Device) -> ProbeResult:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], ProbeResult]:
     """Return a probe that runs a command: exit status 0 is good, 75 means no result, any other status is bad.
 
-    argv: the command, in which `{id}` and `{node}` are replaced by the device's id and first node; its environment has
-    DEVICE_ID and DEVICE_NODES (with ':' between). timeout: seconds after which all processes of the command are killed,
-    and the probe is bad.
+    argv: the command. `{id}` and `{node}` in it are replaced by the device's id and first device node. The command's
+    environment has DEVICE_ID, and DEVICE_NODES with ':' between the paths. timeout: seconds after which all processes
+    of the command are killed, and the probe is bad.
     """
 
     def probe(device: Device) -> ProbeResult:
@@ -146,7 +147,8 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
                 output = _output(process, timeout)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
-                    # A child process of the command that has made a session of its own is neither killed nor awaited.
+                    # A child process of the command in a session of its own is not killed, and the probe does not wait
+                    # for it.
                     os.killpg(process.pid, signal.SIGKILL)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
@@ -159,9 +161,9 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
 
 
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Wait for a command; return the last _KEPT bytes of its output.
+    """Wait for the end of a command; return the last _KEPT bytes of its output.
 
-    Raises TimeoutExpired if the command, or a child with the same output, still runs after `timeout` seconds.
+    Raises TimeoutExpired if the command, or a child process that has its output open, runs after `timeout` seconds.
     """
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
@@ -179,7 +181,7 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
 
 @dataclass(eq=False)
 class Prober:
-    """Probes devices, a few at a time. A probe that hangs delays only its own device.
+    """Probes devices, at most `at_once` at a time. A hanging probe does not delay the probes of other devices.
 
     timeout: seconds for one probe.
     """
@@ -188,8 +190,8 @@ class Prober:
     timeout: float
     at_once: int = 8
     _deadlines: dict[str, float] = field(default_factory=dict, init=False)
-    """For each device with an unfinished probe, the probe's deadline (the loop's clock). The probe's thread removes the
-    entry."""
+    """For each device with an unfinished probe: the probe's deadline (by the loop's clock). The thread of the probe
+    removes the entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
         """Probe each device once; return the results by device id. Never raises."""
@@ -204,8 +206,8 @@ class Prober:
     async def _check(self, device: Device) -> ProbeResult:
         now = asyncio.get_running_loop().time()
         if (deadline := self._deadlines.get(device.id)) is not None:
-            # The previous probe still has time: its caller may have been cancelled before the deadline. So this is no
-            # failure yet.
+            # The previous probe has not reached its deadline, because its caller was cancelled. So it has not failed
+            # yet.
             if now < deadline:
                 return Verdict.UNREADABLE, "the previous probe has not ended yet"
             return Verdict.BAD, "the probe still hangs"
@@ -223,7 +225,7 @@ class Prober:
         try:
             return await hooks.call(f"the probe of {device.id}", run, timeout=self.timeout)
         except hooks.HookTimeoutError as error:
-            if error.work is None:  # The probe was not called, so no thread removes the entry.
+            if error.work is None:  # No thread was started, so no thread removes the entry.
                 del self._deadlines[device.id]
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)

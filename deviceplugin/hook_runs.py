@@ -25,17 +25,17 @@ CANCELLED: Final = 1.0
 
 
 class DeviceBusyError(HookError):
-    """Raised if a hook is still running for a device. The message names the hook and the device."""
+    """Raised if a hook still runs for a device, so that no other hook can. The message names hook and device."""
 
 
 @dataclass(eq=False, slots=True)
 class HookRun:
     """One call of a hook.
 
-    tokens: for each device, its tokens when the hook began, because the device's name may stand for other hardware
-    later. over: a future that is done when the hook has ended or is overdue. left: whether the hook still runs, but its
-    caller does not wait any more. overdue: whether the hook has run longer than its timeout, so that it counts as
-    holder of its devices.
+    tokens: for each device, its identity tokens when the hook began; the device's id may stand for other hardware
+    later. over: a future that is done when the hook has ended or is overdue. left: whether the hook still runs although
+    its caller has stopped waiting. overdue: whether the hook still runs after its timeout, and so counts as a holder of
+    its devices.
     """
 
     hook: str
@@ -46,29 +46,29 @@ class HookRun:
 
     @property
     def reason(self) -> str:
-        """Why the hook's devices cannot be granted, for messages."""
+        """The reason why the hook's devices cannot be granted, for messages."""
         return f"`{self.hook}` is still running on it" + (", after its timeout" if self.overdue else "")
 
 
 class HookDevices(Protocol):
-    """What this module needs of the devices (implemented by `deviceplugin.register.register.Register`)."""
+    """The methods of `deviceplugin.register.register.Register` that this module calls."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
         """Return these devices, and the devices that share hardware with any of them."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return a device's present tokens."""
+        """Return a device's present identity tokens."""
 
     def notify(self) -> None:
-        """Notify subscribers that a hook now counts as holder of its devices, or has ended."""
+        """Notify subscribers that a hook has become a holder of its devices, or has ended."""
 
 
 class HookRuns:
     """The running hooks that change devices, for pods and claims: reset, prepare, unprepare, released.
 
     Hooks on the same hardware run one by one, in the order of their calls. A hook that still runs after its timeout, or
-    after its caller was cancelled, counts as holder of its devices until it ends. Hooks run in this process, so no hook
-    outlives the process.
+    after its caller was cancelled, counts as a holder of its devices until the hook ends. Hooks run in this process. So
+    no hook runs on after the end of the process.
     """
 
     def __init__(self, devices: HookDevices) -> None:
@@ -83,7 +83,7 @@ class HookRuns:
 
     @property
     def held(self) -> Mapping[DeviceKey, Tokens]:
-        """For each device that an overdue hook holds, the device's tokens when the hook began."""
+        """For each device that an overdue hook holds, the device's identity tokens when the hook began."""
         return {key: tokens for run in self.running if run.overdue for key, tokens in run.tokens.items()}
 
     async def call(
@@ -91,8 +91,8 @@ class HookRuns:
     ) -> Any:
         """Wait for earlier hooks of the devices, then call a hook with its source's timeout; return its result.
 
-        Raises HookError if the hook failed, DeviceBusyError if an earlier hook still runs after its timeout, or for
-        longer than this hook's own timeout.
+        Raises HookError if the hook failed. Raises DeviceBusyError if an earlier hook still runs after its own timeout,
+        or after this call has waited for this hook's timeout.
         """
         run = self._begin(hook, source, devices)
         return await self._call(run, statistics, source, devices, *more, patience=source.hook_timeout)
@@ -105,9 +105,10 @@ class HookRuns:
         devices: Sequence[Device],
         ended: Callable[[str], None] = lambda error: None,
     ) -> asyncio.Task[str]:
-        """Call a hook in a background task. The task returns the hook's error, "" if it succeeded.
+        """Call a hook in a background task. The task returns the hook's error as text, "" if the hook succeeded.
 
-        `wait` waits for this hook, too. ended: a function that is called with the task's result before such waits end.
+        The method `wait` also waits for this hook. ended: a function that is called with the task's result before those
+        calls of `wait` return.
         """
         run = self._begin(hook, source, devices)
 
@@ -127,11 +128,11 @@ class HookRuns:
 
         Raises DeviceBusyError if a hook still runs after its timeout.
 
-        resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
+        resets: whether to wait for calls of the hook `reset` too; False for a caller that itself calls `reset`.
         """
         devices = {key: self._devices.tokens(key) for key in keys}
         while await self._wait(devices, [run for run in self.running if resets or run.overdue or run.hook != "reset"]):
-            pass  # Another hook may have begun meanwhile.
+            pass  # Check again, because another hook may have begun meanwhile.
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> HookRun:
         keys = ((source.resource, device.id) for device in devices)
@@ -161,7 +162,7 @@ class HookRuns:
     async def _wait(
         self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[HookRun], patience: float | None = None
     ) -> bool:
-        """Wait for the ends of all hook runs that work on these devices. Return whether there was such a run."""
+        """Wait until those of `runs` that use these devices have ended. Return whether there was such a run."""
         wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 
@@ -176,7 +177,7 @@ class HookRuns:
         return bool(runs)
 
     def _leave(self, run: HookRun, work: asyncio.Future[Any]) -> None:
-        """Let a hook count as holder of its devices until it ends, unless its cancelled coroutine ends at once."""
+        """Treat a hook as a holder of its devices until it ends. A cancelled coroutine has CANCELLED seconds to end."""
         run.left = True
         work.add_done_callback(lambda _: self._end(run))
         if isinstance(work, asyncio.Task):

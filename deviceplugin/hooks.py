@@ -1,9 +1,9 @@
 """Calls the hooks of an author's source, each with a deadline.
 
 If a hook fails or never returns, only the caller that needs the hook's result fails. Each plain function runs in a
-daemon thread of its own, because hanging functions would use up the threads of a pool, and keep the process from
-ending. A coroutine that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead
-of `asyncio.sleep`) blocks the whole agent, so that its timeout is noticed only when it returns.
+daemon thread of its own. In a thread pool, hanging functions would occupy all threads, and the process could not end. A
+coroutine that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of
+`asyncio.sleep`) blocks the whole agent, also the check of its timeout.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Maximum number of threads that hang in timed-out calls of one hook. While there are so many, new calls fail at
+"""Maximum number of threads that hang in timed-out calls of one hook. If this number is reached, new calls fail at
 once."""
 
 LATE: Final = 0.5
-"""Seconds after the deadline by which a cancelled coroutine should have ended; if it ends later, a log line states that
-it blocked the loop."""
+"""Seconds after the deadline within which a cancelled coroutine should end. If it ends later, the log says that it
+blocked the event loop."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
 _stuck: dict[asyncio.Future[Any], str] = {}
-"""For each call that hangs in a thread (by its future), the name of the hook."""
+"""For each call that hangs in a thread: its future, and the name of the hook."""
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
@@ -59,7 +59,7 @@ Left = Callable[[asyncio.Future[Any]], None]
 
 
 def _nobody(work: asyncio.Future[Any]) -> None:
-    """Do nothing about an abandoned call; the default of `left`."""
+    """Ignore an abandoned call. This is the default of the argument `left`."""
 
 
 @overload
@@ -74,8 +74,8 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
     """Call a plain or coroutine function with `args` and return its result.
 
     what: the hook's name for messages, such as "reset of example.com/fpga". timeout: seconds after which the call is
-    abandoned. left: called when the call is abandoned, after its timeout or because the caller is cancelled; its
-    argument is a future that is done when the hook has ended.
+    abandoned. left: a function that is called if the call is abandoned, after its timeout or because the caller is
+    cancelled. The argument of `left` is a future that is done when the hook has ended.
 
     Raises HookTimeoutError if the hook did not end in time, or if too many earlier calls of hooks still hang. Raises
     HookError if the hook raised an exception, or returned an awaitable instead of awaiting it.
@@ -157,14 +157,14 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 
 
 def _place(error: Exception) -> str:
-    """Return the place in the hook's file that raised an error, as " (file:line)"; "" if the traceback has none."""
+    """Return the line in the hook's file that raised an error, as " (file:line)"; "" if the traceback has none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Stop waiting for a call. A reference is kept, so that asyncio does not log the call's late result as lost."""
+    """Stop waiting for a call, and cancel a coroutine. A reference to the call's future is kept until the call ends."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)

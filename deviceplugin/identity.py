@@ -1,14 +1,14 @@
-"""Identifies a device by tokens (texts): of its device nodes, of the hardware behind them, and of its source.
+"""Identifies a device by tokens (texts) for its device nodes, for their hardware in sysfs, and from its source.
 
 Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware for the two
-devices: a USB stick can get the device number that another stick had before. A device number that several devices of a
-list have belongs to a control node that these devices share. Devices of a list that have no other device number are the
-same hardware.
+devices: a USB stick can get the device number that another stick had before. If several listed devices have the same
+device number, the number belongs to a control node that these devices share, and does not identify them. But listed
+devices without any other device number are the same hardware.
 
-A link of udev in a directory `by-path`, and the identity from `port`, stand for a port with any hardware in it. The
-holder of such a device holds the port; the holder of any other device holds the hardware (`lasting`). The present
-tokens of a device name both its hardware and its port: a stick that is listed twice, by its serial number and by its
-port, is one device, under whichever name it has a holder.
+A link of udev in a directory `by-path`, or an identity from the function `port`, stands for a port, whatever hardware
+is in the port. The holder of such a device holds the port. The holder of any other device holds the hardware
+(`lasting`). The present tokens of a device name both its hardware and its port. So a stick that is listed twice, by its
+serial number and by its port, is one device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.sysfs import ROOT, HardwareReader
 
-if TYPE_CHECKING:  # Not imported at run time, because `validate` should not load an event loop.
+if TYPE_CHECKING:  # Not imported at run time, so that `deviceplugin validate` does not load asyncio.
     from deviceplugin.inventory import Inventory
     from deviceplugin.looks import Looks
 
@@ -36,23 +36,24 @@ Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
-"""Matches an identity that `token` has made, and that each check reads again. Any other identity is a text from the
-source."""
+"""Matches an identity from the function `token`, which each check reads again from the file's status. Any other
+identity is a text from the source."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
-"""Matches a token from `_hardware`: the name of a USB device or PCI function, and the part of this hardware (such as an
-interface) to which a device node leads."""
-_PLACE: Final = "place:"
-"""The beginning of a token from `_hardware` for a place: the USB port or PCI slot, and the part of the hardware to
+"""Matches a token of hardware: the name of a USB device or PCI function, and its component (such as an interface) to
 which a device node leads."""
+_PLACE: Final = "place:"
+"""The prefix of the token of a place: a USB port or PCI slot, and the component of the hardware to which a device node
+leads."""
 _PORT: Final = "port:"
 _PORTS: Final = "by-path"
-"""The directory of udev's links with the names of ports (systemd, rules.d/60-serial.rules and others)."""
+"""The name of the directories in which udev makes links named after ports (systemd, rules.d/60-serial.rules and
+others)."""
 MEMORY: Final = 1
-"""The major number of /dev/null, /dev/zero and /dev/random, which stand for no hardware."""
+"""The major number of /dev/null, /dev/zero and /dev/random. These nodes stand for no hardware."""
 
 
 def token(status: os.stat_result) -> str:
-    """Return the token of a file with this status: a node's device number ("" if MEMORY), or else the inode."""
+    """Return the token of a file by its status: the device number of a device node ("" for MEMORY), else the inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -89,7 +90,7 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """Return the token of each existing node in the device's `nodes`, with the first path of the node."""
+    """Return a dict: for the token of each existing device node of the device, the first path of this node."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):
@@ -98,14 +99,14 @@ def _numbers(device: Device, stat: Stat) -> dict[str, str]:
 
 
 def port(name: str) -> str:
-    """Return the `identity` for a device that stands for a port with any hardware in it. name: the port's name."""
+    """Return the `identity` of a device that stands for a port, whatever is in the port. name: the port's name."""
     return f"{_PORT}{name}"
 
 
 def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
-    """Return the tokens of the hardware behind nodes, and of its ports or slots.
+    """Return the tokens of the hardware of device nodes, and of its ports or slots.
 
-    paths: for each node's token, its path.
+    paths: for the token of each node, the node's path.
     """
     tokens: set[str] = set()
     for number, path in paths.items():
@@ -119,25 +120,25 @@ def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
 
 
 def is_usb(tokens: Collection[str]) -> bool:
-    """Return whether these are the tokens of a USB device, whose device numbers may change at any time."""
+    """Return whether a device with these tokens is a USB device. Its device numbers may change at any time."""
     return any(token.startswith(("hardware:usb:", "port:usb:")) for token in tokens)
 
 
 def is_port(tokens: Collection[str]) -> bool:
-    """Return whether a device with these tokens stands for a port, with any hardware in it."""
+    """Return whether a device with these tokens stands for a port, whatever hardware is in the port."""
     return any(token.startswith(_PORT) for token in tokens)
 
 
 def numbers_change(tokens: Collection[str]) -> bool:
-    """Return whether the holder of a device with these tokens may find its node under another number later."""
+    """Return whether the device node of a device with these tokens may later get another number for the same holder."""
     return is_usb(tokens) or is_port(tokens)
 
 
 def lasting(tokens: Tokens) -> Tokens:
     """Return the present tokens of a device without the tokens that can change while the device has the same holder.
 
-    If the device stands for a port, the tokens of the hardware that is now in the port are left out; otherwise, the
-    tokens of the port or slot in which the hardware now is.
+    For a device that stands for a port, the result lacks the tokens of the hardware in the port. For any other device,
+    the result lacks the tokens of the port or slot in which the hardware is.
     """
     if is_port(tokens):
         return frozenset(token for token in tokens if not _HARDWARE.fullmatch(token))
@@ -145,10 +146,10 @@ def lasting(tokens: Tokens) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return, for each device of a source's list, its present tokens by id; an empty set if no token is known. Blocks.
+    """Return the present tokens of each listed device, by device id; an empty set if no token is known. Blocks.
 
-    A node of several devices, such as /dev/nvidiactl, identifies none of these devices, except a device that has only
-    shared nodes.
+    A node of several devices, such as /dev/nvidiactl, identifies none of them. But if one of these devices has only
+    shared nodes and no `identity`, its nodes identify all devices that have them.
     """
     reader = HardwareReader(sysfs)
     paths = {device.id: _numbers(device, stat) for device in devices}
@@ -183,9 +184,9 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
-    """Return those of these device numbers that, by sysfs, belong to other hardware than a granted identity. Blocks.
+    """Return those device numbers that, according to sysfs, do not belong to the granted hardware any more. Blocks.
 
-    If the identity has no hardware tokens, the result is empty.
+    granted: the tokens of the granted hardware. If none of them is of hardware or a place, the result is empty.
     """
     hardware = frozenset(token for token in granted if _HARDWARE.fullmatch(token) or token.startswith(_PLACE))
     if not hardware:
@@ -197,8 +198,7 @@ def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Token
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
     """Return whether two sets of tokens are of the same device.
 
-    The sets must share a token, and sysfs must not show different hardware for them, unless both stand for the same
-    port.
+    Both sets must contain the same port; or they must have a token in common, and no different hardware in sysfs.
     """
     common = frozenset(tokens).intersection(other)
     if not common or is_port(common):
@@ -208,14 +208,14 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens can belong to the same hardware. An empty set can belong to any hardware."""
+    """Return whether two sets of tokens can be of the same hardware. An empty set can be of any hardware."""
     return not (tokens and other) or agree(tokens, other)
 
 
 def reachable(tokens: Tokens) -> Tokens:
-    """Return the tokens that stand for device nodes and files, by which a container opens a device.
+    """Return those tokens that are of device nodes and files. A container opens a device by these.
 
-    Tokens of the hardware behind the nodes are not in the result.
+    Tokens of the nodes' hardware are not in the result.
     """
     return frozenset(filter(_LOOKED_UP.fullmatch, tokens))
 
@@ -239,10 +239,10 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """The identity of granted hardware at the time of the grant.
 
     boot: the id of the node's boot during which the tokens are valid. tokens: the tokens that do not change while the
-    device has the same holder. sure: True if all tokens are of one device; False if they are of all devices in an
-    AllocateResponse, or of a control node. reached: nodes to which the device's paths have led since the grant; a
-    restarted container may open these nodes, even if they stand for other hardware later. left: nodes among the tokens
-    that the holder cannot open any more, because its container has restarted.
+    device has the same holder. sure: True if all tokens are of this device; False if they are of all devices in an
+    AllocateResponse, or of a control node. reached: tokens of nodes to which the device's paths have led since the
+    grant. A restarted container may open these nodes, even if they later stand for other hardware. left: those of
+    `tokens` that are of nodes which the holder cannot open any more, because its container has restarted.
     """
 
     boot: str = ""
@@ -252,7 +252,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; an empty set if they are from another boot, whose containers do not run any more."""
+        """Return the tokens; an empty set if they are from another boot, because its containers have ended."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:
@@ -265,7 +265,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=self.reached | more - self.tokens, left=self.left - more)
 
     def reaching_only(self, nodes: Tokens) -> Identity:
-        """Return the identity of a holder that can open these nodes, and no other nodes. nodes: of this boot."""
+        """Return the identity of a holder that can open only these nodes. nodes: their tokens, from this boot."""
         nodes = reachable(nodes)
         return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
 
@@ -275,7 +275,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=self.reached - nodes, left=left)
 
     def says_more_than(self, recorded: Identity) -> bool:
-        """Return whether this identity, read in this boot, must replace a holder's recorded identity."""
+        """Return whether this identity must replace a recorded identity of the same holder. self: read in this boot."""
         if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
             return False
         return self.boot != recorded.boot or self.sure
@@ -291,9 +291,9 @@ def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
-    """Publish a list of devices in an inventory, with the devices' tokens; return whether the inventory changed.
+    """Publish a device list in an inventory, with the devices' identity tokens; return whether the inventory changed.
 
-    While a read of a device's path hangs, this function waits, and the previously listed devices are unhealthy.
+    While a read of a device's path hangs, this function waits, and the inventory's present devices are unhealthy.
     """
     identifiable = any(device.identity or device.nodes for device in devices)
     tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}
@@ -301,7 +301,7 @@ async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Map
 
 
 async def read(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    """Stat the devices' paths, and return each device's present tokens, by the same keys. Raises LookTimeoutError."""
+    """Return each device's present tokens, by the keys of `devices`. Reads in a thread. Raises LookTimeoutError."""
     for device in devices.values():
         if device.nodes or device.identity.startswith("file:"):
             return await looks.at(kind, _tokens_of_all, devices, brief=True)

@@ -1,4 +1,4 @@
-"""The inventory: the present devices of one resource. Device plugin and DRA driver subscribe to its changes.
+"""The inventory: the present devices of one resource. The device plugin and the DRA driver subscribe to changes.
 
 A device that vanishes from the source's list may still have a holder, or an Allocate of the device may be running. The
 kubelet crashes if a device disappears during its Allocate (kubelet 1.36.3, devicemanager). So the device stays in the
@@ -28,10 +28,10 @@ class DuplicateDeviceError(ValueError):
 class InventorySnapshot:
     """The devices of a resource at one moment.
 
-    version: 0 before the source's first list; it grows by one with each change. devices: the devices by id, in the
-    source's order, then the gone devices. gone: the ids of devices that the source does not list any more. identities:
-    the known tokens of each device, by id. replicas: for each id, how many containers may share the device; empty if
-    the source shares no device.
+    version: 0 before the source's first list, then one more after each change. devices: the devices by id, in the
+    source's order; gone devices are last. gone: the ids of devices that the source does not list any more. identities:
+    the known identity tokens of each device, by id. replicas: for each id, how many containers may share the device;
+    empty if the source shares no device.
     """
 
     resource: str
@@ -43,12 +43,12 @@ class InventorySnapshot:
 
     @property
     def listed(self) -> bool:
-        """Whether the source has listed its devices at all."""
+        """Whether the source has yielded its first device list."""
         return self.version > 0
 
 
 def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
-    """Return the devices of a list by id. what: the list's name in messages. Raises DuplicateDeviceError."""
+    """Return a device list as a dict by id. what: the list's name in messages. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -80,7 +80,7 @@ def merged(
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
-    """Return the snapshot without the devices of `forgotten`; only devices that are marked as gone are left out."""
+    """Return the snapshot without those devices of `forgotten` that are marked as gone."""
     drop = before.gone.intersection(forgotten)
     if not drop:
         return before
@@ -91,7 +91,7 @@ def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySna
 
 
 class DeviceChange(NamedTuple):
-    """A change of a device. text: the change, for messages. bad: whether the change makes the device unusable."""
+    """A change of a device. text: a description for messages. bad: whether the change makes the device unusable."""
 
     device: str
     text: str
@@ -116,7 +116,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        # A device without a holder may be removed before a subscriber has seen it marked as gone.
+        # A gone device without a holder may be removed before a subscriber gets a snapshot that marks it as gone.
         if name not in before.gone:
             yield DeviceChange(name, "vanished", bad=True)
         else:
@@ -124,7 +124,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
 
 
 def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySnapshot:
-    """Return a snapshot in which all devices are unhealthy for one reason.
+    """Return a snapshot in which all devices are unhealthy for the same reason.
 
     message: the reason; if it is "", the devices have the health that the source has listed.
     """
@@ -140,7 +140,8 @@ def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySn
 class Inventory:
     """Holds one resource's present devices, and calls subscribers after each change. Belongs to one event loop.
 
-    looks: the threads for all reads of these devices' paths. While such a read hangs, the devices count as unhealthy.
+    looks: the thread pool for all reads of these devices' paths. While such a read hangs, all devices are marked as
+    unhealthy.
     """
 
     def __init__(self, resource: str) -> None:
@@ -149,7 +150,7 @@ class Inventory:
         self.looks: Final = Looks(resource, resource=resource)
         self.looks.changed = self._looked
         self._listed = self.snapshot
-        """The devices as the source has listed them, without the effect of a hanging read."""
+        """The devices with the health that the source has listed, even while a read hangs."""
         self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
     @property
@@ -167,7 +168,10 @@ class Inventory:
         identities: Mapping[str, frozenset[str]] = _NONE,
         replicas: Mapping[str, int] = _NONE,
     ) -> bool:
-        """Store the source's list; return whether anything changed. Raises DuplicateDeviceError without a change."""
+        """Store the source's list; return whether anything changed.
+
+        Raises DuplicateDeviceError, and then stores nothing.
+        """
         return self._replace(merged(self._listed, listed, identities, replicas))
 
     def share(self, replicas: Mapping[str, int]) -> None:

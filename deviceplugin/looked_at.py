@@ -1,6 +1,6 @@
-"""Records the path that a thread is reading, so that a message can name it if the read hangs (`deviceplugin.looks`).
+"""Records the path that a thread is reading. If the read hangs, messages name this path (`deviceplugin.looks`).
 
-This is a separate module, because `deviceplugin validate` reads files without an event loop.
+This is a separate module, so that `deviceplugin validate` can use it without importing asyncio.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Looking(Protocol):
-    """A read in a thread (`deviceplugin.looks.Look`). path: the path that it reads now, for any thread."""
+    """A call in a thread that reads files (`deviceplugin.looks.Look`). path: the path that the call reads now."""
 
     path: str
 
@@ -24,7 +24,7 @@ _now = _Now()
 
 
 def begin(look: Looking | None) -> None:
-    """Record in `look.path` the paths that this thread reads from now on; None ends the recording."""
+    """Record each path that this thread reads from now on in `look.path`; None ends the recording."""
     _now.look = look
 
 

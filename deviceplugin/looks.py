@@ -23,32 +23,32 @@ from deviceplugin import looked_at
 _T = TypeVar("_T")
 
 TIMEOUT: Final = 3.0
-"""Maximum seconds of a look while the kubelet waits for the agent's response."""
+"""Maximum seconds for a file access while the kubelet waits for the agent's response."""
 LONG: Final = 15.0
-"""Maximum seconds of a look that reads many files while no call of the kubelet waits."""
+"""Maximum seconds for an access to many files while the kubelet does not wait."""
 PROMPT: Final = 0.01
-"""Maximum seconds for which the event loop itself blocks for a look that usually takes microseconds.
+"""Maximum seconds for which the event loop blocks while a thread makes a file access that usually takes microseconds.
 
-On a busy node, the return from a thread to the event loop would take longer.
+On a busy node, a switch from the thread back to the event loop would take longer than this access.
 """
 SLOW: Final = 10.0
-"""Seconds for which the event loop does not block for looks of a pool after a look of this pool took longer than
+"""Seconds for which the event loop does not block for file accesses of a pool after one of them took longer than
 PROMPT."""
 IDLE: Final = 30.0
-"""Seconds without a look after which a thread of a pool ends."""
+"""Seconds without work after which a thread of a pool ends."""
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
-"""Number of looks that exceeded their deadline, by resource ("" for other files) and kind of look. Counters only
-grow."""
+"""Number of file accesses that exceeded their deadline, by resource ("" for other files) and kind of access. Counters
+only grow."""
 
 
 class LookTimeoutError(OSError):
-    """Raised when a look did not end in time, or did not begin because an earlier look of its pool still hangs."""
+    """Raised when a file access exceeded its deadline, or did not begin because an earlier one of its pool hangs."""
 
 
 class Look(Generic[_T]):
-    """A look: one call of a function in a thread of a pool. path: the path that the function reads now."""
+    """A look: one call of a blocking function in a thread of a pool. path: the path that the function reads now."""
 
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], path: str) -> None:
         self.kind, self.begun, self.abandoned, self.path = kind, False, False, path
@@ -57,16 +57,16 @@ class Look(Generic[_T]):
         self._ended = threading.Lock()
         self._ended.acquire()
         self._waiting: list[Callable[[], None]] | None = []
-        """Functions to call when the look has ended; None after its end. Used only under the pool's lock."""
+        """Callbacks for the end of the call; None after the end. Used only while the pool's lock is held."""
         self._outcome: _T | None = None
         self._error: BaseException | None = None
 
     def run(self, lock: threading.Lock) -> None:
-        """Call the function, in a thread of the pool. lock: the pool's lock."""
+        """Call the function. Runs in a thread of the pool. lock: the pool's lock."""
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # The caller gets the exception from `result`.
+        except Exception as error:  # The property `result` raises it.
             self._error = error
         except BaseException as error:  # SystemExit, for example: the caller needs a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
@@ -79,13 +79,13 @@ class Look(Generic[_T]):
             callback()
 
     def ended_within(self, seconds: float) -> bool:
-        """Block for at most `seconds`; return whether the look has ended by then."""
+        """Block until the call has ended, at most `seconds`; return whether it has ended."""
         if ended := self._ended.acquire(timeout=seconds):
             self._ended.release()
         return ended
 
     def when_ended(self, callback: Callable[[], None], lock: threading.Lock) -> None:
-        """Call `callback` in the look's thread when the look ends, or at once if the look has ended already."""
+        """Call `callback` in the pool's thread when the function returns, or here if it has returned already."""
         with lock:
             if self._waiting is not None:
                 self._waiting.append(callback)
@@ -96,7 +96,7 @@ class Look(Generic[_T]):
     def result(self) -> _T:
         """The result of the function; raises the function's exception, once.
 
-        Read this property only after the look has ended.
+        Read this property only after the function has returned.
         """
         error, self._error = self._error, None
         try:
@@ -110,11 +110,11 @@ class Look(Generic[_T]):
 
 
 class Looks:
-    """A pool of threads for looks at one subject: a resource's hardware, or a directory. Belongs to one event loop.
+    """A thread pool for looks (file accesses with deadlines) at one resource's hardware, or at one directory.
 
-    subject: the subject in messages, such as a path. threads: maximum number of running looks, hanging looks included.
-    resource: the resource whose hardware the looks read. changed: a function that the loop calls when `hanging`
-    changes.
+    Belongs to one event loop. subject: the name of the hardware or directory in messages, such as a path. threads:
+    maximum number of looks at a time, hanging looks included. resource: the resource whose hardware is read. changed: a
+    function that the loop calls when `hanging` changes.
     """
 
     def __init__(self, subject: str, threads: int = 3, resource: str = "") -> None:
@@ -146,9 +146,9 @@ class Looks:
     ) -> _T:
         """Call a blocking function in a thread; return its result, or raise its exception.
 
-        kind: the look's kind, for the metric. place: the path for messages, if the function does not record paths by
-        `looked_at`. brief: whether the function usually takes microseconds. Raises LookTimeoutError; then the call
-        continues in its thread.
+        kind: the label of the call in the metric of timeouts. place: the path for messages, if the function does not
+        record paths by `looked_at`. brief: whether the function usually takes microseconds. Raises LookTimeoutError
+        after `timeout` seconds; the function then continues in its thread.
         """
         if self.hanging:
             raise LookTimeoutError(self.hanging)
@@ -160,17 +160,17 @@ class Looks:
     async def until_answered(
         self, kind: str, function: Callable[..., _T], *arguments: object, timeout: float = TIMEOUT, brief: bool = False
     ) -> _T:
-        """Call a function as `at` does, but wait without a limit. After `timeout` seconds, `hanging` names the look."""
+        """Call a function as `at` does, but wait without a limit. After `timeout` seconds, `hanging` names the path."""
         look = self.begin(kind, function, *arguments)
         if not (brief and self.ended_at_once(look)) and await self.late(look, timeout, give_up=False):
             await self.until_ended(look)
         return look.result
 
     def brief(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T] | None:
-        """Call a function that usually takes microseconds; return the ended look, or None if it has not ended.
+        """Call a function that usually takes microseconds; return its `Look`, or None if the function has not returned.
 
-        If it has not ended, it continues in a thread, and its result is dropped. The function is not called while an
-        earlier look has not ended.
+        After PROMPT seconds, the function continues in a thread, and its result is dropped. The function is not called
+        while an earlier look of the pool has not ended.
         """
         if self.hanging or self._outstanding:
             return None
@@ -182,7 +182,7 @@ class Looks:
         return None
 
     def within(self, seconds: float, kind: str, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function, and block until it returns, for at most `seconds`. Return its result.
+        """Call a function in a thread, and block for at most `seconds` until it returns. Return its result.
 
         Raises LookTimeoutError.
         """
@@ -195,7 +195,7 @@ class Looks:
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
-        """Begin a look, and return it. The caller waits for the look's end by `ended_at_once` or `late`."""
+        """Start a call in a thread, and return it. The caller waits for its end by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
         timeouts.setdefault((self.resource, kind), 0)  # Each counter begins at 0.
         with self._lock:
@@ -217,7 +217,7 @@ class Looks:
         return False
 
     async def late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Wait for a look. Return "" if it has ended, else the reason; no further look begins until it has ended.
+        """Wait for a look. Return "" if it has ended, else the reason; until its end, `at` refuses further looks.
 
         give_up: whether to cancel the look if it has not begun within `timeout` seconds.
         """
@@ -262,7 +262,7 @@ class Looks:
             return look.abandoned
 
     def _note_late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Record that a look is too late; return the reason as text, or "" if the look has ended in the meantime."""
+        """Record that a look exceeded its deadline. Return a text for messages, "" if the look has ended meanwhile."""
         if look.ended_within(0.0):
             return ""
         timeouts[self.resource, look.kind] += 1

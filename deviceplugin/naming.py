@@ -34,15 +34,15 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 """Standard attribute: the PCI address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
 NUMA_NODE: Final = "resource.kubernetes.io/numaNode"
-"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37). The bridge adds this
-attribute."""
+"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37). The bridge to DRA adds it.
+"""
 
 EXTENDED_RESOURCE: Final = "extendedResource"
-"""Attribute that the bridge adds to each device in slices: the resource to which the device belongs."""
+"""Attribute that the bridge adds to each device in ResourceSlices: the device's extended resource."""
 
 SHARES: Final = "shares"
-"""Capacity that the bridge adds to a shared device in slices: how many claims may share it. By default, a claim takes 1
-of this capacity."""
+"""Capacity that the bridge adds to a shared device in ResourceSlices: how many claims may share the device. By default,
+a claim takes 1 of this capacity."""
 
 MAX_ENTRIES: Final = 32
 """Maximum number of attributes and capacities together that one device may have."""
@@ -51,12 +51,13 @@ _MAX_LABEL: Final = 63
 MAX_DRIVER: Final = 63
 _MAX_IDENTIFIER: Final = 32
 _MAX_VALUE: Final = 64
-_MAX_COUNTERS: Final = 32  # Maximum number of counters in a counter set, and in a set that a device consumes.
+_MAX_COUNTERS: Final = 32  # Maximum number of counters in one counter set.
 
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
-# A quota has the key requests.NAME, which must be a qualified name of at most 253 + 1 + 63 characters.
+# A quota for the resource has the key requests.NAME. This key must be a qualified name: at most 253 + 1 + 63
+# characters.
 RESOURCE: Final = rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){SUBDOMAIN}/{NAME}"
 _PRE: Final = r"(?:0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 SEMVER: Final = (
@@ -74,7 +75,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return the exact value of an int or of a quantity ("16Gi", "250m"; apimachinery). Raises NamingError."""
+    """Return the exact value of an int or of a Kubernetes quantity ("16Gi", "250m"). Raises NamingError."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):
@@ -89,7 +90,7 @@ def parse_quantity(value: int | str) -> Fraction:
 
 
 def check_label(name: str, what: str = "the name") -> None:
-    """Raise NamingError unless the name is a DNS label. what: the words for the name in the message."""
+    """Raise NamingError unless the name is a DNS label. what: a description of the name for the message."""
     if not LABEL.fullmatch(name):
         raise NamingError(f"{what} must be {LABEL_IN_WORDS}, not {name!r}")
 
@@ -112,7 +113,7 @@ def check_resource(name: str) -> None:
 
 
 def resource_advice(name: str) -> str:
-    """Return a text: what is wrong with the name of an extended resource, and how to correct the name."""
+    """Return a text about an invalid name of an extended resource: the mistake and the correction."""
     like = "write a domain of yours and a name, such as example.com/gpu"
     domain, slash, rest = name.partition("/")
     if name.startswith("requests."):
@@ -187,7 +188,7 @@ def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
 
 
 def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
-    """Yield each reason why the API would refuse a device: "attributes" or "capacity", and a sentence."""
+    """Yield the reasons why the API would refuse a device, as ("attributes" or "capacity", sentence)."""
     names: dict[str, str] = {}
     for name, value in device.attributes.items():
         try:
@@ -224,8 +225,9 @@ def canonical_resource(resource: str) -> str:
 def device_name(device: str, qualifier: str = "") -> str:
     """Return the published name of the device with this id: a DNS label, which is always the same for an id.
 
-    An id that is a DNS label is its own name. Any other id (and a label that ends like a hashed name) is shortened to a
-    label that ends with `--` and ten digits of its SHA-256. So two ids never have the same name.
+    An id that is a DNS label is its own name. Any other id gets a hashed name: a shortened label, `--`, and ten digits
+    of the id's SHA-256. An id with the form of a hashed name gets a hashed name too. So two ids never have the same
+    name.
 
     qualifier: the prefix for the device's resource (`qualifiers`); `--` separates prefix and name.
     """
@@ -233,17 +235,18 @@ def device_name(device: str, qualifier: str = "") -> str:
     if not qualifier:
         return device if plain else _hashed(device, device)
     name = f"{qualifier}--{device}"
-    # With a qualifier that contains "--", the name is hashed, so that it differs from names without a qualifier.
+    # If the qualifier or the id contains "--", the name is hashed. So it differs from all names with other qualifiers.
     if plain and "--" not in device and "--" not in qualifier and LABEL.fullmatch(name):
         return name
     return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
 
 
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
-    """Return, for each resource of one driver, the qualifier by which `device_name` makes different names.
+    """Return, for each resource of one driver, the argument `qualifier` of `device_name` for the resource's devices.
 
-    The qualifier is empty for a driver's only resource. Otherwise the qualifier is the text after the resource's slash,
-    or a hash if this text is no DNS label or not unique.
+    The qualifier is "" for a driver's only resource. Otherwise the qualifier is the text after the slash in the
+    resource's name, or a hash if this text is no DNS label or not unique. So devices of different resources have
+    different published names.
     """
     words = {name: name.rpartition("/")[2] for name in resources}
     if len(words) < 2:
@@ -259,8 +262,8 @@ def class_name(resource: str, driver: str) -> str:
 
     The name does not depend on the driver's other resources. With the driver fpga.example.com, the class of
     example.com/fpga has the name of the driver, and the class of example.com/half is half.fpga.example.com. If the
-    resource's domain is not the driver's, or its name is no DNS label, the class's name contains a hash of the
-    resource's whole name.
+    resource has another domain than the driver, or the text after its slash is no DNS label, the class's name contains
+    a hash of the resource's whole name.
     """
     domain, _, word = resource.partition("/")
     if f"{word}.{domain}" == driver:
@@ -270,7 +273,7 @@ def class_name(resource: str, driver: str) -> str:
 
 
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifiers of one driver's resources: the kept qualifiers, and new qualifiers that differ from them.
+    """Return the qualifier of each resource of a driver: kept ones, and for new resources different new ones.
 
     kept: the qualifiers of earlier published names, also of resources that the driver no longer has. Kept qualifiers do
     not change, so that published names do not change when another resource is added.
@@ -281,7 +284,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 
 
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
-    """Return, for each published name of one driver, (resource, device id). words: the qualifier of each resource."""
+    """Return, for each published device name of one driver, (resource, device id). words: each resource's qualifier."""
     return {
         device_name(name, words[resource]): (resource, name)
         for resource, ids in devices.items()
@@ -304,7 +307,7 @@ def _plain_word(word: str) -> bool:
 
 
 def _hashed_word(resource: str) -> str:
-    """Return a DNS label for a resource that differs from the labels of all other resources."""
+    """Return a DNS label with a hash of the resource's name, so that different resources get different labels."""
     return f"{_slug(resource.rpartition('/')[2])[:9].rstrip('-')}-{_hash(resource)}"
 
 

@@ -1,7 +1,7 @@
-"""Ids of replicas, by which several containers may hold one device at the same time.
+"""Ids of replicas. Several containers can hold one device at the same time by different replicas.
 
 The kubelet gets the ids of replicas as `device::0`, `device::1` and so on. For a device that is not shared, the kubelet
-gets the device's own id. So an id shows whether its holder has the device alone.
+gets the device's own id. So the kubelet's id shows whether the device is shared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
 def _shares(source: DeviceSource, device: Device) -> int:
     try:
         return max(1, min(source.replicas, int(source.replicas_of(device))))
-    except Exception:  # `source_check` reports this error when the source lists the device.
+    except Exception:  # `source_check` reports this error too, when the source yields its device list.
         return source.replicas
 
 
@@ -38,7 +38,7 @@ def replicas_of(device: str, replicas: int) -> tuple[str, ...]:
 
 
 def device_of(name: str, replicas: int) -> str:
-    """Return the device of a kubelet id: the id itself, or for a replica's id, the part before `::`."""
+    """Return the device id of a kubelet id: the text before `::` for a replica, else the same id."""
     if replicas == 1:
         return name
     device, separator, number = name.rpartition(_SEPARATOR)

@@ -17,30 +17,30 @@ from deviceplugin.device import ContainerEdits, Device
 
 Policy = Literal["links", "packed", "distributed", "none"]
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
-"""For each device id and quantity, a number, or numbers by label value ("xid_errors_total": {"79": 1})."""
+"""The type of the result of `measure`: for each device id and quantity, a number, or numbers by label value
+("xid_errors_total": {"79": 1})."""
 
 
 class DeviceSource:
     """A kind of device on this node. A subclass sets `resource` and defines `watch`.
 
-    docs/sources.md has an example of each hook, with a test. Defining a subclass raises TypeError if a name in it is
-    close to that of a hook or a setting, and NamingError if `resource` or `driver` is not a valid name.
+    docs/sources.md has an example of each hook, with a test. The definition of a subclass raises TypeError for a
+    probable misspelling of a hook or a setting, and NamingError for an invalid `resource` or `driver`.
 
     Attributes: resource: the extended resource, vendor-domain/name, that pods name in their limits. driver: the name of
         the DRA driver, which DeviceClasses select, or None for limits only. replicas: how many containers may share one
-        device; above 1 the kubelet sees that many ids for each device (fewer where `replicas_of` says so). topology:
-        whether the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows exponentially
-        with the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow. metadata: whether containers
-        get files that describe their devices (KEP-5304), with the devices' attributes. policy: which devices a
-        container gets if it requests several and the source has no hook `prefer`. "links": devices that are closely
-        connected (by `links`, or else by NUMA nodes), and replicas of different devices. "packed": replicas of as few
-        devices as possible. "distributed": replicas of the devices with the fewest users. "none": the first ids.
-        hook_timeout: seconds after which a hook's call fails. The kubelet waits for Allocate without a deadline and
-        admits no other pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`, and
-        45 s for NodePrepareResources, which calls `reset` and `prepare`. The agent logs a warning at its start if the
-        hooks of such a call may take longer. config_type: the type of a claim's opaque parameters: any type to which
-        msgspec can convert a JSON object (a Struct, a dataclass). Unknown fields are errors. None: the driver accepts
-        no parameters.
+        device. Above 1, the kubelet gets this many ids for each device, or fewer by `replicas_of`. topology: whether
+        the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows exponentially with
+        the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow. metadata: whether containers get
+        files that describe their devices (KEP-5304), with the devices' attributes. policy: the choice of devices for a
+        container that requests several, without a hook `prefer`. "links": devices with high link scores (`links`, or
+        else by NUMA nodes), and replicas of different devices. "packed": replicas of as few devices as possible.
+        "distributed": replicas of the devices with the fewest replicas in use. "none": the first ids. hook_timeout:
+        seconds after which a hook's call fails. The kubelet waits for Allocate without a deadline and admits no other
+        pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`, and 45 s for
+        NodePrepareResources, which calls `reset` and `prepare`. At its start, the agent warns of timeouts that are too
+        long for these calls. config_type: the type of a claim's opaque parameters: a type that msgspec can make of a
+        JSON object, such as a Struct or a dataclass. Unknown fields are errors. None: the driver accepts no parameters.
 
     """
 
@@ -86,7 +86,7 @@ class DeviceSource:
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
-        """Return what a container gets in addition to the devices' own nodes, mounts and environment variables.
+        """Return the edits of a container in addition to the devices' own nodes, mounts and environment variables.
 
         For limits this hook is called once for each container, before the container exists, and again if the pod is
         admitted again. For claims it is called once for each request, also with administrative access. If a device is
@@ -124,7 +124,7 @@ class DeviceSource:
         raise NotImplementedError
 
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Clean up after the last pod or claim that had these devices is gone; called once for a shared device.
+        """Clean up after the last pod or claim with these devices has ended; called once for a shared device.
 
         The device plugin API has no Deallocate, so the agent detects the end some seconds later, from the kubelet's
         checkpoint and the pods' cgroups. The agent calls this hook at least once, also for a device that is new or had
@@ -136,7 +136,7 @@ class DeviceSource:
     def prepare(
         self, devices: Sequence[Device], config: Any
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
-        """Set up the devices of a claim's request; return what its containers get in addition to `edits`.
+        """Set up the devices of a claim's request; return further edits of its containers, in addition to `edits`.
 
         Called for claims only, once for each request, after `reset`; not for administrative access. If claims share a
         device, the hook is called for each claim, always with the same parameters: a claim with other parameters is
@@ -183,7 +183,7 @@ class DeviceSource:
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close two devices are: a number for the frozenset of their ids; a higher number is closer. Must be quick.
+        """Link scores: a number for each frozenset of two device ids; a higher number means closer. Must be quick.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
         `{frozenset(("fpga0", "fpga1")): 100.0}`
@@ -191,9 +191,9 @@ class DeviceSource:
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the full list of child sources, each for a further resource, whenever a child source is added.
+        """Yield the list of all child sources, each for a further resource, again whenever one is added.
 
-        Define this method for resources that are known only after the hardware was read, such as kinds of partitions:
+        Define this method for resources that are known only after a read of the hardware, such as kinds of partitions:
         `yield [Halves("example.com/fpga-half")]`. Child sources are served until this source ends. After an error this
         generator is started again.
         """
@@ -203,18 +203,18 @@ class DeviceSource:
 
     @property
     def hooks(self) -> frozenset[str]:
-        """The names of the hooks that the class overrides."""
+        """The names of the hooks that the class defines."""
         return _hooks_of(type(self))  # type: ignore[arg-type]  # a class is hashable
 
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""Minimum ratio of difflib from which a name counts as a misspelling: `perfer` counts as a misspelling of prefer, but
-`match` does not count as a misspelling of watch."""
+"""Minimum similarity (ratio of difflib) of a misspelling: `perfer` counts as a misspelling of prefer, but `match` is
+not similar enough to watch."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
-    """Raise NamingError if a source's resource or driver is set and is no valid name. kind: the class's name."""
+    """Raise NamingError if a source's resource or driver is set but is not a valid name. kind: the class's name."""
     for field, name, check in (("resource", resource, naming.check_resource), ("driver", driver, naming.check_driver)):
         if isinstance(name, str) and name:
             try:
@@ -224,14 +224,13 @@ def check_names(kind: str, resource: object, driver: object) -> None:
 
 
 def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
-    """Return the method or setting of `DeviceSource` that a name is probably a misspelling of; "" if there is none.
+    """Return the method or setting of `DeviceSource` of which a name is probably a misspelling; "" if there is none.
 
-    The name of a call in the kubelet's API counts as a misspelling of the call's hook. If the class also defines the
-    method or setting itself, it was not misspelt. A value of another type than the setting's value is the author's own
-    attribute.
+    The name of a call in the kubelet's API counts as a misspelling of the hook for this call. A name is not a
+    misspelling of a method or setting that the class also defines, or of a setting with a value of another type.
 
-    A misspelling is an error, not a warning: if `released` is never called, one user's data is left to the next user,
-    and no message reports this. An author who means another method can rename that method.
+    A misspelling is an error, not a warning: without a call of `released`, for example, the next user of a device can
+    read the data of the last user. The author of a source can rename a method that is not a misspelling.
     """
     if hasattr(DeviceSource, name):
         return ""
@@ -243,8 +242,8 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     if (meant := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
         return str(meant)
     letters = Counter(name.lower())
-    # The number of common letters, in any order, gives an upper bound of difflib's ratio, so that most names need no
-    # import of difflib.
+    # The number of common letters, in any order, gives an upper bound of difflib's ratio. Because of this check,
+    # difflib is not imported for most names.
     near = [
         candidate
         for candidate in free
@@ -275,9 +274,9 @@ _OTHER_NAMES: Final = {
     "getpreferredallocation": "prefer",
     "resourcename": "resource",
 }
-"""For each name in the kubelet's API, the method or setting that an author means by this name."""
+"""For each name in the kubelet's API, the method or setting of `DeviceSource` with the same purpose."""
 
 
-@functools.cache  # The result is cached: each Allocate needs it, and a class does not change.
+@functools.cache  # Cached, because each Allocate calls this function.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

@@ -1,6 +1,6 @@
 """Checks an author's source before the agent uses it, and each list of devices that the source yields.
 
-`DeviceSource` itself finds misspelt hooks and wrong names when the class is defined.
+`DeviceSource` itself finds misspelt hooks and invalid resource names when a subclass is defined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREPARE: Final = 45
 
 
 def check_sources(sources: Collection[object]) -> None:
-    """Raise TypeError unless all objects are usable sources, NamingError for an invalid resource or driver."""
+    """Raise TypeError unless all objects are valid sources, NamingError for an invalid resource or driver."""
     if not sources:
         raise TypeError("there is no source to serve: name at least one")
     for source in sources:
@@ -38,7 +38,7 @@ def check_sources(sources: Collection[object]) -> None:
 
 
 def mistaken_names(sources: Collection[DeviceSource]) -> str:
-    """Return a message if two sources have the same resource; else ""."""
+    """Return a message if two sources have the same resource, or a source has no resource name; else ""."""
     names = [source.resource for source in sources]
     if twice := sorted({name for name in names if name and names.count(name) > 1}):
         return f"two sources for one resource: {', '.join(twice)}"
@@ -47,7 +47,7 @@ def mistaken_names(sources: Collection[DeviceSource]) -> str:
 
 
 def check_source(source: object) -> None:
-    """Raise TypeError unless this is a usable source, NamingError if its resource or driver is invalid."""
+    """Raise TypeError unless this is a valid source, NamingError if its resource or driver is invalid."""
     if isinstance(source, type):
         raise TypeError(f"{source.__name__} is a class; a source is an instance of it: {source.__name__}()")
     if not isinstance(source, DeviceSource):
@@ -65,7 +65,7 @@ def check_source(source: object) -> None:
 
 
 def overlong(source: DeviceSource) -> str:
-    """Return a text with the kubelet's calls that time out before the source's hooks do; "" if there are none."""
+    """Return a text that names the kubelet's calls whose timeout is shorter than the source's hooks may take, or ""."""
     calls: list[tuple[str, int, tuple[str, ...]]] = [("PreStartContainer", PRE_START, ("reset",))]
     calls += [("NodePrepareResources", PREPARE, ("reset", "prepare"))] if source.driver else []
     calls_over = [
@@ -111,7 +111,7 @@ def _check_links(source: DeviceSource) -> None:
 
 
 def _mistake(name: str, method: Any) -> str:
-    """Return why a method of a source is not the right kind of function (plain, coroutine, generator); else ""."""
+    """Return a text if a method of a source is the wrong kind of function (plain, coroutine or generator), else ""."""
     if not callable(method):
         return f"must be a method, not {method!r}"
     usual = list(inspect.signature(getattr(DeviceSource, name)).parameters)[1:]
@@ -136,8 +136,9 @@ def _mistake(name: str, method: Any) -> str:
 def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[Device, ...]:
     """Check a device list that `watch` has yielded, and return it as a tuple of devices.
 
-    lists: the generator; the message names its line. Raises TypeError or ValueError if the list has anything but
-    devices with different ids, or if `replicas_of` or `links` of the source is invalid for these devices.
+    lists: the generator of `watch`; messages name its present line. Raises TypeError or ValueError if the list contains
+    anything but devices with different ids, or if the source's `replicas_of` or `links` returns an invalid value for
+    these devices.
     """
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):
         raise TypeError(f"{_place(source, lists)} must yield lists of Device, not {_instead(listed)}")
@@ -146,7 +147,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
         if not isinstance(device, Device):
             raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
         if device.consumes or device.counters:
-            # This call raises an error if a counter's value is invalid.
+            # This call raises an error if the amount of a counter is invalid.
             exclusion.hardware_of(device, frozenset(), "")
         if source.replicas != 1:
             number = source.replicas_of(device)
@@ -160,7 +161,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
 
 def _instead(value: object) -> str:
     if inspect.iscoroutine(value):
-        value.close()  # Without the call, Python warns of the unawaited coroutine again, at another place.
+        value.close()  # Otherwise Python warns again of a coroutine that was never awaited.
         return f"a coroutine: {hooks.NOT_AWAITED}"
     if isinstance(value, Device):
         return f"a Device: write yield [Device({value.id!r})]"
@@ -183,7 +184,7 @@ def checked_children(parent: DeviceSource, children: object) -> list[DeviceSourc
 
 
 def not_yielding(source: DeviceSource) -> str:
-    """Return a message that the source's `watch` is no generator, and how to correct it."""
+    """Return a message for a source whose `watch` is no generator, with the correction."""
     code = getattr(source.watch, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{type(source).__name__}.watch{where} must yield lists of devices, not return one: write yield [...]"

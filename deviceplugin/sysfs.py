@@ -1,7 +1,7 @@
-"""Reads sysfs: values, NUMA nodes, device nodes, and the hardware of a device number.
+"""Reads sysfs: values, NUMA nodes, device nodes, and the USB device or PCI function of a device number.
 
-The functions take paths, so they also work on other directory trees. A missing value is no error but None, because
-sysfs changes while it is read.
+The functions take paths. So tests can use another directory tree. A missing value is not an error but None, because
+sysfs can change during a read.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ ROOT: Final = "/sys"
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 _COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
-"""Matches the counters in names, which the kernel increases in the order in which devices appear: 0 of ttyUSB0, b of
-sdb."""
+"""Matches the part of a name that the kernel counts up when devices appear: 0 in ttyUSB0, b in sdb."""
 _PLACES: Final = ("port_number", "index", "partition")
-"""Files with a number that stays the same for a part of a device: a port of a serial adapter, a stream of a camera."""
+"""Files in sysfs with a fixed number of one component of a device: a port of a serial adapter, a stream of a camera."""
 
 
 def read(path: str) -> str | None:
@@ -43,7 +42,7 @@ def numa_node(directory: str) -> int | None:
 def numa_node_above(directory: str, within: str) -> int | None:
     """Return the NUMA node of a directory, or of its nearest ancestor that states one.
 
-    within: a text; ancestors whose paths do not contain this text are not read.
+    within: a text. Ancestors whose paths do not contain this text are not read.
     """
     while within in directory:
         if (node := numa_node(directory)) is not None:
@@ -61,7 +60,7 @@ def link_name(path: str) -> str | None:
 
 
 def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
-    """Yield the device nodes below a device's sysfs directory, without those of other PCI and USB devices below it."""
+    """Yield the device nodes of a device by its sysfs directory, without those of other PCI or USB devices below it."""
     for line in (read(f"{directory}/uevent") or "").splitlines():
         key, _, value = line.partition("=")
         if key == "DEVNAME" and value:
@@ -96,9 +95,9 @@ def device_above(directory: str) -> str | None:
 class HardwarePart:
     """The hardware of a device node.
 
-    devices: the names of the USB device or PCI function; each name alone identifies it. place: the bus, and the USB
-    port or PCI slot of the hardware. part: the part of the hardware, such as an interface or a partition, to which the
-    node leads.
+    devices: names of the USB device or PCI function; each of these names identifies the hardware. place: the bus, and
+    the USB port or PCI slot. part: the component of the hardware to which the node leads, such as an interface or a
+    partition.
     """
 
     devices: frozenset[str]
@@ -108,7 +107,10 @@ class HardwarePart:
 
 @dataclass(slots=True)
 class HardwareReader:
-    """Finds the hardware of device numbers. USB devices are listed only once, so each scan needs a new reader."""
+    """Finds the hardware of device numbers.
+
+    A reader lists the USB devices only once, so use a new reader for each scan.
+    """
 
     root: str = ROOT
     _serials: list[tuple[str, ...]] | None = field(default=None, init=False)
@@ -117,8 +119,8 @@ class HardwareReader:
         """Return the hardware of a device node; None if sysfs shows no USB or PCI device for the node. Blocks.
 
         A USB device's name consists of vendor, product and serial number, and does not depend on the port. If the
-        serial number is missing, the port replaces it. While another device has the same serial number, the name also
-        has the port.
+        serial number is missing, the name contains the port instead. If another device has the same serial number, the
+        name contains the port too.
         """
         directory = directory_of(kind, number, self.root)
         device = device_above(directory) if directory is not None else None
@@ -155,7 +157,7 @@ def _usb(directory: str) -> tuple[str, ...] | None:
 
 
 def _part(device: str, directory: str) -> str:
-    """Return which part of a device this sysfs directory belongs to, without counters of the kernel."""
+    """Return the component of a device to which a sysfs directory belongs, as text without the kernel's counters."""
     steps, above = [], device
     for step in filter(None, directory.removeprefix(device).split("/")):
         steps.append(_step(above, step))
@@ -164,7 +166,7 @@ def _part(device: str, directory: str) -> str:
 
 
 def _step(above: str, name: str) -> str:
-    """Return a directory's name without counters of the kernel (the 0 of ttyUSB0).
+    """Return a directory's name without the kernel's counters (the 0 in ttyUSB0).
 
     If several names in `above` would be equal without counters, return the whole name.
     """

@@ -12,7 +12,7 @@ from deviceplugin.device import printable
 
 
 class Line(NamedTuple):
-    """A line of text. bad: whether the line reports a device that is unhealthy or not listed any more."""
+    """A line of text. bad: whether the line is about a device that is unhealthy or no longer listed."""
 
     text: str
     bad: bool = False
@@ -77,7 +77,7 @@ def import_rich() -> Any:
 
 
 def age(seconds: float) -> str:
-    """Return a duration in the form that kubectl has for ages: 90s, 5m, 3h, 2d."""
+    """Return a duration as text, like an age in kubectl: 90s, 5m, 3h, 2d."""
     left = max(0, int(seconds))
     for unit, size, below in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
         if left < size * below:

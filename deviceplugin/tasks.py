@@ -1,4 +1,4 @@
-"""Runs background tasks, and calls that continue if their caller is cancelled."""
+"""Background tasks, and calls that continue after their caller was cancelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class Tasks:
-    """Keeps references to tasks until they end, and logs their exceptions, because no caller may wait for them."""
+    """Runs background tasks: keeps references to tasks until they end, and logs their exceptions."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -41,9 +41,9 @@ class Tasks:
 
 
 class SharedCall(Generic[_T]):
-    """Makes one call for all callers that arrive before the call begins. Calls run one after another.
+    """Makes one call on behalf of all callers that arrive before the call begins. Calls run one after another.
 
-    A call continues if its callers are cancelled, because other callers may be waiting for the same call by then.
+    If a caller is cancelled, the call continues, because other callers may wait for its result.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> None:
@@ -76,7 +76,7 @@ class SharedCall(Generic[_T]):
 
 
 async def in_time(work: Awaitable[object], timeout: float | None = None) -> bool:
-    """Wait for an awaitable; return whether it finished within `timeout` seconds. None and inf set no limit."""
+    """Wait for an awaitable; return whether it finished within `timeout` seconds. None or inf: no limit."""
     try:
         async with asyncio.timeout(None if timeout == math.inf else timeout):
             await work
@@ -94,7 +94,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def ended(future: asyncio.Future[_T]) -> _T:
-    """Return a future's result. If this task is cancelled, raise the cancellation only when the future has ended."""
+    """Return a future's result. If the calling task is cancelled, first wait until the future has ended."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -103,6 +103,6 @@ async def ended(future: asyncio.Future[_T]) -> _T:
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # The exception is retrieved, and the cancellation is raised instead.
+            future.exception()  # Retrieve the exception. The cancellation is raised instead of it.
         raise cancelled
     return future.result()

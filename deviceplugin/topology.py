@@ -1,7 +1,6 @@
 """Chooses the devices that a container gets together: pure functions over ids, NUMA nodes and link scores.
 
-Ids without scores or NUMA nodes are chosen last, without an error. Ids are compared in natural order: sim-2 before
-sim-10.
+Ids without scores or NUMA nodes are chosen last. They cause no error. Ids are in natural order: sim-2 before sim-10.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Ids = Collection[str]
 Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
-"""How close pairs of devices are, by frozenset({a, b}). A higher number is closer; a pair without an entry has 0."""
+"""The link scores of pairs of devices, by frozenset({a, b}). A higher score means closer. A missing pair has score 0.
+"""
 
-# For each width of numbers in bits, the type code of an array of such numbers.
+# For each width in bits: the type code of an `array` of numbers of this width.
 _WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}
-# Maximum number of different sets of devices for which all sets are compared. Sets that differ only in interchangeable
+# If there are more sets of devices than this, not all sets are compared. Sets that differ only in interchangeable
 # devices count as one set.
 _EXACT: Final = 1 << 16
-# The requests that are assumed to follow a request for a single device, as (size, number of requests).
+# The requests that are assumed to come after a request for one device, as (devices per request, number of requests).
 _USUAL: Final = ((4, 2), (2, 4))
 # Number of steps after which `_served_alike` gives up its search.
 BUDGET: Final = 40_000
@@ -43,7 +43,7 @@ _DENSE: Final = 256  # Maximum number of devices for which a matrix of scores is
 
 
 class Link(enum.IntEnum):
-    """How close two devices are: a level of the PCIe topology, or NVLINK times the number of NVLinks between them."""
+    """The link score of two devices: a level of the PCIe topology, plus NVLINK for each NVLink between them."""
 
     NVLINK = 100
     SAME_BOARD = 60
@@ -59,7 +59,7 @@ def _in_order(devices: Iterable[str]) -> list[str]:
 
 
 def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, deadline: float = 0.25) -> list[str]:
-    """Choose the `size` devices out of `available` that are closest together.
+    """Choose the `size` devices of `available` with the highest link scores to each other.
 
     score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). The function chooses the set with
 
@@ -110,8 +110,9 @@ def choose(
 ) -> list[str]:
     """Choose `size` of the `available` ids, with all of `must_include`, by a policy of `DeviceSource`.
 
-    score: as for `preferred`, between physical devices. physical: for each id on this node, also for ids in use, the
-    device of this id; an id without an entry is a device of its own. Raises ValueError if there is no such policy.
+    score: as for `preferred`, between physical devices. physical: for each id on this node, also ids in use, the device
+    of which the id is a replica; an id without an entry is a device of its own. Raises ValueError if there is no such
+    policy.
     """
     match policy:
         case "links":
@@ -126,10 +127,10 @@ def choose(
 
 
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas of different devices; of these devices, choose the devices that are closest together.
+    """Choose replicas of different devices; choose the devices with the highest link scores to each other.
 
-    The available replica with the smallest id is chosen from each device before a second replica of any device. Without
-    replicas, the result is that of `preferred`.
+    A second replica of a device is chosen only after one replica of each device. Of each device, the available replica
+    with the smallest id comes first. Without replicas, the result is the result of `preferred`.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -145,7 +146,7 @@ def links(available: Ids, must_include: Ids, size: int, score: Score, physical: 
 def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of as few devices as possible. Devices with the fewest free replicas come first.
 
-    The devices of `must_include` are used first. The rules are those of `numa_compact`, with devices in place of its
+    Devices with a replica in `must_include` come first. The rules are those of `numa_compact`, with devices in place of
     NUMA nodes.
     """
     devices = _in_order(physical.get(name, name) for name in {*available, *must_include})
@@ -155,7 +156,7 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 
 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas one by one, each time of the device with the fewest replicas in use.
+    """Choose replicas one by one: each time, a replica of the device with the fewest replicas in use.
 
     Ids in use are those of `physical` that are not in `available`, and the ids already chosen. Among equal devices, the
     device with the most free replicas is chosen, then the smallest id.
@@ -174,7 +175,7 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
 
 
 def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each device, its ids, the smallest id last."""
+    """Return the ids of each device; the smallest id is last."""
     devices: dict[str, list[str]] = {}
     for name in sorted(ids, key=natural, reverse=True):
         devices.setdefault(physical.get(name, name), []).append(name)
@@ -182,10 +183,10 @@ def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, lis
 
 
 def arranged(devices: Collection[str], score: Score) -> list[str]:
-    """Return the devices in an order in which blocks of 2, 4, 8 and so on devices are close together.
+    """Return the devices in an order in which blocks of 2, 4, 8 and so on devices have high link scores.
 
-    The scheduler takes devices in the order of a ResourceSlice. `preferred` chooses the first half of the order
-    (rounded to a power of two); each half is then ordered in the same way.
+    The scheduler allocates devices in the order of a ResourceSlice. `preferred` chooses the first half of the order
+    (rounded to a power of two). Then each half is ordered in the same way.
     """
     ids = _in_order(devices)
     if len(ids) < 3 or not score:
@@ -196,9 +197,10 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 
 
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
-    """Return a score for each pair of devices: 20 if the two have a NUMA node in common, 10 if not.
+    """Return a score for each pair of devices: 20 if they have a NUMA node in common, else 10.
 
-    A device without a NUMA node is in no pair. The result has n^2/2 pairs, so use `numa_compact` for many devices.
+    The result has no pairs with devices without a NUMA node. It has n^2/2 pairs, so use `numa_compact` for many
+    devices.
     """
     placed = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {
@@ -260,13 +262,13 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
 
 
 def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple[list[list[int]], list[int]]:
-    """Return the scores of all pairs of `free`, and each free device's total with `required`, as integers from 0.
+    """Return the scores of all pairs of `free`, and each free device's total score with `required`, as integers from 0.
 
-    The same amount is added to the scores of all pairs, which does not change the order of sets of equal size.
+    The same amount is added to the scores of all pairs. This does not change the ranking of sets of equal size.
     """
     among = [score.get(frozenset(pair), 0) for pair in combinations(free, 2)]
     beside = [score.get(frozenset(pair), 0) for pair in product(free, required)]
-    # The number of bits keeps sums below 2^60.
+    # Scores have so few bits that sums stay below 2^60.
     whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())
     pairs = whole[: len(among)]
     bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
@@ -281,7 +283,7 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 def _integers(values: list[float], bits: int) -> list[int]:
     """Return the values, multiplied by a common factor, as integers of at most `bits` bits.
 
-    Values that are such integers already stay unchanged.
+    If all values already are such integers, they are not changed.
     """
     if set(map(type, values)) != {int}:
         values = [_finite(value) for value in values]
@@ -297,7 +299,7 @@ def _finite(value: float) -> float:
 
 
 def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[list[int]]:
-    """Return the classes of devices that have equal scores with all others; the first device's class is last."""
+    """Return classes of interchangeable devices: with equal scores to all others. The first device's class is last."""
     classes: list[list[int]] = []
     sums = [sum(row) for row in matrix]
     for device, row in enumerate(matrix):
@@ -328,7 +330,7 @@ class _Sets:
         self.weights: list[int] = []
         sizes = bytes(1)
         most = sum(map(sum, matrix)) + sum(bonus)
-        # The numbers are so wide that no sum overflows into the next number.
+        # Each number has so many bits that no sum overflows into the next number.
         width = next(width for width in _WIDTHS if most >> width == 0)
         totals, ones = 0, [1]
         for place, members in enumerate(classes):
@@ -339,9 +341,10 @@ class _Sets:
             sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(count + 1))
             self.weights.append(weight)
         self.whole = len(sizes) - 1
-        """The number of the set of all devices. This number minus a set's number is the set's complement."""
+        """The integer of the set of all devices. This integer minus a set's integer is the integer of the set's
+        complement."""
         self.sizes = sizes + b"\xff" * len(sizes)
-        """For each set, the number of its devices; 255 for negative numbers, which are no sets.
+        """For each set, the number of its devices; 255 for negative integers, which represent no set.
 
         One set is a subset of another if and only if the size of their difference is the difference of their sizes.
         """
@@ -359,7 +362,7 @@ class _Sets:
         return numbers
 
     def choose(self, missing: int, size: int) -> list[int]:
-        """Return the best set of `missing` devices, assuming that all later requests are for `size` devices."""
+        """Return the best set of `missing` devices. Later requests are assumed to be for `size` devices each."""
         left = self.sizes[self.whole] - missing
         candidates = self._of_size(missing)
         ties = _highest(candidates, self.firsts)
@@ -389,15 +392,15 @@ class _Sets:
         return sorted(smallest)
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
-        """Sort sets of equal rank: by the total that they leave, the highest first, then by ids, the smallest first."""
-        # If each device is a class of its own, the set with the higher number has the smaller ids.
+        """Sort sets of equal rank: by the total of the remaining devices (the highest first), then by ids."""
+        # If each device is a class of its own, the set with the higher integer has the smaller ids.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return those sets of equal rank that leave most for `later` requests.
+        """Return those sets of `ties` that leave the devices with the highest totals for `later` further requests.
 
-        enough: how many sets to return, None for all.
+        enough: the maximum number of sets to return, None for all.
 
         candidates: all sets of the size of these requests.
         """
@@ -409,7 +412,7 @@ class _Sets:
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # These sets are the best, since no later request can get more than the first request.
+                return alike  # These sets are the best: no later request can get a higher total than the first request.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
@@ -420,7 +423,7 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return up to `enough` sets that leave `later` disjoint sets of `best`; none if the search takes too long."""
+        """Return up to `enough` sets that leave `later` disjoint sets of `best`; [] after too many steps."""
         budget, sizes, size = BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
@@ -432,7 +435,7 @@ class _Sets:
             fitting = [subset for subset in some if sizes[remainder - subset] == rest]
             if requests == 1 or not fitting:
                 return bool(fitting)
-            # The order of requests does not matter, so sets before this set are not tried again.
+            # The order of requests does not matter. So sets before this set are not tried again.
             return any(serves(remainder - subset, fitting[at:], requests - 1) for at, subset in enumerate(fitting))
 
         serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
@@ -447,7 +450,7 @@ class _Sets:
         bits, count = int(flags, 2), self.whole + 1
         for members, weight in zip(self.classes, self.weights, strict=True):
             period = weight * (len(members) + 1)
-            some = (1 << period) - (1 << weight)  # The sets that have a device of this class.
+            some = (1 << period) - (1 << weight)  # The sets with at least one device of this class.
             while period < count:
                 some |= some << period
                 period *= 2
@@ -457,7 +460,7 @@ class _Sets:
 
 
 def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int], width: int) -> int:
-    """Return, for each set, the sum of its devices' values, all in one integer with `width` bits for each sum."""
+    """Return one integer that contains, for each set, the sum of its devices' values. Each sum has `width` bits."""
     sums, shift = 0, width
     for members, base in zip(classes, ones, strict=False):
         sums = _joined(sums, values[members[0]] * base, 0, len(members), shift)
@@ -466,10 +469,9 @@ def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Itera
 
 
 def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
-    """Return the numbers in `layer`, joined with those of the same sets plus 1 to `count` devices of one class.
+    """Return the numbers of the sets in `layer`, and of these sets plus 1 to `count` devices of one more class.
 
-    step: the number that the first device adds. growth: how much more each further device adds than the device before
-    it.
+    step: the number that the first device adds. Each further device adds `growth` more than the device before it.
     """
     joined = layer
     for n in range(1, count + 1):
@@ -485,7 +487,7 @@ def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
 
 
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
-    """Return a set that has, and leaves, a high total, found in a fixed number of steps.
+    """Return a set with a high total whose remaining devices have a high total too, found in a fixed number of steps.
 
     Each start is a set of one device of `firsts` and the devices closest to it. Swaps improve these sets until `stop`
     (perf_counter).
@@ -498,10 +500,10 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
-            others = order[at + 1 :] + order[:at]  # Among equal devices, each start prefers other devices.
+            others = order[at + 1 :] + order[:at]  # Each start prefers other devices among devices with equal scores.
             starts.append([first, *sorted(others, key=gains.__getitem__, reverse=True)][:missing])
-    # Scores of remaining devices are scaled down so far that all together count less than the smallest difference
-    # between two sets.
+    # Scale down the scores of remaining devices: all of them together count less than the smallest difference between
+    # the totals of two sets.
     unit = 1 + 2 * sum(degrees)
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
@@ -515,13 +517,12 @@ def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[i
 
 
 def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: float) -> tuple[int, set[int]]:
-    """Return the best set, and its value, of a series of swaps: each swaps the worst device for the best other device.
+    """Return the best set of a series of swaps, with its value. Each swap replaces the worst device by the best other.
 
-    The two devices are not swapped back for some steps, so that the series continues from sets that no single swap
-    improves.
+    The two devices are not swapped back for some steps. So the series continues even if no single swap improves a set.
     """
     gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
-    # In `value`, each pair counts twice, so each device's own value is counted twice as well.
+    # Each pair counts twice in `value`. So each device's own value is counted twice too.
     value = sum(gains[device] + nodes[device] for device in chosen)
     best, best_set = value, set(chosen)
     entered, gone = list[int](), list[int]()
@@ -566,7 +567,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """If there are very many devices, return those that good sets may contain, to keep the matrix of scores small."""
+    """Return at most some _DENSE devices, those that good sets may contain, so that the score matrix stays small."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

@@ -1,4 +1,4 @@
-"""Explains why a directory causes no file events."""
+"""The reasons why a directory causes no file events, in words for messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 SILENT: Final = 5.0
-"""Seconds after which a directory's file system counts as hanging."""
+"""Seconds without a response after which a directory's file system counts as hanging."""
 
 
 class UnwatchedCause(enum.Enum):
@@ -24,7 +24,7 @@ class UnwatchedCause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> UnwatchedCause:
-        """Return the cause that an error of the operating system stands for.
+        """Return the cause for an error of the operating system.
 
         EMFILE has two causes: no file descriptor is left, or no inotify instance.
         """
@@ -95,14 +95,14 @@ _LIMITS: Final[Mapping[str, str]] = {
 
 
 def _limit(what: str) -> str:
-    """Return, as text, the limit of inotify instances or watches: the lower value of user and user namespace."""
+    """Return the limit of inotify instances or watches as text: the lower limit of user and user namespace."""
     limits = [(_read_limit(f"{file}{what}"), f"{name}{what}") for file, name in _LIMITS.items()]
     value, name = min(limits, key=lambda limit: int(limit[0]) if limit[0].isdigit() else math.inf)
     return f"{name} is {value}"
 
 
 def _read_limit(name: str) -> str:
-    """Read a kernel setting; "unknown" if it cannot be read. /proc/sys is in memory, so the read does not block."""
+    """Return a kernel setting, "unknown" if it cannot be read. Does not block, because /proc/sys is in memory."""
     try:
         with open(f"/proc/sys/{name}", encoding="ascii") as file:
             return file.read().strip()

@@ -1,4 +1,4 @@
-"""Reads the user's YAML config file: returns frozen, typed values, or raises errors with corrections, without gRPC."""
+"""Reads the YAML config file: returns immutable, typed values, or raises errors with corrections. Loads no gRPC."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.lock import ADOPTED, OPEN, Lock, needed

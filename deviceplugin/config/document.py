@@ -1,4 +1,4 @@
-"""Parses the YAML of a config file into nodes, within limits of size and depth, and defines the file's errors.
+"""Parses a config file into YAML nodes, with limits for size and depth, and defines the errors of config files.
 
 Scalars are those of YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
 booleans. Anchors and merge keys work.
@@ -22,26 +22,27 @@ except ImportError:  # Without libyaml, PyYAML gives the same results, but is sl
 MAX_BYTES: Final = 4 << 20
 """Maximum bytes of a config file. A ConfigMap, which usually has the file, holds 1 MiB."""
 MAX_VALUES: Final = 50_000
-"""Maximum number of values in a file, before and after aliases are replaced, because each value takes up to 500 bytes
-of memory."""
+"""Maximum number of values in a file, before and after YAML aliases are replaced. Each value takes up to 500 bytes of
+memory."""
 MAX_DIRECTIVES: Final = 32
 """Maximum number of %TAG directives. libyaml compares each directive with all earlier directives, so 200,000 directives
 would take minutes."""
 MAX_DEPTH: Final = 32
-"""Maximum nesting of lists and mappings, because libyaml's composer overflows the stack beyond some 10,000 levels."""
+"""Maximum nesting depth of lists and mappings. libyaml overflows the stack at some 10,000 levels."""
 MAX_SHOWN: Final = 25
 """Maximum number of problems in an error's text. The error's attribute `problems` has all problems."""
 MAX_UNKNOWN: Final = 3
-"""Maximum number of reported unknown keys in a mapping, if no known key is similar: the file may be no config file at
-all."""
+"""Maximum number of unknown keys that are reported for one mapping, if no known key is similar. Such a file may be
+another kind of file."""
 MAX_PROBLEMS: Final = 100
-"""Number of problems after which reading stops, because each search for a similar name takes up to a millisecond."""
+"""Number of problems after which reading of the file stops. Each search for a similar name takes up to a millisecond.
+"""
 
 
 class Problem(NamedTuple):
     """One problem of a file. line: the line's number, from 1; 0 for the file as a whole. path: the path of the key.
 
-    message: a text that says what is wrong and how to correct it.
+    message: the mistake and its correction, as text.
     """
 
     line: int
@@ -52,8 +53,8 @@ class Problem(NamedTuple):
 class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
-    file: the file's name as the caller gave it. problems: all problems, at least one, sorted by line. line, path,
-    message: the fields of the first problem.
+    file: the file's name from the caller. problems: all problems (at least one), sorted by line. line, path, message:
+    those of the first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:
@@ -74,12 +75,12 @@ class ConfigError(ValueError):
 
 
 def file_error(file: str, message: str, line: int = 0) -> ConfigError:
-    """Return an error about a file as a whole. line: the line that the message names; 0 for no line."""
+    """Return an error with one problem of a whole file. line: the line of the problem; 0 for no line."""
     return ConfigError(file, [Problem(line, "$", message)])
 
 
 class Problems:
-    """Collects the problems of one config file. lines: the line of each value that was read, by the value's path."""
+    """Collects the problems of one config file. lines: for the path of each value that was read, its line."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -87,7 +88,7 @@ class Problems:
         self.lines: dict[str, int] = {}
 
     def report(self, path: str, message: str, line: int = 0) -> None:
-        """Add a problem; raise ConfigError if there are too many.
+        """Add a problem; raise ConfigError if there are MAX_PROBLEMS problems.
 
         line: the problem's line; 0 for the line of the value at `path`.
         """
@@ -145,7 +146,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         raise _syntax(text, file, error) from None
     if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
-    if kind(node) == "str":  # The message does not repeat the text, because the text may be a password.
+    if kind(node) == "str":  # The text may be a password. So the message does not contain it.
         how = "; `deviceplugin import` takes generic-device-plugin's flags" * bool(FLAG.search(scalar_text(node)))
         message = f"is a text without keys; this is not a config file, which begins with `resources:`{how}"
         raise file_error(file, message, 1)
@@ -162,7 +163,7 @@ def compose_all(text: str) -> list[yaml.Node]:
 
 
 def plain(root: yaml.Node, file: str = "<text>") -> Any:
-    """Return a node's value: text, int, bool, None, list or dict with text as keys. Other scalars are text.
+    """Return a node's value: str, int, bool, None, list, or dict with str keys. Other scalars become str.
 
     If several aliases name one list or mapping, they all become the same Python object. Raises ConfigError if merge
     keys add too many keys.
@@ -237,7 +238,7 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
     shown = "" if mark is None else text.splitlines()[min(mark.line, text.count("\n"))]
-    # This error comes from libyaml's own limit, because libyaml reads further than the checked events.
+    # libyaml reads ahead of the checked events. So its own depth limit can raise this error first.
     if "maximum nesting depth" in message:
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
@@ -271,7 +272,7 @@ def keys(node: yaml.Node) -> dict[str, yaml.Node]:
 
 
 def check_kind(node: yaml.Node, file: str) -> None:
-    """Raise ConfigError for files in which a config is nested: Kubernetes objects, values of the Helm chart."""
+    """Raise ConfigError for a file that contains a config at a deeper level: a Kubernetes object, or Helm values."""
     given = keys(node)
     if {"apiVersion", "kind"} <= given.keys():
         what = scalar_text(given["kind"])
@@ -299,5 +300,5 @@ def kind(node: yaml.Node) -> str:
 
 
 def scalar_text(node: yaml.Node) -> str:
-    """Return a scalar's text; "" for a collection, whose nesting may have no end."""
+    """Return a scalar's text; "" for a list or mapping, because its nesting can be infinite."""
     return str(node.value) if isinstance(node, yaml.ScalarNode) else ""

@@ -1,4 +1,4 @@
-"""Converts other device plugins' settings to a config file, for `deviceplugin import`. Pure.
+"""Converts settings of other device plugins to a config file, for `deviceplugin import`. Pure functions.
 
 The formats, as of 2026: generic-device-plugin's config and flags (config.go, deviceplugin/path.go, usb.go),
 smarter-device-manager's conf.yaml, and the config file of NVIDIA's plugin (api/config/v1).
@@ -29,19 +29,19 @@ NVIDIA_VALUES: Final = frozenset(
         *("nvidiaDriverRoot", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "deviceDiscoveryStrategy"),
     }
 )
-"""Values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin outside of the plugin's config file."""
+"""Values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin without its config file."""
 OTHER_IDS: Final = (
     "{}: its device ids. Its pods run on, and the agent finds their devices by their containers' device nodes; if the "
     "plugin gave them a directory or a mount, the resource offers no device until they end (docs/existing-plugin.md)"
 )
 DIRECTORIES: Final = frozenset({"/dev/snd", "/dev/dri", "/dev/input", "/dev/bus/usb", "/dev/net", "/dev/vfio"})
-"""Directories that settings of other plugins give as the path of a device."""
+"""Directories that other plugins' settings often name as the path of a device."""
 NUMBERED: Final[Mapping[str, str]] = {
     "ttyUSB": "/dev/serial/by-id/...",
     "ttyACM": "/dev/serial/by-id/...",
     "video": "/dev/v4l/by-id/...",
 }
-"""The links that udev makes for devices whose number can change, by the name before the number."""
+"""For each device name whose number can change (without the number): the links that udev makes for such devices."""
 CORAL: Final = ({"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"})
 """The USB ids of the Coral accelerator, before and after its firmware is loaded."""
 
@@ -63,7 +63,7 @@ class UnknownSettingsError(ValueError):
 def imported(text: str) -> Imported:
     """Convert the settings of another device plugin to the resources of a config file.
 
-    text: the plugin's own file, its flags, or YAML that contains file or flags at any depth: a ConfigMap, a DaemonSet,
+    text: the plugin's config file, its flags, or YAML that contains one of them at any depth: a ConfigMap, a DaemonSet,
     the `args` of a container, values of a Helm chart. Raises UnknownSettingsError.
     """
     made = Imported([], [])
@@ -96,7 +96,7 @@ def as_file(made: Imported) -> str:
 
 
 class _ConfigDumper(yaml.SafeDumper):
-    """Writes YAML with quotes around texts that would be numbers, by YAML 1.1 or by the rules of a config file."""
+    """Writes YAML. Texts that YAML 1.1 or this project's config file would read as numbers are put into quotes."""
 
 
 _ConfigDumper.add_implicit_resolver(
@@ -132,7 +132,7 @@ def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
 
 
 def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any]]:
-    """Yield the settings that a YAML node consists of or contains at any depth, each once."""
+    """Yield each settings object that is this YAML node, or that the node contains at any depth."""
     left, seen = [document.plain(root, file)], set[int]()
     while left:
         node = left.pop()
@@ -148,17 +148,17 @@ def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any
 
 
 def _parts(node: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return those values of a collection that may contain settings. The flags of a container are one value."""
+    """Return those values of a list or mapping that may contain settings. All flags of a container are one value."""
     if isinstance(node, list):
         return node
     flags = [key for key in ("command", "args") if _taker(node.get(key)) is _flags]
-    # The metadata of an object may contain a copy of the object: the configuration that was last applied.
+    # An object's annotations may contain a copy of the object (kubectl's last-applied-configuration).
     values = [value for key, value in node.items() if key != "metadata" and key not in flags]
     return [[word for key in flags for word in node[key]], *values]
 
 
 def _taker(node: Any) -> _Take | None:
-    """Return the function that converts a node if the node is the settings of a plugin, else None."""
+    """Return the conversion function for a node with the settings of a plugin; None for other nodes."""
     if isinstance(node, list):
         if node and all(isinstance(one, dict) and "devicematch" in one for one in node):
             return _smarter
@@ -182,7 +182,7 @@ def _taker(node: Any) -> _Take | None:
 
 
 def _is_spec(node: Any) -> bool:
-    """Return whether a node describes a resource as generic-device-plugin does."""
+    """Return whether a node describes a resource in the form of generic-device-plugin."""
     groups = node.get("groups") if isinstance(node, dict) and "name" in node else None
     return isinstance(groups, list) and any(isinstance(one, dict) and {"paths", "usb"} & one.keys() for one in groups)
 
@@ -221,7 +221,7 @@ def _flags(words: Sequence[Any], made: Imported) -> None:
 
 
 def _specs(value: str, made: Imported) -> list[Any]:
-    """Return the devices in a value of the flag --device; older versions of the plugin have a name and globs there."""
+    """Return the devices in a value of the flag --device. In older versions of the plugin, this is a name and globs."""
     name, *globs = value.split(",")
     if globs and re.fullmatch(r"[a-z0-9-]+", name):
         return [{"name": name, "groups": [{"paths": [{"path": glob.strip()}]} for glob in globs]}]
@@ -278,7 +278,7 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
 
 
 def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Return a path as an entry of a `group`, and note the options that a config file cannot express."""
+    """Return a path as an entry of a `group`. Add a note for each option that a config file cannot express."""
     host, inside = str(path["path"]), str(path.get("mountPath") or "")
     for key in ("readOnly", "limit"):
         if path.get(key):
@@ -295,7 +295,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
 
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the entry for the USB devices of a group. If it has several ids, a device has them one after the other."""
+    """Return the entry for the USB devices of a group. Several ids in it are successive ids of one device."""
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
     ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]
@@ -388,14 +388,14 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
 
 
 def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
-    """Note flags that are set and have no counterpart. By default the ids of NVIDIA's plugin are UUIDs, as here."""
+    """Add a note for each set flag without a counterpart. NVIDIA's default device ids are UUIDs, as in this project."""
     for key, value in flags.items():
         if value and key not in NVIDIA_FLAGS and (key, value) != ("deviceIDStrategy", "uuid"):
             made.notes.append(f"NVIDIA: {key}" + ("" if isinstance(value, dict) else f" {value}"))
 
 
 def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
-    """Note the values of NVIDIA's chart that are set; the chart's config map has the settings that are imported."""
+    """Add a note for each set value of NVIDIA's chart. Only the config map in the chart's values is imported."""
     for key in sorted(NVIDIA_VALUES & values.keys()):
         if values[key]:
             made.notes.append(f"NVIDIA: {key} {values[key]} as a value of the chart; the config's flags are read")
@@ -405,7 +405,7 @@ def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
 
 
 def _note_number(path: str, note: Callable[[str], None]) -> None:
-    """Note a path that names one device by a number that can change."""
+    """Add a note for a path of one device with a number that can change, such as /dev/ttyUSB0."""
     if (numbered := re.fullmatch(r"/dev/([A-Za-z]+)[0-9]+", path)) and (link := NUMBERED.get(numbered[1])):
         note(f"{path} as one certain device: its number can change when it is plugged in again; name its link {link}")
 

@@ -1,8 +1,9 @@
-"""The known device plugins of vendors: whether a plugin behind an agent can serve pods' `limits` and claims.
+"""Vendors' device plugins, and whether each can serve pods' `limits` and claims if an agent has adopted it.
 
-These facts come from the plugins' code (November 2026). An agent calls Allocate for a claim without a pod that requests
-the resource. So a plugin cannot serve claims if it searches for that pod, or if it frees devices for which the kubelet
-lists no pod. Several plugins may use the same resource name; the ids of their devices then distinguish the plugins.
+These facts come from the plugins' code (November 2026). For a claim, the agent calls the plugin's Allocate although no
+pod requests the resource. So a plugin cannot serve claims if it searches for the requesting pod, or if it frees devices
+for which the kubelet lists no pod. Several plugins may use the same resource name; the ids of their devices then
+distinguish the plugins.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
 
 PLUGINS: Final = (
-    # HAMi's plugin uses the same resource name, searches for the pending pod, and has ids that begin with UUID-0.
+    # HAMi's plugin uses the same resource name and searches for the pending pod. Its device ids are UUID-0, UUID-1 and
+    # so on.
     KnownPlugin(
         "NVIDIA/k8s-device-plugin",
         ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),

@@ -1,13 +1,13 @@
 """The lock: the commands and host paths that a config file may name.
 
-Without a lock, a user who may write the ConfigMap is root on every node, because the agent runs the file's commands and
-mounts its host paths into containers. `run` makes the lock from --allow-commands and --allow-host-path, which the
-writer of the file cannot change.
+Without a lock, every user with the right to write the ConfigMap is root on every node, because the agent runs the
+file's commands and mounts its host paths into containers. `run` makes the lock from --allow-commands and
+--allow-host-path, which the writer of the file cannot change.
 
-The file's paths have no `.` and `..` steps (`texts`). The lock must allow both a path as it is written, and the target
-of the path's symlinks. The paths of devices are checked each time that the devices are listed
-(`deviceplugin.sources.configured`), other paths when the file is read. The agent cannot see symlinks that are not
-mounted into its container, or that are made later.
+Paths in the file contain no `.` or `..` (`texts`). The lock must allow both a path as written, and its target if it is
+a symlink. The paths of devices are checked whenever the devices are listed (`deviceplugin.sources.configured`). Other
+paths are checked when the file is read. The agent cannot see symlinks that are not mounted into its container, or that
+are made later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deviceplugin.config.types import (
 
 _PATTERN: Final = re.compile(r"[*?[]")
 DEVICES: Final = "/dev"
-"""The directory whose paths are allowed without an option, unless a prefix in it is given."""
+"""Paths in this directory are allowed without an option, unless an option allows a prefix in this directory."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     DeviceEntry: ("path", "group"),
     PartConfig: ("path",),
@@ -43,11 +43,11 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     ResourceConfig: ("nodes",),
     SimulatedConfig: ("unhealthy_file",),
 }
-"""For each type of mapping in the file, the keys whose values are paths of the host."""
+"""For each type of mapping in the file: the keys whose values are host paths."""
 ADOPTED: Final = "/run/deviceplugin/plugins"
 """The default directory in which vendors' plugins register with the agent. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
-"""For each type of mapping in the file, the keys whose values name code that the agent executes."""
+"""For each type of mapping in the file: the keys whose values name a program or library that the agent executes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Lock:
     """The commands, host paths and plugins that a config file may name.
 
     commands: whether the file may name code that the agent executes: commands of probes, and NVIDIA's library.
-    host_paths: prefixes; a path equal to or below a prefix is allowed. A step of a prefix may be a pattern
-    (/run/fpga*); the pattern allows a step of the same text, or a step without wildcards that it matches. /dev is a
-    prefix, unless a prefix in /dev is given. plugins: whether vendors' plugins may be adopted, which choose the edits
-    of containers themselves.
+    host_paths: allowed prefixes. A path is allowed if it is equal to a prefix or below it. A path element of a prefix
+    may be a pattern (/run/fpga*). A pattern allows the same text, and each name without wildcards that it matches. /dev
+    is allowed too, unless a prefix in /dev is given. plugins: whether the file may name vendors' plugins for adoption.
+    Such plugins choose the edits of containers themselves.
     """
 
     commands: bool = False
@@ -73,7 +73,7 @@ class Lock:
 
     @classmethod
     def resolved(cls, commands: bool, host_paths: Iterable[str], plugins: bool = False) -> Lock:
-        """Return a lock that also allows its prefixes with symlinks resolved, such as /run/x for /var/run/x."""
+        """Return a lock with these prefixes, and with the targets of their symlinks, such as /run/x for /var/run/x."""
         given = tuple(host_paths)
         return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))), plugins)
 
@@ -83,7 +83,7 @@ class Lock:
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
     def problem(self, kind: type, path: str) -> str:
-        """Return why a path in a mapping of this type is not allowed; "" if it is allowed. Reads symlinks."""
+        """Return why a path in a mapping of the type `kind` is not allowed, "" if it is allowed. Reads symlinks."""
         if not self.allows(path):
             return self.refusal(path)
         target = path if kind in {DeviceEntry, PartConfig} else os.path.realpath(path)
@@ -95,13 +95,13 @@ class Lock:
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 
     def arguments(self) -> list[str]:
-        """Return the options of `run` that make this lock."""
+        """Return the command-line options of `run` for this lock."""
         paths = [f"--allow-host-path={path}" for path in self.host_paths]
         return ["--allow-commands"] * self.commands + paths + [f"--adopt={ADOPTED}"] * self.plugins
 
 
 OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
-"""The lock that allows everything, for an author's own sources, and for commands that only read a config."""
+"""The lock that allows everything: for sources in Python, and for commands that only read a config file."""
 
 
 def needed(config: Config) -> Lock:
@@ -114,12 +114,12 @@ def needed(config: Config) -> Lock:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Return the texts of a value, which may be one text, several, or None."""
+    """Return the texts in a value: one text, several texts, or None."""
     return (value,) if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
 
 
 def _parts(value: Any) -> Iterator[Struct]:
-    """Yield a mapping of the file and all mappings nested in it."""
+    """Yield a mapping of the config file, and all mappings nested in this mapping."""
     if isinstance(value, Struct):
         yield value
         for name in value.__struct_fields__:
@@ -140,7 +140,7 @@ def _begins(steps: list[str], prefix: list[str]) -> bool:
 def _real_name(prefix: str) -> str:
     """Return a prefix with resolved symlinks.
 
-    Symlinks are not resolved in the last step, and in steps from the first pattern on.
+    Symlinks are not resolved in the last path element, and from the first pattern on.
     """
     steps = _steps(prefix)
     fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))

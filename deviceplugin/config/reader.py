@@ -1,4 +1,4 @@
-"""Reads a config file by the types in `types`: returns the file's values, or raises an error with all problems."""
+"""Reads a config file: returns its values as objects of `config.types`, or raises an error with all problems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(path: str | Path, lock: Lock = OPEN) -> Config:
             data = stream.read(document.MAX_BYTES + 1)
     except IsADirectoryError:
         raise document.file_error(file, "is a directory; name the file in it") from None
-    except (OSError, ValueError) as error:  # A NUL in the path causes a ValueError.
+    except (OSError, ValueError) as error:  # ValueError is for a path with a NUL.
         raise document.file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return parse(data, file, lock)
 
@@ -65,15 +65,16 @@ def _type_info() -> Any:
 
 _Pair = tuple[yaml.Node, yaml.Node]
 _Advice = Callable[[str], str] | None
-"""A function that returns, for a text of the wrong form, a message with the correction."""
+"""A function that returns a message with the correction of an invalid text."""
 _Options = dict[str, tuple[Any, _Advice]]
-"""For each kind of node (`document.kind`) that a value may have, the value's type and the advice for a wrong value."""
+"""For each allowed kind of YAML node (`document.kind`) of a value: msgspec's type for the value, and the advice for an
+invalid value."""
 _BAD: Final = object()
-"""The result for a value whose problem was reported."""
+"""Stands for an invalid value whose problem was already reported."""
 
 
 class Reader:
-    """Converts a file's nodes to values of the file's types, and collects all problems instead of raising the first."""
+    """Converts YAML nodes to the types of the config file. Collects all problems before it raises an error."""
 
     def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
@@ -81,10 +82,11 @@ class Reader:
         self._values = 0
         self._merging: set[int] = set()
         self._above: list[tuple[str, Mapping[str, Any]]] = []
-        """The path and the known fields of each mapping that contains the present node, the outermost mapping first."""
+        """The path and the allowed keys of each mapping that contains the present node; the outermost mapping is first.
+        """
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
-        """Return a node's value; if it is wrong, report the problem and return `_BAD`.
+        """Return a node's value. If the value is invalid, report the problem and return `_BAD`.
 
         info: msgspec's description of the value's type. Raises ConfigError if there are too many values or problems.
         """
@@ -185,8 +187,7 @@ class Reader:
                     strange.append(key)
         self._above.pop()
         for key in strange[: document.MAX_UNKNOWN]:
-            # The message repeats only keys that look like names, because another kind of file may have passwords as
-            # keys.
+            # The message contains only keys that look like names. In another kind of file, a key may be a password.
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
             place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
             more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
@@ -197,7 +198,7 @@ class Reader:
         good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
         blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
         made = info.cls(**blank | good)
-        if values or not meant:  # The mapping's valid values are checked anyway, so that one error has all problems.
+        if values or not meant:  # Check the valid values too, so that one error reports all problems.
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
@@ -227,7 +228,7 @@ class Reader:
         return ""
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
-        """Return a mapping's keys and values, also the keys that merge keys (`<<`) add.
+        """Return a mapping's keys and values, including keys from YAML merge keys (`<<`).
 
         Report keys that are no text or occur twice.
         """
@@ -273,16 +274,16 @@ _KINDS: Final = {
     "DictType": ("map", "a mapping"),
     "StructType": ("map", ""),
 }
-"""For each type in msgspec's description: the kind of YAML node for its values, and the type's name for users."""
+"""For each of msgspec's types: the kind of YAML node for values of this type, and the type's name in messages."""
 _BLANK: Final[dict[str, Any]] = {"str": "", "int": 0, "seq": ()}
-"""For each kind of node, the value that replaces a wrong or missing required value, so that other values can be
-checked."""
+"""For each kind of node: the value that replaces an invalid or missing required value. So the checks of other values
+can run."""
 _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the types that a value may have, except None. The types of a union have different kinds of nodes."""
+    """Return the allowed types of a value, without None, by kind of node. Each type of a union has its own kind."""
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))
@@ -321,9 +322,9 @@ def _got(node: yaml.Node) -> str:
 
 
 def _below(fields: Mapping[str, Any], key: str, value: yaml.Node, levels: int = 1) -> dict[str, str]:
-    """Return, by name, the fields whose value (a mapping or a list of mappings) can have a key, as YAML with this key.
+    """Return the fields whose value (a mapping or a list of mappings) can contain a key, each with YAML as an example.
 
-    levels: the number of levels below the fields on which the key is searched.
+    levels: the number of levels below the fields that are searched for the key.
     """
     forms: dict[str, str] = {}
     for name, field in fields.items():
@@ -349,7 +350,7 @@ def _pair(key: str, value: yaml.Node) -> str:
 
 
 def _placeholder(node: yaml.Node) -> str:
-    """Return the text for which YAML read a mapping, because it is a placeholder without quotes; "" for other nodes."""
+    """Return the placeholder without quotes, such as {id}, that YAML read as a mapping; "" for other nodes."""
     if not isinstance(node, yaml.MappingNode) or not node.flow_style or len(node.value) != 1:
         return ""
     key, value = node.value[0]
@@ -365,14 +366,14 @@ _OTHER_NAMES: Final = {
     "readOnly": ("readonly",),
     "count": ("replicas",),
 }
-"""Keys of Kubernetes and of other device plugins; for each, the keys of this config file that mean the same."""
+"""For each key of Kubernetes or of another device plugin: the keys of this config file with the same meaning."""
 _FOREIGN: Final = {"groups", "devicematch", "nummaxdevices", "timeSlicing"}
 """Keys that only other device plugins have."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
 def _meant(path: str, value: str) -> str:
-    """Return advice with the right text, if other programs accept the text `value` at this path; else ""."""
+    """Return advice with the correct text, if other programs accept the text `value` at this path; else ""."""
     key = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
     if key in {"period", "timeout", "recovery"} and (time := re.fullmatch(r"([0-9]{1,7})\s*([smh])", value)):
         return f"write {int(time[1]) * _UNITS[time[2]]}, the number of seconds"
@@ -396,7 +397,7 @@ def _meant(path: str, value: str) -> str:
 
 
 def _mismatch(node: yaml.Node, options: _Options, path: str) -> str:
-    """Return the message about a node of the wrong kind: the expected kind, the found kind, the correction."""
+    """Return the message for a node of the wrong kind: the expected kind, the found kind and the correction."""
     message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
     kinds = {type(info).__name__ for info, _ in options.values()}
@@ -425,7 +426,7 @@ def _place_below(path: str, key: str) -> str:
 
 
 def _closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the word that is most similar to a misspelt word; None if no word is similar."""
+    """Return the word of `words` that is most similar to a misspelt word; None if none is similar."""
     import difflib
 
     lowered = {name.lower(): name for name in words}

@@ -1,6 +1,7 @@
-"""The forms of the texts in a config file (names, paths, patterns), and advice for texts of another form.
+"""The allowed texts in a config file (names, paths, patterns), and advice for invalid texts.
 
-The patterns are used by Python, and by ECMAScript in the JSON schema. So they contain only syntax that both support.
+Python uses the regular expressions, and the JSON schema has them too. So they contain only syntax of both Python and
+ECMAScript.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from deviceplugin import device, naming
 from deviceplugin.naming import NAME, SUBDOMAIN
 
 MAX_TEXT: Final = 131_071
-"""Maximum characters of any text in the file. Linux passes no longer environment variable or argument to a program
-(MAX_ARG_STRLEN)."""
+"""Maximum characters of any text in the file: Linux's limit for one environment variable or argument (MAX_ARG_STRLEN).
+"""
 MAX_PATH: Final = 4095
 """Maximum characters of a path (PATH_MAX without its NUL), and of each other text that has no limit of its own."""
 
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
-# fnmatch matches an unclosed bracket literally. In a config, an unclosed bracket is nearly always a mistake.
+# An unclosed bracket is refused: fnmatch would match it literally, but in a config it is nearly always a mistake.
 _CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
 _GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
 
@@ -34,10 +35,10 @@ def _text(
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Return the form of a text, for its type annotation.
+    """Return the msgspec annotation for a text that must match `pattern`.
 
-    advice: the message, with the correction, for a text of another form; this text replaces {!r} in the message.
-    longest: maximum characters.
+    advice: the message with the correction for an invalid text; the invalid text replaces {!r} in the message. longest:
+    maximum characters.
     """
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(

@@ -1,7 +1,8 @@
-"""The types of the config file. Their annotations are checked when a file is read, and become the JSON schema in api/.
+"""The types of the config file. Each file is checked against their annotations.
 
-A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`. A
-class's description in the schema is set as `__doc__`, because `python -OO`, which the image runs, removes docstrings.
+The JSON schema in api/ is made of them. To add a kind of device, add a field to `DeviceEntry`, and a case to
+`deviceplugin.sources.configured.build_entry`. The description of a class for the schema is assigned to `__doc__`: the
+image runs `python -OO`, which removes docstrings.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: only the device nodes."
         ),
     ] = "env"
-    # The default is the list that NVIDIA's own plugin ignores: XIDs that are caused by programs, not by hardware.
+    # The default is the list of XIDs that NVIDIA's own plugin ignores: programs cause these XIDs, not faulty hardware.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
         _about("XIDs that do not make the GPU unhealthy; by default those that applications cause."),
@@ -206,23 +207,23 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def usb_ids(self) -> tuple[UsbConfig, ...]:
-        """The filters of USB devices, of which a device matches at least one."""
+        """The filters of USB devices. A device of the entry matches at least one filter."""
         return (self.usb,) if isinstance(self.usb, UsbConfig) else self.usb or ()
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The parts of each device of a `path` or `group`: globs with their options."""
+        """The globs of `path` or `group`, with their options. Each device has one path of each glob."""
         parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
         return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of a `path` or `group`, one for each part."""
+        """The globs of `path` or `group`, without their options."""
         return tuple(part.path for part in self.parts)
 
 
 KINDS = tuple(name for name in DeviceEntry.__struct_fields__ if name != "container")
-"""The keys of an entry that name a kind of device. An entry has exactly one of these keys."""
+"""The keys of an entry that select a kind of device. An entry has exactly one of these keys."""
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):
@@ -399,12 +400,12 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     dra: DraConfig = DraConfig()
 
     def __post_init__(self) -> None:
-        """Put the permissions into the order rwm, so that resources of an earlier and a new config compare equal."""
+        """Put the permissions into the order rwm. So the resources of an earlier and a new config can be compared."""
         msgspec.structs.force_setattr(self, "permissions", "".join(mode for mode in "rwm" if mode in self.permissions))
 
     @property
     def plugin(self) -> PluginConfig | None:
-        """The settings of the vendor's plugin whose devices the resource has; None if there is no such plugin."""
+        """The settings of the vendor's plugin that lists the resource's devices; None for other resources."""
         return next((entry.plugin for entry in self.devices if entry.plugin is not None), None)
 
     @property
@@ -413,18 +414,17 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return self.plugin is not None
 
     def __eq__(self, other: object) -> bool:
-        # Fields are not compared one by one: an attribute that was 1 and is now true has changed, although 1 == True.
+        # Do not compare fields by ==: an attribute that was 1 and is now true has changed, although 1 == True.
         return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # By default, a Struct would compare identities.
+        return not self == other  # The `__ne__` of Struct would compare identities.
 
     def __hash__(self) -> int:
         return hash(self._bytes())
 
     def _bytes(self) -> bytes:
-        # Resources with names in another order are equal, but not with patterns in another order, because the first
-        # match counts.
+        # The order of names does not matter, but the order of patterns does, because the first match applies.
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
@@ -475,8 +475,8 @@ class Config(_Strict, frozen=True, kw_only=True):
 def schema() -> dict[str, Any]:
     """Return the JSON schema of the config file (draft 2020-12), for editors and for checks without this package.
 
-    Some rules cannot be expressed by a schema (`deviceplugin.config.rules`), such as that a resource may be named only
-    once. Only `parse` checks these rules.
+    A schema cannot express some rules (`deviceplugin.config.rules`), for example that resource names are unique. Only
+    `parse` checks these rules.
     """
     made = msgspec.json.schema(Config)
     definitions: dict[str, Any] = made["$defs"]
@@ -498,7 +498,7 @@ def schema() -> dict[str, Any]:
 
 
 def _tidy(place: dict[str, Any]) -> None:
-    """Change the schema of an optional key: remove null from its types, and its default if that is empty."""
+    """Simplify the schema of an optional key: remove null from its types, and remove an empty default."""
     options = [option for option in place.get("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
         del place["anyOf"]

@@ -1,1 +1,1 @@
-"""Metrics and status of the agent: views, Prometheus collectors, the load of devices, the web server and its page."""
+"""Metrics and status of the agent: views of its state, Prometheus collectors, device load, web server and web page."""

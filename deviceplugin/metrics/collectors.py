@@ -1,7 +1,7 @@
 """The Prometheus metrics of an agent, and the routes of the agent's HTTP server. Loaded only if metrics are served.
 
-For each scrape, a view (the agent's state at that moment) is converted to metric families; this module itself counts
-nothing. The client library makes the `process_*` metrics.
+For each scrape, the agent's state at that moment (`AgentView`) is converted to metric families. This module itself
+counts nothing. The metrics `process_*` come from prometheus_client.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
-LOOP_TIMEOUT: Final = 2.0  # Seconds within which a working event loop answers /healthz.
+LOOP_TIMEOUT: Final = 2.0  # Seconds within which a working event loop executes a callback.
 PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
@@ -158,7 +158,7 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
     },
 }
-"""For each metric (its name after `deviceplugin_`), its labels and its help text."""
+"""For each type of metric: the metrics by name (without `deviceplugin_`), with their labels and help text."""
 _ABSENT_IF_EMPTY: Final = (
     *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
 )
@@ -167,7 +167,7 @@ _ABSENT_IF_EMPTY: Final = (
 class AgentCollector:
     """Converts views of an agent to metric families.
 
-    An instance can be registered in any registry of prometheus_client.
+    Any registry of prometheus_client accepts an instance.
     """
 
     def __init__(self, view: Callable[[], AgentView], *, dcgm: bool = False) -> None:
@@ -216,7 +216,7 @@ class AgentCollector:
 
 def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
     name = resource.name
-    # The usual combinations of labels exist even with the value 0, so that every resource has series.
+    # The usual combinations of label values exist even with the value 0. So each resource has these series.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
@@ -247,7 +247,7 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
 
 
 def _service(resource: ResourceView, add: Callable[..., None]) -> None:
-    """Add the metrics of a resource's registration, servicer and hooks."""
+    """Add a resource's metrics of its registration, its gRPC server and its hooks."""
     key, status = (resource.name,), resource.status
     servicer, registration = status.endpoint, status.registration
     add("registered", key, status.registered)
@@ -329,7 +329,7 @@ class Pages:
         return web.Answer(encode(self._registry), content_type)
 
     def _status(self, _: object) -> web.Answer:
-        from deviceplugin.metrics import page  # This module is imported only when the page or /status is requested.
+        from deviceplugin.metrics import page  # Imported only for requests of the page or /status.
 
         return web.Answer(page.status(self._view()), "application/json")
 
@@ -356,7 +356,7 @@ class Pages:
 
 
 def _format(request: web.Request) -> str:
-    """Return the metrics format that an Accept header requests, as the key under which responses are cached."""
+    """Return the metrics format that the Accept header requests. Responses are cached under this key."""
     _, content_type = choose_encoder(request.headers.get("accept", ""))
     kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
     return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind

@@ -1,4 +1,4 @@
-"""The certificate of the agent's HTTP server, and the token that it requires, both from files that may change."""
+"""The certificate of the agent's HTTP server, and the bearer token for its clients, from files that may change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class _Watched:
-    """Files that are read again when they have changed.
+    """The content of files, which is read again after a change of the files.
 
-    Each use of the content checks the files, which takes microseconds.
+    Each use of the content checks whether the files have changed. The check takes microseconds.
     """
 
     def __init__(self, *paths: str | Path) -> None:
@@ -44,7 +44,7 @@ class _Watched:
                     return
                 self._load()
             except OSError as error:
-                # The files are often incomplete while another program renews them. The next use of the content reads
+                # While another program replaces the files, they are often incomplete. The next use of the content reads
                 # them again.
                 warning = f"{error.strerror or error}"
                 if warning != self._warned:
@@ -58,9 +58,9 @@ class _Watched:
 class Certificate(_Watched):
     """A server's certificate chain and key in PEM files.
 
-    client_ca: a PEM file with the authorities of client certificates. If this file is given, all clients except the
-    kubelet's probes need a certificate. Raises OSError at the start if the files cannot be read, or the key does not
-    match the certificate.
+    client_ca: a PEM file with the certificate authorities of clients. With this file, all clients need a certificate;
+    only public routes (the kubelet's probes) do not. Raises OSError at the start if the files cannot be read, or the
+    key does not match the certificate.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Certificate(_Watched):
             message = f"{certificate} and {key} are not a certificate and its key:  {error.reason or error}"
             raise OSError(errno.EINVAL, message) from error
         except OSError as error:
-            # OpenSSL does not report which of the two files was unreadable.
+            # OpenSSL does not report which of the files cannot be read.
             unread = next((path for path in self.paths if not os.access(path, os.R_OK)), certificate)
             raise OSError(error.errno, f"certificate file {unread}: {os.strerror(error.errno or 0)}") from error
         if self.client_ca is not None:
@@ -93,7 +93,7 @@ class Certificate(_Watched):
             except OSError as error:
                 message = f"client CA file {self.client_ca}: {error.strerror or error}"
                 raise OSError(error.errno, message) from error
-            context.verify_mode = ssl.CERT_OPTIONAL  # The kubelet's probes have no client certificate.
+            context.verify_mode = ssl.CERT_OPTIONAL  # Not required here, because the kubelet's probes have none.
         self._context = context
 
     @property

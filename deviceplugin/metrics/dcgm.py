@@ -1,8 +1,9 @@
-"""Serves metrics under the names of NVIDIA's DCGM exporter as well, for dashboards that were made for that exporter.
+"""Serves metrics also under the names of NVIDIA's DCGM exporter, for dashboards that use these names.
 
-Only measured values appear. MIG partitions have the UUID of their GPU. The labels namespace, pod and container are set
-if exactly one container holds the device, because a series for each holder of a shared device would count the device's
-load several times. The holders of shared devices are in `deviceplugin_allocation_info`.
+A metric without a measured value is left out. The label UUID of a MIG partition is the UUID of its GPU. The labels
+namespace, pod and container are set only if exactly one container holds the device: with a series for each holder of a
+shared device, sums would count the device's load several times. The metric `deviceplugin_allocation_info` shows the
+holders of shared devices.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ MIB: Final = 1024 * 1024
 
 
 class Name(NamedTuple):
-    """A metric of NVIDIA's exporter, and the source of its value.
+    """A metric of NVIDIA's exporter, and the quantity for its value.
 
-    quantity: the name of a quantity that a source measures. unit: the number by which the value is divided. part: if
-    the quantity has several numbers by label value, the label value whose number is used.
+    quantity: the name of the quantity in the result of `measure`. unit: the number by which the measured value is
+    divided. part: for a quantity with several numbers, the label value of the number to use.
     """
 
     name: str
@@ -54,7 +55,7 @@ NAMES: Final = (
     Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total"),
 )
 FREE: Final = Name("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "memory_total_bytes", MIB)
-# DCGM_FI_DEV_XID_ERRORS is not served: its value is the last code ever seen, and it never returns to zero.
+# DCGM_FI_DEV_XID_ERRORS is not served: the exporter's value is the last XID code, and never returns to zero.
 XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's start, by code.", "")
 
 
@@ -98,7 +99,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
     minor = attribute("parentMinor") if part else attribute("minor") or index
     instance = attribute("gpuInstance") or seen.device.id
     if attribute("computeInstance") not in ("", "0"):
-        instance += f"/{attribute('computeInstance')}"  # A GPU instance may have several compute instances.
+        instance += f"/{attribute('computeInstance')}"  # One GPU instance may have several of these.
     holder = seen.holders[0] if len(seen.holders) == 1 else None
     return {
         "gpu": index,
@@ -106,7 +107,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
         "device": f"nvidia{minor}" if minor else "",
         "modelName": attribute("productName", "model"),
         "Hostname": host,
-        # For Prometheus, an empty label is the same as a missing label.
+        # Prometheus treats an empty label as a missing label.
         "GPU_I_PROFILE": attribute("profile") if part else "",
         "GPU_I_ID": instance if part else "",
         "namespace": holder.namespace if holder is not None else "",

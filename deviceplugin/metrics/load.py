@@ -1,7 +1,7 @@
-"""The load of the devices: what a source's `measure` returns, read in the background.
+"""The load of devices: calls the hook `measure` of sources in the background, and keeps the results.
 
-No scrape waits for hardware. A value that could not be read recently is missing in the metrics, and is never replaced
-by zero or by the previous value.
+No scrape waits for hardware. If a value could not be read recently, it is missing in the metrics. It is not replaced by
+zero or by the previous value.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-STALE: Final = 2.5  # Number of periods after which a measurement counts as too old.
-TICK: Final = 0.5  # Seconds between two checks whether the devices of a source must be measured.
+STALE: Final = 2.5  # Number of periods after which a measurement is too old.
+TICK: Final = 0.5  # Seconds between two checks for sources whose devices must be measured.
 
 
 class Quantity(NamedTuple):
     """A quantity that sources can measure. about: the metric's help text.
 
-    label: if the quantity has several values, a source gives a mapping by the values of this label.
+    label: the metric's label for a quantity with several numbers; the source returns a mapping by values of this label.
+    "" for a quantity with one number.
     """
 
     about: str
@@ -53,13 +54,13 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""For each metric (its name after `deviceplugin_device_`), the quantity. Names of counters end with `_total`. A source
-may have further quantities.
-"""
+"""The common quantities, by the metric's name without `deviceplugin_device_`. Names of counters end with `_total`. A
+source may have further quantities."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
-"""Names after `deviceplugin_device_` of other metrics, which quantities of a source must not have."""
+"""Names that a source must not use for a quantity, because metrics `deviceplugin_device_<name>` with another meaning
+exist."""
 
 Value = float | dict[str, float]  # One number, or numbers by the value of the quantity's label.
 Reading = Mapping[str, Mapping[str, Value]]
@@ -67,13 +68,13 @@ Reading = Mapping[str, Mapping[str, Value]]
 
 
 class MeasureError(Exception):
-    """Raised when `measure` returned anything else than numbers by device id and quantity."""
+    """Raised when the result of `measure` is not a mapping of numbers by device id and quantity."""
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Reading:
-    """Return the values that a source measured of these devices, without None and infinite values.
+    """Return the values of these devices from the result of `measure`, without None and infinite values.
 
-    Raises MeasureError for anything but numbers by device id and quantity.
+    Raises MeasureError if the result is not a mapping of numbers by device id and quantity.
     """
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
@@ -96,7 +97,7 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
                 raise MeasureError(f"{name!r} is used with and without _total, but one name is one metric")
             if isinstance(value, Mapping):
                 numbers = {key: number for key, part in value.items() if (number := _number(name, part)) is not None}
-                # A label's value must be UTF-8, but a name from the file system may have other bytes.
+                # A label value must be UTF-8, but a file name may contain other bytes.
                 parts = {str(key).encode(errors="replace").decode(): figure for key, figure in numbers.items()}
                 if parts:
                     values[name] = parts
@@ -118,8 +119,8 @@ def _number(name: str, value: object) -> float | None:
 class Gauge:
     """Measures one source's devices. An instance belongs to one event loop; any thread may read its fields.
 
-    calls, failures, seconds: number, failures and total duration of calls of `measure`. error: why there is no
-    measurement now.
+    calls, failures, seconds: number, failures and total duration of the calls of `measure`. error: the reason why no
+    measurement is available now.
     """
 
     def __init__(self, source: DeviceSource, period: float) -> None:
@@ -135,7 +136,7 @@ class Gauge:
 
     @property
     def reading(self) -> Reading | None:
-        """The last measurement; None if no measurement was made, or the last measurement is too old."""
+        """The last measurement; None before the first measurement, or if the last one is too old."""
         values, at = self._reading or (None, 0.0)
         return values if time.monotonic() - at <= self._period * STALE else None
 
@@ -143,7 +144,7 @@ class Gauge:
         """Call `measure` once and store the result. After a failure, which is logged once, there is no measurement."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
-            # A hanging call occupies a thread. A second call would hang as well, and occupy another thread.
+            # A hanging call occupies a thread. A second call would hang too, and occupy another thread.
             self._failed(f"{what} still hangs")
             return
         self._hanging = None
@@ -178,7 +179,7 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Measure all sources in parallel, once a period; a source whose devices were just listed is measured at once."""
+    """Measure all sources in parallel, once in `period` seconds. A new source is measured at its first device list."""
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
     due: dict[Gauge, float] = {}

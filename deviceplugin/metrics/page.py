@@ -1,4 +1,4 @@
-"""Formats the view of an agent as an HTML page for users, and as JSON for programs. Pure functions."""
+"""Formats the state of an agent (`AgentView`) as an HTML page for users, and as JSON for programs. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
 # Maximum number of healthy devices without a holder in the visible table of one resource. The page shows further
 # devices in a second, folded table.
 SHOWN_CALM: Final = 8
-SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. Further holders are folded.
+SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. A click shows further holders.
 
 
 def status(view: AgentView) -> bytes:
-    """Return the view as JSON, for /status."""
+    """Return the agent's state as JSON, for /status."""
     contents = {
         "node": view.node,
         "at": _iso(view.at),
@@ -112,7 +112,7 @@ def _template() -> string.Template:
 def headers() -> Mapping[str, str]:
     """Return the page's HTTP headers.
 
-    These headers forbid content from other servers, and all scripts except the page's own scripts.
+    The headers make browsers refuse content from other servers, and all scripts except the page's own.
     """
     script = _template().template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -124,7 +124,7 @@ def headers() -> Mapping[str, str]:
 
 
 def html(view: AgentView) -> bytes:
-    """Return the view as an HTML page."""
+    """Return the agent's state as an HTML page."""
     parts = [
         *_problems(view),
         *_attention(view),
@@ -155,7 +155,7 @@ def _problems(view: AgentView) -> Iterable[str]:
 
 
 def attention(seen: DeviceView) -> tuple[int, str]:
-    """Return how urgently a device needs attention (0 for the highest urgency), and the reason; "" if it needs none."""
+    """Return a device's urgency (0 is the highest), and the reason why it needs attention; "" if it needs none."""
     device, location = seen.device, seen.location
     if location.state is State.QUARANTINED:
         return 0, f"quarantined: {location.reason}"
@@ -187,7 +187,7 @@ def _attention(view: AgentView) -> Iterable[str]:
 
 
 def _more(seen: DeviceView) -> str:
-    """Return a text: since when a device needs attention, and the device's holders if they are known."""
+    """Return a text with the time since when a device needs attention, and its holders if they are known."""
     names = [holder.text or holder.side for holder in seen.holders]
     more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
     held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
@@ -252,7 +252,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 def _unlisted(resource: ResourceView) -> str:
     """Return an HTML list of the devices that the source does not list.
 
-    While a vendor's plugin is disconnected, this has all its devices.
+    While a vendor's plugin is disconnected, the list contains all held devices of the plugin.
     """
 
     def line(device: UnlistedDevice) -> str:
@@ -270,7 +270,7 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
-    """Return whether a device may be in the folded table: healthy, free, without load and need for attention."""
+    """Return whether the page may fold a device's row: a healthy device without holder, load and need for attention."""
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 
@@ -297,7 +297,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
 
 
 def _paths(device: Device) -> str:
-    """Return the first of a device's nodes, and the number of its other nodes."""
+    """Return a text with the path of a device's first node and the number of its other nodes."""
     first, *more = device.hosts or ("",)
     return f"{first} and {len(more)} more" if more else first
 
@@ -326,7 +326,7 @@ def _holder_list(resource: str, device: str, holders: Sequence[DeviceHolder]) ->
 
 
 _SHORT: Final = {"temperature_celsius": "°C", "power_watts": "W", "throttled": ""}
-"""Quantities that the page shows as short texts, with their units."""
+"""Quantities that the page shows as a number with this unit, or as a word (unit "")."""
 
 
 def _load(load: Mapping[str, Value]) -> Iterable[str]:
@@ -384,7 +384,7 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a text as HTML. A browser may break the line after the marks between the words of a name or path."""
+    """Return a name or path as HTML. Browsers may break the line after punctuation marks in it."""
     return re.sub(r"([_/.:]+)(?=\w)", r"\1<wbr>", escape(text))
 
 

@@ -1,4 +1,4 @@
-"""The reports of other components of the agent's process, such as the bridge: states of devices, claims."""
+"""The types for reports of other components of the agent's process, such as the bridge to DRA."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """The state of a device between plugin and DRA, the time of its last change (Unix seconds), and the reason.
+    """Whether plugin or DRA offers a device (`State`), since when (Unix seconds), and the reason.
 
-    waits: the event for which the device's move waits, "" if the device does not move.
+    waits: the event for which the device's move between plugin and DRA waits, "" if the device is not moving.
     """
 
     state: State = State.PLUGIN
@@ -27,23 +27,23 @@ class DeviceLocation:
 
     @property
     def side(self) -> SideName:
-        """The side of the device: "plugin" or "dra", also during a move."""
+        """The side of the device: "plugin" or "dra", one of them also during a move."""
         return self.state.side
 
     @property
     def why(self) -> str:
-        """The event for which the device's move waits, or else why the device has its state, for messages."""
+        """The event for which the device's move waits, else the reason for its state. For messages."""
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()  # The state of devices that no provider reports.
+DEFAULT_LOCATION: Final = DeviceLocation()  # For devices that no provider reports.
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevice:
-    """A device of a claim that is prepared on this node. pods: the pods for which the claim was prepared.
+    """A device of a claim that was prepared on this node. pods: the pods of the claim.
 
-    admin: whether the claim has only administrative access, and so does not hold the device.
+    admin: whether the claim has only administrative access. Such a claim does not hold the device.
     """
 
     resource: str
@@ -56,10 +56,10 @@ class ClaimedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """The progress of a resource towards the requested share of devices for claims. requested: the share in words.
+    """Progress towards the configured number of devices for claims (`dra.share`). requested: this setting in words.
 
-    devices: number of all devices. claimable: number of devices for claims. leaving, returning: numbers of devices that
-    are moving to DRA, and from DRA back to the plugin.
+    devices: number of all devices. claimable: number of devices for claims now. leaving: number of devices that are
+    moving from the plugin to DRA. returning: number of devices that are moving back.
     """
 
     requested: str
@@ -71,7 +71,7 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event that the page shows. at: when it happened (Unix seconds). bad: whether the event is a problem."""
+    """An event for the list of events on the page. at: its time (Unix seconds). bad: whether it is a problem."""
 
     at: float
     resource: str
@@ -84,9 +84,9 @@ class ProviderReport:
     """The report of a provider (a component of the process) at one moment.
 
     unready: reasons why the provider is not ready. problems: other problems, the most severe first. families: metric
-    families of prometheus-client. status: the provider's object in /status, of JSON values. locations: for each
-    (resource, device id), the device's state. qualifiers: for each resource, the prefix of the published names of its
-    devices. shares: for each resource, the progress. node: this node's name, "" if it is not known.
+    families of prometheus_client. status: the provider's object in /status, of JSON values. locations: for each
+    (resource, device id), whether plugin or DRA offers the device. qualifiers: for each resource, the prefix of the
+    published names of its devices. shares: for each resource, its progress. node: this node's name, "" if unknown.
     """
 
     families: Sequence[Metric] = ()
@@ -101,7 +101,7 @@ class ProviderReport:
 
 
 class Provider(Protocol):
-    """Another component of the agent's process that reports its state. Put it into `Agent.providers`."""
+    """Another component of the agent's process that reports its state. `Agent.providers` lists all providers."""
 
     @property
     def name(self) -> str:

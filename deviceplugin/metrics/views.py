@@ -1,7 +1,7 @@
-"""Makes the view of an agent: its whole state at one moment, for metrics, /status and the page.
+"""Makes the view of an agent (`AgentView`): its whole state at one moment, for metrics, /status and the page.
 
-The view combines the present state of other objects, and calls neither the kubelet nor the hardware. Values that are
-too old count as unknown.
+The view is made of the present state of other objects, without calls to the kubelet or reads of hardware. Values that
+are too old are treated as unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.unwatched import Unwatched
 
 _LOG: Final = logging.getLogger(__name__)
-# Seconds after the last read of the kubelet's checkpoint from which the holders count as unknown.
+# Holders are treated as unknown if the last read of the kubelet's checkpoint is older than this (seconds).
 HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
 UNANSWERED: Final = 30.0  # Seconds without a response after which a call to a vendor's plugin is reported as a problem.
@@ -46,7 +46,7 @@ REPORT_TIMEOUT: Final = 1.0  # Seconds within which a provider must return its r
 
 
 class ObservedService(Protocol):
-    """The properties of an agent's resource that a view needs."""
+    """The properties of a resource's service from which a view is made."""
 
     source: DeviceSource
     inventory: Inventory
@@ -54,13 +54,13 @@ class ObservedService(Protocol):
 
 
 class ObservedAgent(Protocol):
-    """The properties of an agent that a view needs."""
+    """The properties of an agent from which a view is made."""
 
     providers: list[Provider]
 
     @property
     def services(self) -> Mapping[str, ObservedService]:
-        """The agent's resources by name."""
+        """The services of the agent's resources, by resource name."""
 
     def status(self) -> AgentStatus:
         """Return the agent's present status. Any thread may call this method."""
@@ -90,15 +90,15 @@ class DeviceHolder:
 
 
 _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
-"""For each (resource, device id), the holders: first holders by `limits`, then holders by claims."""
+"""For each (resource, device id), the holders: first pods' holders by `limits`, then holders by claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: number of containers that may share the device. withheld: why the device is not offered.
+    """One device. replicas: number of containers that may share it. withheld: why it is not offered, or None.
 
-    admins: claims with administrative access, with their containers and pods; they do not hold the device. since: when
-    this agent found that the device was not healthy any more (Unix seconds); None if it is healthy.
+    admins: claims with administrative access to the device, which do not hold it. since: when this agent found that the
+    device was no longer healthy (Unix seconds); None for a healthy device.
     """
 
     device: Device
@@ -114,7 +114,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class UnlistedDevice:
-    """A device that its source does not list now, but that has a holder, or is not on the side of pods' `limits`."""
+    """A device that its source no longer lists, but that has a holder, or is not on the plugin's side (`Side`)."""
 
     id: str
     location: DeviceLocation
@@ -125,8 +125,8 @@ class UnlistedDevice:
 class ResourceView:
     """One resource. measured: the load of its devices, None if its source cannot measure.
 
-    share: None without a DRA driver. unlisted: devices that have a holder but are not in the inventory. While a
-    vendor's plugin is disconnected, the inventory is empty.
+    share: the progress of moves to DRA; None without a DRA driver. unlisted: see `UnlistedDevice`. While a vendor's
+    plugin is disconnected, all held devices of the plugin are here.
     """
 
     name: str
@@ -143,8 +143,8 @@ class AgentView:
 
     at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
     kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet answered the last PodResources call.
-    providers: reports by the provider's name. silent: for each provider without a report (by name), the reason.
-    unknown: for each source of evidence, how often it left holders unknown.
+    providers: reports by the provider's name. silent: for each provider that returned no report (by name), the reason.
+    unknown: for each source of evidence, how often this evidence did not show whether a holder had ended.
     """
 
     at: float
@@ -164,7 +164,7 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield a sentence for the kubelet, and for each vendor's plugin, if it does not respond. now: Unix seconds."""
+    """Yield a sentence for the kubelet and for each vendor's plugin that does not respond. now: Unix seconds."""
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:
@@ -174,7 +174,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
-    """Yield a problem for each resource whose devices containers would lose at a reload of systemd. Blocks."""
+    """Yield a problem for each resource with devices that containers cannot open after a reload of systemd. Blocks."""
     if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
         return
     for resource in status.resources:
@@ -187,7 +187,7 @@ def _iso(at: float) -> str:
 
 
 def no_plugin(vendor: VendorConnection) -> str:
-    """Describe since when the plugin of an adopted resource has not been connected."""
+    """Return a text: since when a vendor's plugin has not been connected to the agent."""
     return f"the vendor's plugin is not registered with the agent since {_iso(vendor.since)}"
 
 
@@ -228,7 +228,7 @@ def _plugin_holder(holder: PodContainer) -> DeviceHolder:
 
 
 class _ProviderCalls:
-    """Calls one provider with a timeout, one call at a time. error: why the last call returned no report."""
+    """Calls one provider with a timeout, one call at a time. error: why the last call returned no report, or ""."""
 
     def __init__(self, provider: Provider) -> None:
         self.error = ""
@@ -256,12 +256,12 @@ class _ProviderCalls:
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
-        except BaseException as error:  # SystemExit and similar exceptions must not end a thread without a log line.
+        except BaseException as error:  # For example SystemExit: the thread must not end without a result.
             call.set_exception(error)
 
 
 class Observer:
-    """Observes an agent. Any thread may call `view`; all other methods run in the agent's loop.
+    """Makes views of an agent. Any thread may call `view`. All other methods run in the agent's event loop.
 
     period: seconds between two measurements of the devices' load.
     """
@@ -281,7 +281,7 @@ class Observer:
         self._reporting = threading.Lock()
 
     async def watch(self) -> None:
-        """Read the load of devices and record events, until cancelled."""
+        """Measure the load of devices, and record events, until cancelled."""
         measuring = asyncio.create_task(load.measure_for_ever(self.due, self._period), name="measure")
         try:
             while True:
@@ -294,7 +294,7 @@ class Observer:
             measuring.cancel()
 
     def due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
-        """Return each resource's gauge with the devices to measure. If the source was replaced, the gauge is new."""
+        """Return, for each resource, its `load.Gauge` and the devices to measure. A new source gets a new `Gauge`."""
         due = []
         gauges = {}
         for name, service in self._agent.services.items():
@@ -312,11 +312,11 @@ class Observer:
         return due
 
     def note(self, status: AgentStatus) -> None:
-        """Record the events between the last status and this status."""
+        """Record the events since the previous call. status: the present status."""
         now = time.time()
         new: list[Event] = []
         for resource in status.resources:
-            # The statistics objects continue to count, so copies are made for the values of this moment.
+            # The statistics objects continue to count. So copies keep the values of this moment.
             endpoint = replace(resource.endpoint, refusals=dict(resource.endpoint.refusals))
             kept = replace(resource, endpoint=endpoint, registration=replace(resource.registration))
             new += events_between(self._before.get(resource.resource), kept, now)
@@ -425,7 +425,7 @@ class Observer:
     ) -> tuple[_Holders, _Holders]:
         """Return two mappings by device: the holders, and the claims with administrative access.
 
-        known: whether the kubelet's checkpoint was read recently, so that the containers with devices are known.
+        known: whether the containers with devices are known, because the kubelet's checkpoint was read recently.
         """
         held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
@@ -458,7 +458,7 @@ class Observer:
         return _sorted(held), _sorted(admins)
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
-        """Return, for each (driver, published name of a device), its (resource, device id)."""
+        """Return, for each (driver, published name of a device), the device's (resource, device id)."""
         qualifiers = {name: word for report in reports.values() for name, word in report.qualifiers.items()}
         by_driver: dict[str, dict[str, ObservedService]] = defaultdict(dict)
         for resource, service in list(self._agent.services.items()):

@@ -1,8 +1,7 @@
-"""The agent's HTTP server: a few read-only pages, with the standard library's http.server and socketserver.
+"""The agent's HTTP server, with the standard library's http.server and socketserver. It serves a few read-only pages.
 
-The load that clients can cause is limited: a maximum number of connections, one request for each connection, a time
-limit for each step, and one rendering of a page in an interval, whose result all clients get. The server accepts only
-GET and HEAD.
+The server limits the load that clients can cause: by a maximum number of connections, one request for each connection,
+a time limit for each step of a request, and cached responses for all clients. The server accepts only GET and HEAD.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from deviceplugin.metrics.credentials import Certificate, Token
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
 LIFETIME: Final = 0.5  # Minimum seconds for which a rendered response is reused.
-LIFETIME_FACTOR: Final = 10  # The lifetime is at least this multiple of the rendering's processor time.
+LIFETIME_FACTOR: Final = 10  # A response is reused for at least this multiple of its rendering time.
 MAX_WAITING: Final = 8
-"""Maximum number of clients that wait for the rendering of a page. Further clients are refused, so that other clients
-can still connect."""
+"""Maximum number of clients that wait for the rendering of one page. Further clients of this page get status 503, so
+that clients of other pages can connect."""
 SMALL: Final = 1024  # Responses of up to this number of bytes are not compressed.
 MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
-BACKLOG: Final = 1024  # Number of connections that the kernel keeps until the server accepts them.
+BACKLOG: Final = 1024  # Maximum connections that Linux keeps until the server accepts them.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: the headers by name; upper and lower case are equal in names."""
+    """A client's request. headers: the headers by name. Upper and lower case in names are equal."""
 
     path: str
     query: str
@@ -75,13 +74,13 @@ class _Rendering(NamedTuple):
 class Route:
     """A page. All clients get the same rendered response while it is fresh.
 
-    The longer the rendering of a response took, the longer the response stays fresh, so that clients use at most a
-    tenth of a processor. While the next response is being rendered, clients get the old response, for up to as long as
-    it was fresh.
+    A response is fresh for at least ten times its rendering time, so that rendering uses at most a tenth of a
+    processor. While the next response is rendered, clients get the old response, but only until it is twice as old as a
+    fresh response may be.
 
-    render: a function that makes the response for a key. key: a function that returns the properties of a request on
-    which the response depends; there are few different keys. public: whether clients need no credentials. lock: routes
-    with the same lock render one after the other.
+    render: a function that makes the response for a key. key: a function that returns the key of a request: the few
+    properties on which the response depends. public: whether clients without credentials are served. lock: routes with
+    the same lock render one after the other.
     """
 
     render: Callable[[Any], Answer]
@@ -148,8 +147,8 @@ def listen(address: str) -> socket.socket:
 class ClientLimits:
     """Time limits for a client, in seconds, and the maximum number of clients at a time."""
 
-    request: float = 10.0  # From the connection to the end of the request's head.
-    answer: float = 30.0  # For reading the response.
+    request: float = 10.0  # Maximum seconds from the connection to the end of the request's head.
+    answer: float = 30.0  # Maximum seconds in which a client must read the response.
     grace: float = 0.1  # Replaces `request` and `answer` while other clients wait for a connection.
     connections: int = 128
 
@@ -240,7 +239,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return sock, address
 
     def allow(self, sock: socket.socket, seconds: float) -> None:
-        """Set a client's time limit. seconds: the time from now."""
+        """Set a client's time limit. seconds: the limit, from now."""
         now = time.monotonic()
         with self._changed:
             self._clients[sock] = _Connection(now, now + seconds)
@@ -248,7 +247,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients.
 
-        After `grace` seconds, end the client whose deadline is first.
+        If there is no room, end the connection with the earliest deadline, once it is `grace` seconds old.
         """
         with self._changed:
             while len(self._clients) >= most > 0 and not self._over:
@@ -277,7 +276,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().shutdown_request(request)
 
     def refusal(self, request: Request, sock: socket.socket) -> Answer | None:
-        """Return the refusal for a client that lacks the required certificate or token; None for other clients."""
+        """Return the error response for a client without the required certificate or token; None for other clients."""
         wants_certificate = self.certificate is not None and self.certificate.client_ca is not None
         if wants_certificate and not cast("ssl.SSLSocket", sock).getpeercert():
             return Answer(b"a client certificate is needed\n", status=403)
@@ -289,9 +288,9 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 def _cut(sock: socket.socket) -> None:
-    """End a connection, so that every read and write of the client's thread fails."""
+    """End a connection. Then every read and write in the thread of this client fails."""
     with contextlib.suppress(OSError):
-        # SSLSocket.shutdown is not used, because the client's thread would continue without encryption afterwards.
+        # Do not use SSLSocket.shutdown: the client's thread would continue without encryption.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -312,7 +311,7 @@ class _Head:
 
 
 class _RequestHandler(http.server.BaseHTTPRequestHandler):
-    """Handles one request by HTTP/1.0, so that http.server ends the connection after the response."""
+    """Handles one request. With HTTP/1.0, http.server ends the connection after the response."""
 
     server: Server
     server_version = "deviceplugin"
@@ -326,13 +325,13 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        # Read the rest of the request, because unread data would reset the connection, and the response might be lost.
+        # Read the rest of the request. Otherwise Linux resets the connection, and the response may be lost.
         with contextlib.suppress(OSError):
             self.connection.setblocking(False)
             self.connection.recv(65536)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log no requests, because otherwise any client could fill the log."""
+        """Log no request. Otherwise any client could fill the log."""
 
     def do_GET(self) -> None:
         self.server.allow(self.connection, self.server.limits.answer)

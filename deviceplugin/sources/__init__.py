@@ -1,4 +1,4 @@
-"""Sources of devices: a class for each kind of device entry in the config file, and a class for a whole resource."""
+"""The device sources of the config file: a class for each kind of device entry, and a class for a whole resource."""
 
 from deviceplugin.sources.configured import ConfiguredSource, overlaps
 

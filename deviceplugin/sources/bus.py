@@ -1,4 +1,4 @@
-"""The base class of the sources of PCI and USB devices, and functions for the names of vendors and products."""
+"""The base class of the sources for PCI and USB devices, and functions for the names of vendors and products."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 LONGEST_VALUE: Final = 64
 """Maximum bytes of an attribute's value."""
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
-"""For each pair of a vendor's and a device's id (four lower-case hex digits), the pair of names; None for a missing
+"""For each (vendor id, device id), as four lower-case hex digits: (vendor's name, device's name); None for a missing
 name."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
     """Lists the devices of one bus (PCI or USB) that a filter selects.
 
-    wanted: the filter; a field that is None allows any value. sysfs_root, dev: the directories of sysfs and of device
+    wanted: the filter; a field with None allows any value. sysfs_root, dev: the directories of sysfs and of device
     nodes. ids: paths of files with the names of vendors and products; the first existing file is used. The other
     arguments are those of `ScannedSource`.
     """
@@ -56,9 +56,9 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         return f"{type(self).__name__}({self.wanted})"
 
     def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
-        """Return the names for these pairs of a vendor's and a device's id.
+        """Return the names for each (vendor id, device id).
 
-        The file of names is read only for new pairs.
+        Only new pairs cause a read of the file of names.
         """
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
@@ -83,7 +83,7 @@ def missing(nodes: Iterable[str], maker: str = "udev") -> str:
 def ids_files(bus: str, package: str) -> tuple[str, ...]:
     """Return the paths at which distributions install the names of a bus's vendors and products.
 
-    package: the package whose program updates the names, in a directory of its own below /var/lib.
+    package: the package with the program that updates the names; the updated file is in /var/lib/<package>.
     """
     directories = ("/usr/share/misc", "/usr/share/hwdata", "/usr/share", f"/var/lib/{package}")
     return tuple(f"{directory}/{bus}.ids" for directory in directories)
@@ -95,7 +95,7 @@ def hex_digits(text: str | None) -> str | None:
 
 
 def pcie_root(directory: str) -> str | None:
-    """Return the PCIe root above the device with this sysfs directory, such as pci0000:3a; None if there is none."""
+    """Return the PCIe root complex, such as pci0000:3a, of the device with this sysfs directory; None if unknown."""
     return next(filter(_PCIE_ROOT.fullmatch, directory.split("/")), None)
 
 
@@ -110,11 +110,11 @@ def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, Attribut
 
 
 def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:
-    """Read the names for these pairs of a vendor's and a device's id from a file like pci.ids; None without a file.
+    """Read the names for each (vendor id, device id) from a file like pci.ids; None if the file cannot be read.
 
     In such a file, a line without a tab is a vendor, a line with one tab is a device of this vendor, and a line with
-    two tabs is a subsystem. The lists after the vendors, whose lines begin with a capital letter and a space, are not
-    read.
+    two tabs is a subsystem. After the vendors, there are other lists, whose lines begin with a capital letter and a
+    space. They are not read.
     """
     vendors = {vendor for vendor, _ in wanted}
     names: _NamesById = {}
@@ -138,7 +138,7 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
 
 
 def in_words(wanted: msgspec.Struct) -> str:
-    """Return a filter as text for messages, in the words of the config file: vendor 8086, class 02."""
+    """Return a filter as text for messages, with the keys of the config file: vendor 8086, class 02."""
     fields = [(field, getattr(wanted, field.name)) for field in msgspec.structs.fields(wanted)]
     return ", ".join(f"{field.encode_name} {value}" for field, value in fields if value != field.default) or "anything"
 

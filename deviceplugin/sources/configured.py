@@ -1,8 +1,8 @@
-"""The source of a resource in the config file: lists the devices of all the resource's entries, with its settings.
+"""The source of a resource in the config file: lists the devices of all entries, with the resource's settings.
 
 Each entry has a source of its own, whose async `watch` yields the entry's devices. An entry's source may have `notes`:
-sentences for the log, for example about a glob that matches nothing. An entry's source may also have the hooks `edits`
-and `measure`, which are called only with devices of the entry.
+sentences for the log, for example about a glob that matches nothing. An entry's source may also define the hooks
+`edits` and `measure`. They are called only with devices of the entry.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 _PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
 FIRST_LIST: Final = 2.0
-"""Seconds that a resource's first device list waits for the devices of all entries. Devices of a slower entry are added
-in a later list."""
+"""Maximum seconds before a resource's first device list, while an entry has not listed its devices. Devices of a slower
+entry are added in a later list."""
 RETRY: Final = (1.0, 30.0)
-"""Seconds to wait before the source of a failed entry is started again: after the first failure, and at most."""
+"""Seconds before the source of a failed entry is started again: (after the first failure, maximum)."""
 FIRST_PROBE: Final = 2.0
-"""Seconds that a device list with a new device waits for the device's first probe. If the probe is slower, the device's
+"""Maximum seconds by which a new device's first probe delays the device list. If the probe takes longer, the device's
 health is unknown until the probe ends."""
 OPEN_TIMEOUT: Final = 5.0
-"""Seconds within which the probe must have opened a device's nodes; otherwise the probe fails."""
+"""Seconds within which the probe "open" must have opened all nodes of a device. Otherwise the result is bad."""
 
 
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
-    """Return the source of one entry of a resource. index: the entry's position. Loads NVML for an NVIDIA entry."""
+    """Return the source of one entry of a resource. index: the entry's position in the resource's `devices`."""
     entry, permissions = resource.devices[index], resource.permissions
     if entry.parts:
         return PathSource(*entry.parts, permissions=permissions, resource=resource.name)
@@ -76,7 +76,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return sentences about devices that resources list under two ids, and about devices without nodes. Blocks."""
+    """Return sentences about devices that are listed under two ids, and about devices without device nodes. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
@@ -130,7 +130,7 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 class _Served(NamedTuple):
     """A device of the resource. entry: the source that lists the device. listed: the device as this source lists it.
 
-    device: the device with all settings of the config file added.
+    device: the same device with the resource's settings.
     """
 
     entry: DeviceSource
@@ -185,7 +185,7 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close pairs of devices are, from the property `links` of the entries' sources."""
+        """The link scores of pairs of devices, from the property `links` of the entries' sources. Higher is closer."""
         return {pair: score for entry in self.entries for pair, score in entry.links.items()}
 
     def replicas_of(self, device: Device) -> int:
@@ -216,9 +216,9 @@ class ConfiguredSource(DeviceSource):
         return {name: values for measured in measured_parts for name, values in measured.items()}
 
     async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
-        """Call a hook of each entry that has this hook; return the hooks' results.
+        """Call a hook of those entries' sources that define this hook; return the results.
 
-        The hook gets those of the devices that its entry lists, without the resource's settings.
+        Each hook gets only the devices of its entry, without the resource's settings.
         """
         own: dict[DeviceSource, list[Device]] = {}
         for device in devices:
@@ -233,8 +233,8 @@ class ConfiguredSource(DeviceSource):
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield the sources of further resources of the entries: one for each MIG profile, for pods' `limits` only.
 
-        These resources have no DRA driver, because the names under which a driver publishes its devices depend on the
-        names of the driver's resources: a resource that is added later would rename devices.
+        These resources have no DRA driver. The published names of a driver's devices depend on the names of all the
+        driver's resources. So a resource that is added later would rename devices.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -285,7 +285,7 @@ class ConfiguredSource(DeviceSource):
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
-        """Keep one entry's device list up to date. If the entry's source fails, it is started again."""
+        """Keep one entry's device list in `lists` up to date. If the entry's source fails, it is started again."""
         entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:
@@ -306,7 +306,7 @@ class ConfiguredSource(DeviceSource):
             await asyncio.sleep(delay)
 
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
-        """Return the resource's device list: each selected device once, with the resource's settings.
+        """Return the device list of the resource: each selected device once, with the resource's settings.
 
         lists: for each entry, its device list; None before its first list.
         """
@@ -329,8 +329,8 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # Both ids are for the same device. The id in the previous list stays, because a pod may hold a device
-                # under this id.
+                # Both ids are of the same device. Keep the id in the previous list, because a pod may hold a device
+                # under it.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
@@ -347,7 +347,7 @@ class ConfiguredSource(DeviceSource):
         return [kept.device for kept in served.values()]
 
     def _with_settings(self, device: Device) -> Device:
-        """Return a device with its own and the resource's configured edits, attributes and capacity."""
+        """Return a device with the resource's configured edits, attributes and capacity added."""
         if not (self._edits or self.config.attributes or self.config.capacity):
             return device
         return dataclasses.replace(
@@ -359,7 +359,7 @@ class ConfiguredSource(DeviceSource):
 
 
 def _filled(value: str, device: Device) -> str:
-    """Return a text in which a device's values replace the placeholders. {name} is the id if the device has no path."""
+    """Return a text with a device's values in place of placeholders. {name} is the id for a device without a path."""
     edits = device.container_edits
     nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
     host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
@@ -380,14 +380,15 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command's timeout expires before the probe's timeout: the message about the command has more details.
+            # This timeout is longer than the command's, because the message about a timeout of the command has more
+            # details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()
         """Ids of devices whose first probe has not ended yet."""
 
     async def probe_new(self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
-        """Probe the new devices, and forget devices that are gone.
+        """Probe the new devices, and remove the health of devices that are no longer listed.
 
         A probe that takes longer than FIRST_PROBE seconds continues as one of `tasks`, and sets `changed` at its end.
         """
@@ -406,7 +407,7 @@ class ProbedHealth:
             first.add_done_callback(lambda _: changed.set())
 
     def judged(self, device: Device) -> Device:
-        """Return the device with the worse of two states of health: by its source, and by its probes."""
+        """Return the device with its health by its source or by its probes, whichever is worse."""
         history = self._histories[device.id]
         return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
 
@@ -434,7 +435,7 @@ class ProbedHealth:
 
 
 def _names(device: Device) -> list[str]:
-    """Return the names that patterns can match: a device's id, PCI address, and paths on the host and in containers."""
+    """Return those names of a device that patterns can match: id, PCI address, paths on the host and in containers."""
     edits = device.container_edits
     names = [device.id]
     if address := device.attributes.get(PCI_BUS_ID):

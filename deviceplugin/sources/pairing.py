@@ -1,8 +1,8 @@
-"""Decides which of the paths that several globs match form one device. Pure functions.
+"""Groups the matches of several globs: finds the paths that form one device. Pure functions.
 
-Paths whose hardware sysfs names form a device if they belong to the same USB device or PCI function. Other paths form a
+If sysfs shows the hardware of paths, paths of the same USB device or PCI function form a device. Other paths form a
 device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match. Paths
-without a partner belong to no device. Paths are never paired by their order alone.
+without a partner belong to no device. Paths are paired by their order only within the same hardware.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 
 class PairedBy(enum.Enum):
-    """The reason why paths form one device. The value is a text for messages."""
+    """The reason why several paths form one device. The value is a text for messages."""
 
     HARDWARE = "the device in sysfs"
     TEXT = "the text of the wildcards"
@@ -26,8 +26,8 @@ class PairedBy(enum.Enum):
 class Part:
     """A path that a glob matches.
 
-    hardware: the sysfs directory of the path's USB device or PCI function, "" if sysfs names neither. text: the texts
-    in the path that the wildcards of the glob match.
+    hardware: the sysfs directory of the path's USB device or PCI function, "" if sysfs shows neither. text: for each
+    wildcard of the glob, the matched text in the path.
     """
 
     path: str
@@ -36,12 +36,12 @@ class Part:
 
 
 Group = tuple[Part | None, ...]
-"""The paths of one device, one path of each glob; None where an optional path is missing."""
+"""The paths of one device: one path for each glob, or None for a missing optional path."""
 
 
 @dataclass(slots=True)
 class Pairing:
-    """The devices that paths form, with the reason why, and the paths without a partner (`left`)."""
+    """Groups of paths that form devices, with the reason for each group. left: the paths without a partner."""
 
     groups: list[tuple[Group, PairedBy]] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Pairing:
 
 
 def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> Pairing:
-    """Return which paths form devices. columns: for each glob, the paths that it matches.
+    """Return the groups of paths that form devices. columns: for each glob, the paths that it matches.
 
     optional: for each glob, whether it may match nothing.
     """
@@ -83,8 +83,9 @@ def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> 
 def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
     """Yield the paths of each USB device or PCI function as a group.
 
-    If each glob matches several paths of the same hardware, paths with the same wildcard text form a group; if texts
-    differ, the groups follow the order of the paths.
+    If the globs match several paths of the same hardware, paths with the same wildcard text form a group. If the texts
+    differ, and each glob has the same number of matches, the first paths form a group, then the second paths, and so
+    on.
     """
     for hardware in dict.fromkeys(part.hardware for part in _first(columns, needed) if part.hardware):
         own = [[part for part in column if part.hardware == hardware] for column in columns]
@@ -108,7 +109,7 @@ def _by_text(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Itera
 
 
 def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
-    """Yield one group if no glob has more than one match."""
+    """Yield one group of all paths if no glob has more than one match."""
     if all(len(column) <= 1 for column in columns):
         group = tuple(column[0] if column else None for column in columns)
         named = not any(part.text for part in group if part is not None)
@@ -117,10 +118,10 @@ def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterato
 
 
 def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> bool:
-    """Return whether all needed paths exist, and sysfs does not name different hardware for them.
+    """Return whether all needed paths exist, and sysfs does not show different hardware for the paths.
 
-    named: whether the globs have no wildcards: the author of the config then wants these paths to be one device, even
-    of different hardware.
+    named: whether the globs have no wildcards. The author of the config file has then named the paths of one device,
+    which may be of different hardware.
     """
     whole = all(part is not None for part, must in zip(group, needed, strict=True) if must)
     hardware = {part.hardware for part in group if part is not None and part.hardware}

@@ -1,11 +1,12 @@
-"""Makes devices from paths: each match of a glob is a device, or the paired matches of several globs (`pairing`).
+"""A source of devices by path: each match of a glob is a device.
 
-A device that is found by a symlink has the link's name, because /dev/serial/by-id/... always leads to the same stick,
-but /dev/ttyUSB0 does not. The runtime resolves the symlink each time that it creates a container (containerd 2.1,
+With several globs, paired matches form a device (`pairing`). If the matched path is a symlink, the device's id is made
+from the link's path, because /dev/serial/by-id/... always leads to the same USB stick, but /dev/ttyUSB0 does not. The
+runtime resolves the symlink each time that it creates a container (containerd 2.1,
 internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
-specAddContainerConfigDevices), so a container that restarts gets the link's target at that time. No runtime resolves a
-symlink in a CDI file (`dra_bridge.driver.claim_files`). A plain file, a socket or a pipe is mounted into the container,
-because runtimes accept only device nodes as devices. A directory is no device.
+specAddContainerConfigDevices), so a restarted container gets the link's new target. No runtime resolves a symlink in a
+CDI file (`dra_bridge.driver.claim_files`). A plain file, a socket or a pipe is mounted into the container, because
+runtimes accept only device nodes as devices. A directory is no device.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
 def device_id(path: str) -> str:
     """Return the id of the device at this path: readable, at most 52 characters, and different for each path.
 
-    The id of /dev/ttyUSB0 is ttyUSB0, the id of /dev/snd/pcmC0D0c is snd--pcmC0D0c. If a path is too long for an id, or
-    has characters that ids cannot have, the id is shortened and ends in a hash. A shortened id lacks the directories,
-    and the middle of the path's last part.
+    The id of /dev/ttyUSB0 is ttyUSB0, the id of /dev/snd/pcmC0D0c is snd--pcmC0D0c. The id ends with a hash if the path
+    is outside of /dev, is too long, or contains characters that are not allowed in ids. If the path is too long, the id
+    lacks the directories and the middle of the file name.
     """
     inside = path.removeprefix("/dev/")
     steps = inside.strip("/").split("/")
@@ -58,24 +59,25 @@ def device_id(path: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Return the hash that tells shortened ids apart: eight hexadecimal digits."""
+    """Return the hash of a text for the end of a shortened id: eight hexadecimal digits."""
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
 
 
 def plain_text(text: str) -> str:
-    """Return a text with hyphens in place of the characters that no id has."""
+    """Return a text with hyphens in place of the characters that are not allowed in ids."""
     return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-_.")
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without its middle, if it has more characters than `most`.
+    """Return a text of at most `most` characters: the middle of a longer text is removed.
 
-    A name of udev begins with the maker and the product, and ends with the serial number and the interface.
+    The middle is removed, because a link name of udev begins with the maker and the product, and ends with the serial
+    number and the interface.
     """
     if len(text) <= most:
         return text
     end = text[-most * 3 // 5 :]
-    # Begin and end are cut to whole words if that removes less than half of them.
+    # Cut the beginning and the end to whole words, if this removes less than half of them.
     if words := re.match(rf".{{,{len(end) // 2}}}?[-_.](.+)", end):
         end = words[1]
     begin = text[: most - len(end) - 1]
@@ -96,14 +98,14 @@ def _directory(mode: int, rdev: int, root: str) -> str | None:
 
 
 def numa_of(mode: int, rdev: int, sysfs: str = ROOT) -> int | None:
-    """Return the NUMA node of a device node's hardware, by its st_mode and st_rdev; None if sysfs names none."""
+    """Return the NUMA node of a device node with this st_mode and st_rdev; None if sysfs shows none."""
     root = os.path.realpath(sysfs)
     directory = _directory(mode, rdev, root)
     return numa_node_above(directory, f"{root}/devices/") if directory is not None else None
 
 
 def hardware_of(mode: int, rdev: int, sysfs: str = ROOT) -> str:
-    """Return the sysfs directory of the USB device or PCI function of a device node; "" if sysfs names neither."""
+    """Return the sysfs directory of a device node's USB device or PCI function; "" if sysfs shows neither."""
     directory = _directory(mode, rdev, sysfs)
     return (device_above(directory) or "") if directory is not None else ""
 
@@ -129,12 +131,12 @@ class _Match:
 
 @dataclass(slots=True)
 class _PathScan(Scan):
-    """A running scan, which reads each directory and symlink only once. real: for each directory, its real path."""
+    """A running scan. It resolves each directory only once. real: for each directory, its path without symlinks."""
 
     real: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
-        """Return a directory's real path. Directories whose changes can change that path are added to `directories`."""
+        """Return a directory's path without symlinks. Add the directories of these symlinks to `directories`."""
         real = self.real.get(directory)
         if real is None:
             looked_at.at(directory)
@@ -148,7 +150,7 @@ class _PathScan(Scan):
         return real
 
     def follow(self, path: str) -> str:
-        """Return the target of a path. The directories of all symlinks on the way are added to `directories`."""
+        """Return the target of a path after all symlinks. Add the directories of these symlinks to `directories`."""
         for _ in range(40):  # The kernel also follows at most 40 symlinks.
             directory, name = os.path.split(path)
             directory = self.resolve(directory)
@@ -164,7 +166,7 @@ class _PathScan(Scan):
 class PathSource(ScannedSource):
     """Lists each match of a glob as a device. With several globs, paired matches form a device (`pairing`).
 
-    A device is named after its first path. Paths without a partner belong to no device.
+    A device's id is made from its first path. Paths without a partner belong to no device.
 
     parts: globs of absolute paths; a `PartConfig` instead of a glob can set another path in the container, or mark a
     path as optional. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted. The
@@ -182,15 +184,15 @@ class PathSource(ScannedSource):
         super().__init__(permissions, resource, rescan)
         made = [PartConfig(path=part) if isinstance(part, str) else part for part in parts]
         self._parts = sorted(made, key=lambda part: part.optional)
-        """The globs whose matches form a device. The match of the first glob names the device, so this glob is not
-        optional."""
+        """The globs for the paths of a device. The device's id is made from the match of the first glob, so this glob
+        is not optional."""
         self.globs = tuple(part.path for part in self._parts)
         for glob in self.globs:
             if not glob.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
-        """The devices of the last scan, by the paths of each device."""
+        """The devices of the last scan, each under its paths."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"
@@ -204,7 +206,7 @@ class PathSource(ScannedSource):
         return scan
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
-        """Return the paths of each device."""
+        """Return a list of devices, each as a tuple of its paths."""
         before = {match.alias: match for matches in self._devices for match in matches}
         columns = [self._matching(part, scan, before) for part in self._parts]
         if len(columns) == 1:
@@ -250,7 +252,7 @@ class PathSource(ScannedSource):
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
     def _match(self, alias: str, container: str, scan: _PathScan, before: _Match | None) -> _Match | None:
-        """Return a match for a path's present target; `before` if nothing has changed, None if there is no target."""
+        """Return a path's match with its present target: `before` if nothing has changed, None without a target."""
         host = scan.follow(alias)
         try:
             status = looked_at.stat(alias)
@@ -303,8 +305,7 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    # File names that are not UTF-8 are left out, because the kubelet requires UTF-8. Python decodes invalid bytes of
-    # file names to surrogates.
+    # Leave out file names that are not UTF-8 (with surrogates, in Python), because the kubelet requires UTF-8.
     return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 

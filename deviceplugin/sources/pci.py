@@ -1,11 +1,11 @@
-"""PCI devices, selected by their properties in sysfs: vendor, device, class, driver, address.
+"""A source of PCI devices, selected by properties in sysfs: vendor, device, class, driver, address.
 
-If a device is bound to vfio-pci, a container with the device gets /dev/vfio/<group> and /dev/vfio/vfio. Otherwise the
-container gets the nodes that the device's driver has made (/dev/dri/renderD128). A network function has no node; the
-container gets the function's address in an environment variable.
+If a device is bound to vfio-pci, its container gets /dev/vfio/<group> and /dev/vfio/vfio. Otherwise the container gets
+the device nodes of the device's kernel driver, such as /dev/dri/renderD128. A network function has no device node. Its
+PCI address is in an environment variable of the container.
 
-Changes in sysfs cause no inotify events. New nodes under /dev cause such events, and so a scan; all other changes are
-found by the next periodic scan.
+Changes in sysfs cause no inotify events. New nodes under /dev cause events, and each event causes a scan. The next
+periodic scan finds all other changes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
 _BRIDGE: Final = "0604"
-"""The class of PCI bridges, which may stay bound to a driver of the host because that driver does no DMA of its own."""
+"""The class of PCI bridges. A bridge may stay bound to a driver of the host, because this driver does no DMA."""
 _HARMLESS: Final = re.compile(r".*vfio.*|pci-stub")
-"""Names of drivers that may be bound to other functions of an IOMMU group of a virtual machine (Linux,
-drivers/vfio)."""
+"""Names of the drivers that other functions in an IOMMU group may have when the group is given to a virtual machine
+(Linux, drivers/vfio)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return an environment variable with the devices' addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,..."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        # The order of `devices` is arbitrary, but the same devices should give the same value.
+        # Sort, because the order of `devices` is arbitrary, but the same devices should give the same value.
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:
@@ -134,9 +134,10 @@ class PciSource(bus.SysfsSource[PciConfig]):
         )
 
     def _foreign(self, function: _Function, group: str) -> str:
-        """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if the group can be given.
+        """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if it can.
 
-        The kernel does not open a group if a function in it is bound to a driver of the host. Bridges are an exception.
+        The kernel refuses to open a group if any function in the group is bound to a driver of the host. Bridges are an
+        exception.
         """
         members = f"{function.directory}/iommu_group/devices"
         looked_at.at(members)

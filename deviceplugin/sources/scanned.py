@@ -17,19 +17,19 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 15.0
-"""Seconds after which the listed devices count as unhealthy if a scan has not ended, because a file system may hang."""
+"""If a scan takes longer than these seconds, the listed devices become unhealthy, because a file system may hang."""
 UNWATCHED: Final = 5.0
 """Seconds between two scans if a directory's file system causes no inotify events."""
 MAX_PAUSE: Final = 0.5
-"""Maximum pause between two scans (seconds) while watched directories keep changing, but no device changes."""
+"""Maximum seconds between two scans while watched directories change, but no device changes."""
 
 
 @dataclass(slots=True)
 class Scan:
     """The result of one scan. directories: directories to watch until the next scan. notes: sentences for the log.
 
-    seen: a value that changes if the hardware of the devices changes although the list is equal: a node that was
-    created again may lead to other hardware.
+    seen: a value that changes if the same list of devices may have other hardware, for example after a device node was
+    created again.
     """
 
     devices: list[Device] = field(default_factory=list)
@@ -41,14 +41,14 @@ class Scan:
 class ScannedSource(DeviceSource):
     """Finds devices by scans: one at the start, one after each change in a watched directory, and periodic ones.
 
-    permissions: the container's permissions for the nodes, out of r, w and m. resource: the resource's name, if the
-    source is used alone or a hook needs the name. rescan: seconds between two scans without a change, varied by up to a
-    fifth.
+    permissions: the container's permissions for the nodes, some of r, w and m. resource: the resource's name, if the
+    source is not an entry of a config file, or if a hook needs the name. rescan: seconds between two periodic scans,
+    varied by up to a fifth.
     """
 
     DEBOUNCE: ClassVar[float] = 0.0
-    """Seconds from a change to the scan, because a driver creates device nodes some time after the device's entry in
-    sysfs."""
+    """Seconds between a change and the scan. A driver creates device nodes some time after the device appears in sysfs.
+    """
 
     def __init__(self, permissions: str, resource: str, rescan: float) -> None:
         self.resource = resource or self.resource
@@ -95,7 +95,7 @@ class ScannedSource(DeviceSource):
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
                 if pause:
-                    # Many changes of other files in a directory must not keep a CPU busy with scans.
+                    # Without this pause, many changes of other files in a directory could keep a CPU busy with scans.
                     await asyncio.sleep(pause)
                 rescan = self._rescan * random.uniform(0.8, 1.2)  # noqa: S311  # no secret
                 hinted = await watch.wait(rescan, unwatched=UNWATCHED)

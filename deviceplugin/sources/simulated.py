@@ -17,12 +17,12 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class SimulatedSource(DeviceSource):
-    """Lists simulated devices sim-0, sim-1, ...; each NUMA node has a block of consecutive devices.
+    """Lists simulated devices sim-0, sim-1 and so on. Each NUMA node has a block of consecutive devices.
 
-    # begins a comment. resource: the resource's name, if
-    count: number of devices at the beginning. numa: number of NUMA nodes; None if the devices' NUMA nodes are unknown.
-    unhealthy_file: the path of a file with the ids of unhealthy devices, as in the config file; the source is used
-    alone. rescan: seconds between two reads of the file.
+    count: number of devices at the start. numa: number of NUMA nodes; None if the devices' NUMA nodes are unknown.
+    unhealthy_file: the path of a file with the ids of unhealthy devices, as in the config file. prefix: the ids before
+    the hyphen. resource: the resource's name, if the source is not an entry of a config file. rescan: maximum seconds
+    between two reads of the file.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SimulatedSource(DeviceSource):
             watch.wake()
 
     def read(self, file: str) -> None:
-        """Read the file of unhealthy devices. If the file cannot be read, the health of the devices stays as it is."""
+        """Read the file of unhealthy devices. If the file cannot be read, the health of the devices does not change."""
         warning = ""
         looked_at.at(file)
         try:

@@ -1,11 +1,11 @@
-"""USB devices, selected by their properties in sysfs: vendor, product, serial number.
+"""A source of USB devices, selected by properties in sysfs: vendor, product, serial number.
 
-A container gets the device's own node (/dev/bus/usb/001/004) and the nodes that its drivers have made (/dev/ttyUSB0). A
-device that is plugged in again gets another device number, but keeps its id, which consists of vendor, product and
-serial number. If the serial number is missing, or two devices have the same serial number, the id has the port instead.
-If a second device with the same serial number is plugged in, the first device keeps its id, because a pod may hold the
-device, and under a second id it would be allocated twice. If both devices exist when the agent starts, both ids have
-the port.
+A container gets the USB device's own node (/dev/bus/usb/001/004) and the nodes of its kernel drivers (/dev/ttyUSB0).
+When a device is plugged in again, its device number changes. Its id does not change, because the id consists of vendor,
+product and serial number. If the serial number is missing, the id contains the port instead. If a second device with
+the same serial number is plugged in, only the id of the second device contains the port: a pod may hold the first
+device, and under a new id the first device could be allocated twice. If both devices exist when the agent starts, both
+ids contain the port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
 _Plugged = tuple[str, str, str, str]
-"""A device's port, node, vendor and product, which stay the same while the device is plugged in."""
+"""The port, node, vendor and product of a device. These do not change while the device is plugged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class _Usb:
 
     @property
     def plugged(self) -> _Plugged:
-        # The serial number is not compared, because a read of it may fail now and then.
+        # Without the serial number, because a read of the serial number sometimes fails.
         return self.port, self.node, self.vendor, self.product
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
     """Lists the USB devices that a filter selects, without hubs.
 
-    wanted: the filter. Several filters are for a device that changes its vendor or product id: all devices that appear
-    in one port then count as the same device, and the port is the device's id and identity. options: the other
+    wanted: the filter. Use several filters for a device that changes its vendor or product id. Then all devices that
+    appear in one port are treated as the same device, and the port is this device's id and identity. options: the other
     arguments of `SysfsSource`.
     """
 
@@ -74,7 +74,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         try:
             ports = sorted(os.listdir(self.root))
         except FileNotFoundError:
-            ports = []  # A node without a USB controller has no such directory.
+            ports = []  # A Kubernetes node without a USB controller has no such directory.
         except OSError as error:
             return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
@@ -138,7 +138,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
             name = _plain_id(usb)
             if plain[name] > 1 or name in taken:
                 name = _port_id(usb)
-            if name in taken:  # Another device has the same serial number.
+            if name in taken:  # Another device already has this id.
                 name += f"-{usb.node[-3:]}"
             ids[usb.plugged] = name
             taken.add(name)
