@@ -57,8 +57,8 @@ NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
 event."""
 
 CHECK: Final = 1.0
-"""Minimum seconds between two checks whether the directory at a path is still the watched directory. A check follows a
-wait."""
+"""Minimum seconds between two checks whether a path still leads to the watched directory. Checks are made after waits.
+"""
 SOON: Final = 0.03
 """Seconds between two reads of a directory without file events, while a caller waits for its content."""
 AT_REST: Final = 2.0
@@ -97,11 +97,11 @@ class Watcher:
         self._said: frozenset[WatchFailure] = frozenset()
 
     def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
-        """Return a context manager that watches directories. hints: `NAMES` or `NAMES_AND_WRITES`."""
+        """Return a context manager that watches directories. hints: types of events, `NAMES` or `NAMES_AND_WRITES`."""
         return Watch(self, directories, hints, gather)
 
     def unwatched(self) -> tuple[Unwatched, ...]:
-        """Return the directories without events, which are read periodically. Any thread may call this."""
+        """Return the watched directories that cause no file events. Any thread may call this."""
         found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
         for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
             failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure
@@ -199,7 +199,7 @@ class Watcher:
         self._look(watch)
 
     def _seen(self, instance: _Instance, place: _Place, begun: _Begun) -> None:
-        """Apply the result of a thread's try to watch a directory."""
+        """Store the result of a thread's try to watch a directory, and start the next try if one is due."""
         place.asked_at = None
         if place.wants:
             self._open()
@@ -231,7 +231,7 @@ class Watcher:
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
         """Give a hint to those watches of a directory (place) that want this event. at: the watched path.
 
-        event: None if the directory was removed, or if its inotify watch was made anew.
+        event: None if the directory was removed.
         """
         if place.hint(at, event):
             self._look_at(place)
@@ -261,8 +261,8 @@ class _Found(NamedTuple):
 class _Begun(NamedTuple):
     """The result of a try to watch a directory.
 
-    found: the watched directory; None if no directory is watched. hints: the watched events. failure: why no directory
-    is watched.
+    found: the watched directory; None if no directory is watched. hints: the watched types of events. failure: the
+    reason why no directory is watched.
     """
 
     found: _Found | None
@@ -302,7 +302,7 @@ class _Instance:
 
     def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        if not files_left(3):  # If watchdog 7 cannot create a pipe, it leaves its inotify file open.
+        if not files_left(3):  # If watchdog 7 can open an inotify file but no pipe, it does not close the inotify file.
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._observer = Observer()
         self._observer.start()
@@ -381,7 +381,7 @@ class _Instance:
     def _leave(self, place: _Place) -> None:
         if (observed := self._of.pop(place, None)) is not None:
             observed.wants = {other: wanted for other, wanted in observed.wants.items() if other is not place}
-            # If this fails, other watches of the directory notice the failure at their next try.
+            # If this fails, the next try of another watch of the directory reports the failure.
             with contextlib.suppress(OSError, RuntimeError):
                 self._renew(observed)
 
@@ -475,7 +475,7 @@ class _Place:
 
     @property
     def silent(self) -> bool:
-        """Whether the directory's file system does not answer."""
+        """Whether the directory's file system has not responded for SILENT seconds."""
         asked_at = self.asked_at
         return asked_at is not None and time.monotonic() - asked_at > unwatched.SILENT
 
@@ -485,7 +485,7 @@ class _Place:
         return self.begun.found is not None and not self.silent
 
     def take(self, begun: _Begun) -> None:
-        """Apply the result of a try to watch the directory."""
+        """Store the result of a try to watch the directory."""
         self.begun = begun
         self.due |= not self.wanted <= begun.hints and begun.found is not None
         if begun.failure is None:
@@ -493,7 +493,7 @@ class _Place:
         self.next_look = time.monotonic() + (CHECK if begun.failure is None else self._backoff.next())
 
     def wake(self) -> None:
-        """Give a hint to all watches of this place."""
+        """Give a hint to each `Watch` of this directory."""
         for watch in self.wants:
             watch.wake()
 
@@ -588,5 +588,5 @@ _WATCHERS: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watcher]
 
 
 def shared() -> Watcher:
-    """Return the running loop's watcher, created at the first call."""
+    """Return the watcher of the running event loop. The first call creates the watcher."""
     return _WATCHERS.setdefault(asyncio.get_running_loop(), Watcher())

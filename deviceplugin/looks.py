@@ -2,8 +2,8 @@
 
 If a file system stops responding (a lost network, FUSE, a broken disk), a call hangs, and nothing can end its thread.
 So the event loop makes no file operation. Each resource, and each directory that the agent uses, has its own pool of a
-few threads, so that a hanging look delays no look of another pool. The threads are daemon threads, which do not keep
-the process from ending, unlike the threads of `concurrent.futures`.
+few threads, so that a hanging look does not delay looks of other pools. The threads are daemon threads. Unlike threads
+of `concurrent.futures`, they do not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ class Looks:
         self.resource = resource
         self.changed: Callable[[], None] = lambda: None
         self.hanging = ""
-        """The reason why no look can begin now, because an earlier look hangs; "" if no look hangs."""
+        """A text that names the file access that hangs now, so that no other one can begin; "" if none hangs."""
         self._most = threads
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Look[Any]] = queue.SimpleQueue()
         self._threads = 0
         self._outstanding = 0
-        """Number of looks that run in a thread or wait for a thread."""
+        """Number of calls that run in a thread or wait for a thread."""
         self._overdue: set[Look[Any]] = set()
         self._slow_until = 0.0
 
@@ -208,7 +208,7 @@ class Looks:
         return look
 
     def ended_at_once(self, look: Look[Any]) -> bool:
-        """Block the event loop for up to PROMPT seconds for a brief look; return whether the look has ended."""
+        """Block the event loop for up to PROMPT seconds until a call has ended; return whether it has ended."""
         if time.monotonic() < self._slow_until:
             return look.ended_within(0.0)
         if ended := look.ended_within(PROMPT):
@@ -225,13 +225,13 @@ class Looks:
         return self._note_late(look, timeout, give_up=give_up)
 
     async def until_ended(self, look: Look[Any]) -> None:
-        """Wait without a limit until a look has ended."""
+        """Wait without a limit until the function of a `Look` has returned."""
         await self._end_of(look, None)
 
     async def _end_of(self, look: Look[Any], timeout: float | None) -> None:
-        """Wait until a look has ended, at most `timeout` seconds.
+        """Wait until the function of a `Look` has returned, at most `timeout` seconds.
 
-        If the caller is cancelled, a look that has not begun is cancelled too.
+        If the caller is cancelled, a call that has not begun is cancelled too.
         """
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
@@ -256,7 +256,7 @@ class Looks:
                 timer.cancel()
 
     def give_up(self, look: Look[Any]) -> bool:
-        """Cancel a look if it has not begun, because no caller needs it; return whether it was cancelled."""
+        """Cancel a call if it has not begun, because no caller needs it; return whether it was cancelled."""
         with self._lock:
             look.abandoned = not look.begun
             return look.abandoned
@@ -291,7 +291,7 @@ class Looks:
             self.changed()
 
     def _work(self) -> None:
-        """Run the looks in the queue. End after IDLE seconds without a look."""
+        """Run the queued calls, in a thread of the pool. End after IDLE seconds without a call."""
         while True:
             try:
                 look = self._queue.get(timeout=IDLE)

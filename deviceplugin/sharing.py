@@ -16,7 +16,7 @@ _SEPARATOR: Final = "::"
 
 
 def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
-    """Return, for each device id, how many containers may share the device: 1 to `replicas`.
+    """Return, for each device id, the number of containers that may share the device: 1 to `source.replicas`.
 
     The result is empty if the source shares no device.
     """

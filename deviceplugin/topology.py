@@ -73,8 +73,8 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
 
     The result is exact for up to 16 devices, and for more if enough of them are interchangeable. Otherwise a heuristic
     applies rules 1, 3 and 4 within a fixed number of steps (some 10 ms for 64 devices), or until `deadline` seconds
-    have passed. Two calls with the same input can differ only because of the deadline. Order and repetitions of the
-    input never matter.
+    have passed. Two calls with the same input can differ only because of the deadline. The order of ids and repeated
+    ids do not matter.
 
     All of `must_include` is in the result, even if it is longer than `size` or not in `available`. If there are too few
     devices, all of them are returned. Scores that are no integers are rounded to twelve digits of the largest score.

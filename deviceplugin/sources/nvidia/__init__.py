@@ -1,11 +1,11 @@
-"""NVIDIA GPUs and their MIG partitions, by way of NVML (nvidia-ml-py, the extra `nvidia`).
+"""The device source for NVIDIA GPUs and MIG partitions. It uses NVML (nvidia-ml-py, the extra `nvidia`).
 
 `nvml` loads the library. `Session` makes the blocking calls of the library. `driver` runs these calls in one thread,
 which all sources of an event loop share. Each call has a deadline, because a driver may hang. `NvidiaSource` makes
 devices from the results.
 
-A GPU does not count as unhealthy because its driver does not support a function. If the library or driver is missing
-(at the start, or while it is replaced), the source waits for it.
+A GPU is not unhealthy only because its driver does not support a function of NVML. If the library or driver is missing
+(at the start, or while it is replaced), the source waits for the library or driver.
 """
 
 from deviceplugin.sources.nvidia.devices import resource_of

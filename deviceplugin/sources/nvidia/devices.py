@@ -33,9 +33,9 @@ COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
 def make_devices(
     listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan, places: Places, injection: str
 ) -> list[Device]:
-    """Return a device for each of these GPUs or partitions. Reads CDI specs and /proc; blocks.
+    """Return a `Device` for each of these GPUs or partitions. Reads CDI specs and /proc; blocks.
 
-    A device is healthy unless a node that its containers need is missing.
+    A device is healthy unless a device node for its containers is missing.
     """
     names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
     made = []
@@ -49,7 +49,7 @@ def make_devices(
 
 
 def _missing(device: Device, places: Places, partition: Partition | None) -> str:
-    """Return a message about a missing node that containers with a device need; "" if no node is missing."""
+    """Return a message about a missing device node that containers with this device need; "" if no node is missing."""
     needed = [node.host for node in device.container_edits.device_nodes]
     needed += [f"{places.dev}/{name}" for name in NEEDED_NODES]
     makers = "`nvidia-modprobe -u -c 0`, nvidia-persistenced or a udev rule"
@@ -59,7 +59,7 @@ def _missing(device: Device, places: Places, partition: Partition | None) -> str
 
 
 _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
-"""The nodes of one device, and the nodes that it shares with other devices."""
+"""The device nodes of one device alone, and the device nodes that it shares with other devices."""
 
 
 def _make_device(
@@ -103,7 +103,7 @@ def _make_device(
 
 
 def position_of(device: Device) -> tuple[int, int]:
-    """Return the index of a device's GPU, and the index of the partition on this GPU."""
+    """Return (index of a device's GPU, index of the partition on this GPU), as sort key."""
     index = int(device.attributes.get("index", 0))
     return (int(device.attributes["parentIndex"]), index) if "parentIndex" in device.attributes else (index, 0)
 
@@ -116,7 +116,7 @@ def resource_of(profile: str) -> str:
 def links_of_devices(
     between: Mapping[frozenset[str], float], made: Iterable[str], parents: Mapping[str, str]
 ) -> Mapping[frozenset[str], float]:
-    """Return the link score of each pair of the devices `made` (UUIDs). between: the scores of pairs of GPUs.
+    """Return the link score of each pair of these devices. made: UUIDs. between: the link scores of pairs of GPUs.
 
     parents: for each partition, its GPU.
     """
@@ -125,7 +125,7 @@ def links_of_devices(
         gpus = frozenset((parents.get(uuid, uuid), parents.get(other, other)))
         score = float(Link.SAME_BOARD) if len(gpus) == 1 else between.get(gpus, 0.0)
         if parents and len(gpus) == 2:
-            # NVLink does not connect partitions, so only the score of the PCIe connection remains.
+            # NVLink does not connect partitions. So leave only the score of the PCIe connection.
             score %= Link.NVLINK
         if score:
             scores[frozenset((uuid, other))] = score
@@ -144,7 +144,7 @@ def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _Own
     texts = (sysfs.read(f"{base}/access"), sysfs.read(f"{base}/ci{partition.compute}/access"))
     minors = [re.search(r"DeviceFileMinor:\s*([0-9]+)", text or "") for text in texts]
     nodes = [node(f"nvidia-caps/nvidia-cap{minor[1]}") for minor in minors if minor is not None]
-    # All compute instances of a GPU instance share the first node. Only the last node is this partition's own.
+    # All compute instances of a GPU instance share the first node. Only this partition has the last node.
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
 
 

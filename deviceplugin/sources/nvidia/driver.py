@@ -1,4 +1,4 @@
-"""The access to the NVIDIA driver that all sources of an event loop share: periodic scans, and the driver's events."""
+"""Periodic scans and events of the NVIDIA driver, in one thread for all sources of an event loop."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
 SCAN_TIMEOUT: Final = 60.0
-"""Maximum seconds of a scan of all GPUs: the first scan may have to wake eight sleeping GPUs."""
+"""Maximum seconds for a scan of all GPUs. The first scan may have to wake eight sleeping GPUs."""
 EVENT_WAIT: Final = 1.0
-"""Maximum seconds of one wait for the driver's events, because other calls in the same thread must wait until it
-ends."""
+"""Maximum seconds of one wait for the driver's events. Other calls in the same thread begin only after this wait."""
 CALL_GRACE: Final = 10.0
 GAP: Final = 0.5
-"""Minimum seconds between two scans, however many file events or driver's events request a scan."""
+"""Minimum seconds between two scans, also if many file events or driver events request scans."""
 
 
 class NvmlThread:
     """One thread that makes blocking calls one after another, each with a deadline.
 
-    While a call hangs, no other call begins; a second thread would not help, because its calls would hang as well.
+    While a call hangs, no other call begins. A second thread would not help, because its calls would hang too.
     """
 
     def __init__(self) -> None:
@@ -85,8 +84,8 @@ class GpuMonitor:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._subscriptions: dict[asyncio.Queue[NvmlUpdate], float] = {}
-        """For each subscribed source, the updates that it has not processed, and its requested seconds between
-        scans."""
+        """For each subscribed source: the queue of updates for the source, and the seconds between scans that the
+        source requested."""
         self._running: tuple[NvmlThread, Session, asyncio.Task[None]] | None = None
         self._last: NvmlUpdate | None = None
 
@@ -114,7 +113,7 @@ class GpuMonitor:
                 self._running = self._last = None
 
     async def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of these GPUs and partitions; empty while no source is subscribed. May raise NvmlError."""
+        """Return the load of GPUs and partitions by UUID; {} while no source is subscribed. May raise NvmlError."""
         if self._running is None:
             return {}
         thread, session, _ = self._running
@@ -151,7 +150,10 @@ class GpuMonitor:
     async def _listen(
         self, thread: NvmlThread, session: Session, watch: filewatch.Watch, scan: NvmlScan, period: float
     ) -> None:
-        """Publish the driver's events until the next scan is due: after the period, or soon after an event."""
+        """Send the driver's events to the sources until the next scan is due.
+
+        The next scan is due after `period` seconds, or soon after an event.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         hinted = False
@@ -176,5 +178,5 @@ _drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Plac
 
 
 def shared(places: Places) -> GpuMonitor:
-    """Return the one monitor of the running event loop for these paths of the driver."""
+    """Return the running event loop's only monitor for these paths of the driver's files."""
     return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, GpuMonitor(places))

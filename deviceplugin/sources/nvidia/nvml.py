@@ -16,22 +16,22 @@ from deviceplugin.version import installing
 LIBRARY: Final = "libnvidia-ml.so.1"
 
 GONE: Final = {1: "NVML was shut down", 9: "the NVIDIA driver is not loaded", 18: "the NVIDIA driver was replaced"}
-"""NVML's error codes after which calls for all GPUs fail, with texts for messages."""
+"""NVML's error codes that concern all GPUs, with texts for messages. After such an error, all calls fail."""
 BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "it is gone"}
 """NVML's error codes for a single broken GPU, with texts for messages."""
 ANY: Final = 0xFFFFFFFF
-"""NVML's number that stands for all links of a GPU, or for no partition."""
+"""In NVML, this number means all links of a GPU, or no partition."""
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
-"""Replaced libraries that are still loaded, and are unloaded once no session can be in a call of them."""
+"""Replaced libraries that are still loaded. They are unloaded when no session can be in a call of them."""
 _users: Final[set[object]] = set()
-"""Sessions that have loaded the library, and so may be in a call of it."""
+"""Sessions that have loaded the library. They may be in a call of the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Paths of the driver's files. library: "" for the linker's search path. cdi: the directories of CDI specs."""
+    """Paths of the driver's files. library: NVML's file, "" for the linker's choice. cdi: directories of CDI specs."""
 
     library: str = ""
     sysfs: str = "/sys"
@@ -59,7 +59,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: in MiB. attributes: the attributes that all devices on this GPU have.
+    """A GPU. memory: in MiB. attributes: the attributes of the GPU's device and of its partitions' devices.
 
     partitions: None if MIG mode is off.
     """
@@ -98,7 +98,7 @@ class Xid:
 
 
 class NvmlError(Exception):
-    """Raised when no GPU can be read. verdict: the verdict on the health of all known GPUs."""
+    """Raised when no GPU can be read. verdict: the probe result for the health of all known GPUs."""
 
     def __init__(self, message: str, verdict: Verdict = Verdict.BAD) -> None:
         super().__init__(message)
@@ -111,7 +111,8 @@ NvmlUpdate = NvmlScan | Xid | NvmlError
 def load(library: str, user: object) -> ModuleType:
     """Load the NVML library, and return nvidia-ml-py; raise NvmlError if either is missing.
 
-    The library stays in memory until `release` is called for this user, because the user may be in a call.
+    The library stays in memory until `release` is called for this user. user: the session, which may be in a call of
+    the library.
     """
     try:
         import pynvml  # type: ignore[import-untyped]
@@ -120,7 +121,7 @@ def load(library: str, user: object) -> ModuleType:
     with _lock:
         if pynvml.nvmlLib is None:
             try:
-                # pynvml itself accepts no path, and cannot load another library later.
+                # pynvml itself accepts no path of the library, and cannot load another library later.
                 pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
             except OSError as error:
                 raise NvmlError(f"NVML is missing: {error}") from error
@@ -159,7 +160,7 @@ def optional(nv: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
-    """Return the value of NVML's field with this id, or this id and scope; None if the field is not supported."""
+    """Return the value of an NVML field; None if it is not supported. wanted: the field's id, or id and scope."""
     values = optional(nv, nv.nvmlDeviceGetFieldValues, handle, [wanted if len(wanted) > 1 else wanted[0]])
     if values is None or values[0].nvmlReturn != 0:
         return None
@@ -169,7 +170,7 @@ def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
 
 
 def pointer(handle: Any) -> int:
-    """Return the pointer in a handle. All handles of one GPU have the same pointer."""
+    """Return the pointer in NVML's handle of a GPU. All handles of one GPU have the same pointer."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 

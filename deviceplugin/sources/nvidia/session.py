@@ -18,13 +18,13 @@ from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Partition
 _LOG: Final = logging.getLogger(__name__)
 
 FAILED_WAITS: Final = 3
-"""Number of failed waits for events after which the session listens to no GPU's events until the GPUs change."""
+"""Number of failed waits for events after which the session stops waiting for events until the GPUs change."""
 _TIMEOUT: Final = 10
 _REPLACED: Final = 18
 _XID_EVENT: Final = 0x8
 _MIG_EVENT: Final = 0x100
 _MISSING: Final = {3, 4, 13}
-"""NVML's errors NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, which say nothing about the GPU's health."""
+"""NVML's errors NOT_SUPPORTED, NO_PERMISSION and FUNCTION_NOT_FOUND. The health of a GPU does not depend on them."""
 _RECOVERY_ACTION: Final = 230
 """The number of NVML's field with the recovery action that the driver recommends. Before 12.560, nvidia-ml-py has no
 name for this field."""
@@ -43,7 +43,7 @@ _ACTIONS: Final = {
 class Session:
     """A session of NVML. The first scan opens the session.
 
-    It is opened again if the driver or GPUs were removed or added.
+    A later scan opens it again if the driver was replaced, or GPUs were added or removed.
     """
 
     def __init__(self, places: Places) -> None:
@@ -73,7 +73,8 @@ class Session:
     def _open(self) -> Any:
         """Return NVML, initialized.
 
-        NVML is initialized again if GPUs were added or removed, because it reads the list of GPUs only at that time.
+        NVML is initialized again if GPUs were added or removed, because NVML reads the list of GPUs only when it is
+        initialized.
         """
         try:
             addresses = frozenset(os.listdir(f"{self._places.proc}/driver/nvidia/gpus"))
@@ -132,7 +133,7 @@ class Session:
         if uuids != self._linked:
             self._links = readings.read_links(nv, gpus, handles)
             self._linked = uuids
-        # While a lost GPU is registered for events, the wait for events fails for all GPUs.
+        # Do not listen to a lost GPU: the wait for events would fail for all GPUs.
         self._events.watch([gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
         driver = text(optional(nv, nv.nvmlSystemGetDriverVersion))
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
@@ -141,7 +142,7 @@ class Session:
         return NvmlScan(tuple(gpus), findings, driver, cuda, self._links, bool(self._events.registered), tuple(notes))
 
     def _raise_if_gone(self, nv: Any, error: Any) -> None:
-        """Shut NVML down and raise NvmlError if this error means that all later calls would fail."""
+        """If all later calls would fail after this error, shut NVML down and raise NvmlError."""
         if error.value in nvml.GONE:
             self.close()
             if error.value == _REPLACED:
@@ -172,7 +173,7 @@ class Session:
         return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
     def check(self, nv: Any, handle: Any) -> ProbeResult:
-        """Return a GPU's health: whether it answers calls, and which recovery action the driver recommends."""
+        """Return a GPU's health, from its responses to calls and the driver's recommended recovery action."""
         for function, arguments in ((nv.nvmlDeviceGetMemoryInfo, ()), (nv.nvmlDeviceGetTemperature, (0,))):
             try:
                 function(handle, *arguments)
@@ -188,7 +189,7 @@ class Session:
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
         """Wait for the driver's events. Return the new XIDs, and whether a scan is due.
 
-        Raises NvmlError if all later calls of NVML would fail.
+        Raises NvmlError after an error that makes all later calls of NVML fail.
         """
         xids, due, error = self._events.wait(seconds)
         if error is not None:
@@ -230,7 +231,7 @@ class EventListener:
                 self._nv.nvmlEventSetFree(events)
 
     def watch(self, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> None:
-        """Listen to the events of these GPUs, and of no others."""
+        """Register for the events of exactly these GPUs."""
         nv, uuids = self._nv, frozenset(gpu.uuid for gpu in gpus)
         if uuids == self._watched:
             return
@@ -257,7 +258,7 @@ class EventListener:
         self.notes = tuple(notes)
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool, Any]:
-        """Wait for events. Return the new XIDs, whether a scan is due, and the error if the wait failed."""
+        """Wait for events. Return (new XIDs, whether a scan is due, the error of a failed wait or None)."""
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
@@ -271,7 +272,7 @@ class EventListener:
     def _collect(self, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
         due = False
-        for _ in range(1000):  # Limit the events that one call reads; the next call reads the others.
+        for _ in range(1000):  # The number of events in one call is limited. The next call reads the others.
             try:
                 data = self._nv.nvmlEventSetWait_v2(self._set, milliseconds)
             except self._nv.NVMLError as error:

@@ -1,4 +1,4 @@
-"""The source of NVIDIA GPUs and MIG partitions. Their health follows from scans and XIDs (the driver's errors)."""
+"""The source of NVIDIA GPUs and MIG partitions. Scans and XIDs (error numbers of the driver) determine their health."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class NvidiaSource(DeviceSource):
                     yield devices
 
     def update(self, update: NvmlUpdate) -> None:
-        """Process an update: a scan, an XID, or an error that concerns all GPUs."""
+        """Process an update from the driver's thread: a scan, an XID, or an error that concerns all GPUs."""
         if isinstance(update, Xid):
             self.health.count_xid(update, self._scan.gpus)
         elif isinstance(update, NvmlError):
@@ -133,8 +133,8 @@ class NvidiaSource(DeviceSource):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the environment variable by which the NVIDIA container runtime selects the GPUs of a container.
 
-        If containers get GPUs by CDI or device nodes, the value is `void`: images set the variable to `all`, and if
-        this runtime is the default runtime, the container would get every GPU.
+        If containers get GPUs by CDI or device nodes, the value is `void`. Otherwise the value `all` of many images
+        would apply, and with this runtime as the default runtime, the container would get all GPUs.
         """
         # The kubelet passes the devices in any order. The container numbers its GPUs in the order of the variable.
         ordered = sorted(devices, key=position_of)
@@ -150,7 +150,7 @@ class NvidiaSource(DeviceSource):
             await self._more_profiles.wait()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return the load of these GPUs or partitions, and how often each XID was reported."""
+        """Return the load of these GPUs or partitions, and the number of reports of each XID."""
         ids = [device.id for device in devices]
         measured = await shared(self.places).measure(ids)
         for name in ids:
@@ -160,20 +160,20 @@ class NvidiaSource(DeviceSource):
 
 
 class GpuHealth:
-    """The health of GPUs and partitions, and how often each XID was reported."""
+    """The health of GPUs and partitions, and the number of reports of each XID."""
 
     def __init__(self, rules: HealthRules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
         self.histories: dict[str, HealthHistory] = {}
         """By UUID, the health history of each GPU and partition of the last scan."""
         self.counts: dict[str, Counter[str]] = {}
-        """How often each XID was reported, by UUID and the XID's number."""
+        """For each UUID and XID number: the number of reports."""
         self._rules = rules
         self.ignore_xids = frozenset(ignore_xids)
         self._clock = clock
         self._times: Counter[tuple[str | None, int]] = Counter()
 
     def judge_scan(self, scan: NvmlScan) -> None:
-        """Update the health of all GPUs and partitions of a scan, and forget all others."""
+        """Update the health of all GPUs and partitions of a scan, and remove all others."""
         findings = {gpu.uuid: scan.findings[gpu.uuid] for gpu in scan.gpus}
         findings |= {part.uuid: findings[gpu.uuid] for gpu in scan.gpus for part in gpu.partitions or ()}
         self.histories = {name: self.histories.get(name, HealthHistory()) for name in findings}
@@ -189,7 +189,7 @@ class GpuHealth:
         ignored = xid.code in self.ignore_xids
         self._times[xid.gpu, xid.code] += 1
         times = self._times[xid.gpu, xid.code]
-        # Only the 1st, 2nd, 4th, ... XID of a kind is logged, so that a program in a loop does not fill the log.
+        # Log only the 1st, 2nd, 4th, 8th and so on report of an XID, so that a program in a loop does not fill the log.
         if times & (times - 1) == 0:
             level = logging.INFO if ignored else logging.WARNING
             _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
