@@ -53,7 +53,7 @@ def described(resource: str, device: Device) -> Described:
     """Return a device's attributes for its metadata file, without attributes that the Kubernetes API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
     for name, value in device.attributes.items():
-        with contextlib.suppress(NamingError):  # An invalid attribute is reported when the slices are made.
+        with contextlib.suppress(NamingError):  # The invalid attribute is reported with the slices.
             check_attribute(name, value)
             attributes[name] = attribute(value)
     if device.numa_nodes:
@@ -85,7 +85,7 @@ def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> st
 def by_limits(
     directory: str, resource: str, driver: str, pool: str, named: Iterable[tuple[str, Device]]
 ) -> ContainerEdits:
-    """Write the files of devices that a container gets by `limits`; return edits that mount them. Blocks.
+    """Write the metadata files of devices that a container gets by `limits`; return edits that mount the files. Blocks.
 
     Raises OSError. directory: the directory of CDI specs. driver: the DRA driver, or the domain of a resource without a
     driver. named: pairs of a published name and the device.

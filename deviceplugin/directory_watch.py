@@ -40,7 +40,7 @@ class DirectoryReader:
     def changed(self, directory: DirectoryWatch[Any], before: Any, now: Any) -> None:
         """End the present or the next wait if the parts of the content for this reader have changed.
 
-        Call it in the loop. before: the former content; None if the content was not read before.
+        Not thread-safe. before: the former content; None if the content was not read before.
         """
         part = self._directories[directory]
         if before is None or part(before) != part(now):
@@ -87,7 +87,7 @@ class DirectoryWatch(Generic[_T]):
     async def now(self) -> _T:
         """Read the directories now. Raises LookTimeoutError.
 
-        Calls that arrive while a read runs get the result of the next read, which is one read for all of them.
+        Calls that arrive while a read runs all get the result of the next read.
         """
         if (look := self.looks.brief("socket", self._contents)) is None:
             return await self._call()

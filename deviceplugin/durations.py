@@ -14,8 +14,8 @@ BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 class Durations:
     """Statistics of the durations of calls. Counters only grow. Only one thread may add; any thread may read.
 
-    counts: for each bucket, the number of calls in it alone; the bucket without an upper bound is last. seconds: the
-    sum of the durations.
+    counts: the number of calls in each bucket, without the calls in lower buckets. The bucket without an upper bound is
+    last. seconds: the sum of the durations.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))

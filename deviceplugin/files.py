@@ -105,7 +105,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 
 
 def leads_to(path: str | Path, file: int) -> bool:
-    """Return whether the path still leads to this open file. file: the file's descriptor."""
+    """Return whether a path still leads to an open file. file: the file's descriptor."""
     try:
         return os.path.samestat(os.fstat(file), looked_at.stat(path))
     except OSError:

@@ -373,7 +373,7 @@ class _Instance:
             self._renew(observed)
 
     def forget(self, places: Iterable[_Place]) -> None:
-        """End the watches of these directories (places): they get no more events."""
+        """End the inotify watches of these directories (places). The directories cause no more events."""
         with contextlib.suppress(TimeoutError), self._held():
             for place in places:
                 self._leave(place)

@@ -21,7 +21,7 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 
 CANCELLED: Final = 1.0
-"""Seconds after which a hook whose coroutine was cancelled counts as still running."""
+"""Seconds after its cancellation from which a coroutine that has not ended counts as a running hook."""
 
 
 class DeviceBusyError(HookError):

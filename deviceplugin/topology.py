@@ -37,7 +37,7 @@ _EXACT: Final = 1 << 16
 _USUAL: Final = ((4, 2), (2, 4))
 # Number of steps after which `_served_alike` gives up its search.
 BUDGET: Final = 40_000
-_STARTS: Final = 24  # Number of sets from which the heuristic starts.
+_STARTS: Final = 24  # Number of sets with which the heuristic starts.
 _SWAPS: Final = 32  # Number of swaps that the heuristic tries from each set.
 _DENSE: Final = 256  # Maximum number of devices for which a matrix of scores is made.
 

@@ -100,7 +100,7 @@ class Problems:
 
 
 class Loader(_BaseLoader):
-    """Composes nodes from YAML, with scalars resolved by YAML 1.2's core schema."""
+    """A PyYAML loader that composes nodes, with scalars by YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's way: not to inherit those of YAML 1.1
 

@@ -24,7 +24,7 @@ TICK: Final = 0.5  # Seconds between two checks for sources whose devices must b
 
 
 class Quantity(NamedTuple):
-    """A quantity that sources can measure. about: the metric's help text.
+    """A quantity in the result of a source's `measure`. about: the help text of its metric.
 
     label: the metric's label for a quantity with several numbers; the source returns a mapping by values of this label.
     "" for a quantity with one number.

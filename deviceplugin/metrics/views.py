@@ -142,9 +142,10 @@ class AgentView:
     """The whole agent at one moment.
 
     at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
-    kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet answered the last PodResources call.
-    providers: reports by the provider's name. silent: for each provider that returned no report (by name), the reason.
-    unknown: for each source of evidence, how often this evidence did not show whether a holder had ended.
+    kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet responded to the last call of its
+    PodResources API. providers: reports by the provider's name. silent: for each provider that returned no report (by
+    name), the reason. unknown: for each source of evidence, how often this evidence did not show whether a holder had
+    ended.
     """
 
     at: float

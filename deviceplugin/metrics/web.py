@@ -33,7 +33,7 @@ from deviceplugin.metrics.credentials import Certificate, Token
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
 LIFETIME: Final = 0.5  # Minimum seconds for which a rendered response is reused.
-LIFETIME_FACTOR: Final = 10  # A response is reused for at least this multiple of its rendering time.
+LIFETIME_FACTOR: Final = 10  # A response is reused for at least this multiple of its rendering's processor time.
 MAX_WAITING: Final = 8
 """Maximum number of clients that wait for the rendering of one page. Further clients of this page get status 503, so
 that clients of other pages can connect."""
@@ -74,9 +74,9 @@ class _Rendering(NamedTuple):
 class Route:
     """A page. All clients get the same rendered response while it is fresh.
 
-    A response is fresh for at least ten times its rendering time, so that rendering uses at most a tenth of a
-    processor. While the next response is rendered, clients get the old response, but only until it is twice as old as a
-    fresh response may be.
+    A response is fresh for at least ten times the processor time of its rendering. So rendering uses at most a tenth of
+    a processor. While the next response is rendered, clients get the old response, but only until it is twice as old as
+    a fresh response may be.
 
     render: a function that makes the response for a key. key: a function that returns the key of a request: the few
     properties on which the response depends. public: whether clients without credentials are served. lock: routes with
