@@ -311,14 +311,14 @@ class Device:
     kubelet's checkpoint contains the id. numa: the device's NUMA node or nodes; None, or -1 as in sysfs, if unknown.
     nodes: the device nodes. edits: further edits of a container with the device. attributes: attributes by which claims
     select devices; names without a domain belong to the driver's domain. capacity: the device's capacities in DRA by
-    name, each an int or a Kubernetes quantity such as "16Gi". message: the reason for a bad health. consumes: the
-    quantity that the device takes from each shared counter while it has a holder, by counter set and counter. A device
-    is not granted if a counter would become negative. So partitions of one physical device exclude each other.
-    counters: counter sets that the device declares, by name. Several partitions may declare the same set. identity: a
-    text without spaces that identifies the hardware, such as a serial number. Devices with equal identities are the
-    same hardware and never have two holders. The agent also identifies the hardware by device numbers in `nodes`: by
-    the numbers that no other listed device has, or by all if there are none. So put a node that partitions share into
-    the `edits` of each.
+    name, each an int or a Kubernetes quantity such as "16Gi". message: the reason why the device is not healthy.
+    consumes: the quantity that the device takes from each shared counter while it has a holder, by counter set and
+    counter. A device is not granted if a counter would become negative. So partitions of one physical device exclude
+    each other. counters: counter sets that the device declares, by name. Several partitions may declare the same set.
+    identity: a text without spaces that identifies the hardware, such as a serial number. Devices with equal identities
+    are the same hardware and never have two holders. The agent also identifies the hardware by device numbers in
+    `nodes`: by the numbers that no other listed device has, or by all if there are none. So put a node that partitions
+    share into the `edits` of each.
     """
 
     id: str

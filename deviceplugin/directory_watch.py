@@ -40,7 +40,7 @@ class DirectoryReader:
     def changed(self, directory: DirectoryWatch[Any], before: Any, now: Any) -> None:
         """End the present or the next wait if the parts of the content for this reader have changed.
 
-        Not thread-safe. before: the former content; None if the content was not read before.
+        Call it in the event loop. before: the former content; None if the content was not read before.
         """
         part = self._directories[directory]
         if before is None or part(before) != part(now):

@@ -567,7 +567,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Return at most some _DENSE devices, those that good sets may contain, so that the score matrix stays small."""
+    """Return the devices that good sets may contain, for more than _DENSE devices. So the score matrix stays small."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

@@ -31,8 +31,8 @@ _UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
 
 PLUGINS: Final = (
-    # HAMi's plugin uses the same resource name and searches for the pending pod. Its device ids are UUID-0, UUID-1 and
-    # so on.
+    # HAMi's plugin uses the same resource name and searches for the pending pod. Its device ids begin with UUID-0,
+    # UUID-1 and so on.
     KnownPlugin(
         "NVIDIA/k8s-device-plugin",
         ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),
