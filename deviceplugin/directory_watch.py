@@ -24,11 +24,12 @@ class DirectoryReader:
     """Waits for changes of directories.
 
     directories: for each directory, a function that returns those parts of the content whose changes end a wait.
-    unwatched: maximum seconds between two reads of directories without file events, from the present call of `wait`.
+    unwatched, events: the arguments of the present call of `wait`.
     """
 
     def __init__(self, directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> None:
         self.unwatched = math.inf
+        self.events = True
         self._directories = directories
         self._changed = asyncio.Event()
         self._watcher = filewatch.shared()
@@ -46,14 +47,15 @@ class DirectoryReader:
         if before is None or part(before) != part(now):
             self._changed.set()
 
-    async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
+    async def wait(self, timeout: float = math.inf, unwatched: float = math.inf, *, events: bool = True) -> bool:
         """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
 
-        unwatched: maximum seconds between two reads of directories whose file systems cause no file events.
+        unwatched: maximum seconds between two reads of directories without file events. events: whether this reader
+        needs file events. A directory is not watched while none of its readers needs them.
         """
-        self.unwatched = unwatched
+        self.unwatched, self.events = unwatched, events
         for directory in self._directories:
-            directory.hurry(unwatched)
+            directory.hurry(unwatched, events=events)
         changed = await in_time(self._changed.wait(), timeout)
         self._changed.clear()
         return changed
@@ -81,8 +83,9 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """Maximum seconds, in the present wait, between two reads of directories whose file systems cause no file
-        events."""
+        """Maximum seconds, in the present wait, between two reads of directories without file events."""
+        self._events = True
+        """Whether the directories are watched in the present wait."""
 
     async def now(self) -> _T:
         """Read the directories now. Raises LookTimeoutError.
@@ -115,9 +118,12 @@ class DirectoryWatch(Generic[_T]):
             self._keeping.cancel()
             self._keeping = None
 
-    def hurry(self, unwatched: float) -> None:
-        """Shorten the present wait to `unwatched` seconds if a directory's file system causes no file events."""
-        if unwatched < self._unwatched and self._watch is not None:
+    def hurry(self, unwatched: float, *, events: bool) -> None:
+        """End the present wait if it is longer than a reader permits.
+
+        unwatched, events: as in `DirectoryReader.wait`.
+        """
+        if (unwatched < self._unwatched or (events and not self._events)) and self._watch is not None:
             self._watch.wake()
 
     async def _keep(self) -> None:
@@ -132,7 +138,11 @@ class DirectoryWatch(Generic[_T]):
                         for reader in self._readers:
                             reader.changed(self, before, now)
                 self._unwatched = min((reader.unwatched for reader in self._readers), default=math.inf)
-                await self._watch.wait(self._poll, unwatched=self._unwatched)
+                if self._events is not (events := any(reader.events for reader in self._readers)):
+                    self._events = events
+                    self._watch.set(self._paths if events else ())
+                longest = self._poll if events else min(self._poll, self._unwatched)
+                await self._watch.wait(longest, unwatched=self._unwatched)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,9 @@ LOOK: Final = 0.2
 """Minimum seconds between two checks for another plugin of the resource, because each Allocate causes a file event."""
 LOOK_FOR_CLAIMS: Final = 0.02
 """The value for LOOK while claims may get devices, because another plugin may allocate the same devices to pods."""
+REST: Final = 1.0
+"""Seconds between two reads of the plugin directory while the kubelet listens. File events are not needed then, because
+the end of the kubelet closes the stream. For each pod, the kubelet's checkpoint would cause three events or more."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
@@ -405,13 +408,9 @@ class PluginRegistration:
         elif step is Step.REST and seen.since >= timing.patience:
             self.backoff.reset()
         due = max(0.01, timing.patience - seen.since) if step is Step.WAIT_FOR_STREAM else seen.foreign.again
-        await watch.wait(due, unwatched=self._unwatched(step))
-
-    def _unwatched(self, step: Step) -> float:
-        """Return the seconds between two reads of the plugin directory on a file system without events."""
-        if step is Step.WAIT_FOR_KUBELET:
-            return filewatch.SOON
-        return LOOK if self.endpoint.kept_back else filewatch.AT_REST
+        kept_back = bool(self.endpoint.kept_back)
+        unwatched = filewatch.SOON if step is Step.WAIT_FOR_KUBELET else LOOK if kept_back else REST
+        await watch.wait(due, unwatched, events=kept_back or step is not Step.REST)
 
     async def _look(self, contents: DirectoryContents) -> Finding:
         """Return the evidence that another plugin has registered the resource after this agent."""
