@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -24,12 +24,12 @@ class DirectoryReader:
     """Waits for changes of directories.
 
     directories: for each directory, a function that returns those parts of the content whose changes end a wait.
-    unwatched, events: the arguments of the present call of `wait`.
+    unwatched, polled: the arguments of the present call of `wait`.
     """
 
     def __init__(self, directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> None:
         self.unwatched = math.inf
-        self.events = True
+        self.polled: Collection[DirectoryWatch[Any]] = ()
         self._directories = directories
         self._changed = asyncio.Event()
         self._watcher = filewatch.shared()
@@ -47,15 +47,21 @@ class DirectoryReader:
         if before is None or part(before) != part(now):
             self._changed.set()
 
-    async def wait(self, timeout: float = math.inf, unwatched: float = math.inf, *, events: bool = True) -> bool:
+    async def wait(
+        self,
+        timeout: float = math.inf,
+        unwatched: float = math.inf,
+        *,
+        polled: Collection[DirectoryWatch[Any]] = (),
+    ) -> bool:
         """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
 
-        unwatched: maximum seconds between two reads of directories without file events. events: whether this reader
-        needs file events. A directory is not watched while none of its readers needs them.
+        unwatched: maximum seconds between two reads of directories without file events. polled: the directories whose
+        file events this reader does not need now. A directory is not watched while none of its readers needs events.
         """
-        self.unwatched, self.events = unwatched, events
+        self.unwatched, self.polled = unwatched, polled
         for directory in self._directories:
-            directory.hurry(unwatched, events=events)
+            directory.hurry(unwatched, events=directory not in polled)
         changed = await in_time(self._changed.wait(), timeout)
         self._changed.clear()
         return changed
@@ -121,7 +127,7 @@ class DirectoryWatch(Generic[_T]):
     def hurry(self, unwatched: float, *, events: bool) -> None:
         """End the present wait if it is longer than a reader permits.
 
-        unwatched, events: as in `DirectoryReader.wait`.
+        unwatched: as in `DirectoryReader.wait`. events: whether the reader needs file events.
         """
         if (unwatched < self._unwatched or (events and not self._events)) and self._watch is not None:
             self._watch.wake()
@@ -138,7 +144,7 @@ class DirectoryWatch(Generic[_T]):
                         for reader in self._readers:
                             reader.changed(self, before, now)
                 self._unwatched = min((reader.unwatched for reader in self._readers), default=math.inf)
-                if self._events is not (events := any(reader.events for reader in self._readers)):
+                if self._events is not (events := any(self not in reader.polled for reader in self._readers)):
                     self._events = events
                     self._watch.set(self._paths if events else ())
                 longest = self._poll if events else min(self._poll, self._unwatched)

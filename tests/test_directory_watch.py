@@ -104,14 +104,17 @@ async def test_a_directory_is_watched_while_a_reader_needs_file_events(tmp_path:
         with reading({names: all_of}) as reader, reading({names: all_of}) as other:
             both = reader, other
             await asyncio.gather(*(one.wait() for one in both))  # the first read
-            waits = [asyncio.create_task(one.wait(events=False)) for one in both]
+            waits = [asyncio.create_task(one.wait(polled=(names,))) for one in both]
             await asyncio.sleep(0)
             (tmp_path / "a").touch()  # The last file event.
             assert all(await asyncio.gather(*waits))
             (tmp_path / "b").touch()
-            assert not any(await asyncio.gather(*(one.wait(0.3, events=False) for one in both)))
-            assert all(await asyncio.gather(*(one.wait(unwatched=0.05, events=False) for one in both)))
+            assert not any(await asyncio.gather(*(one.wait(0.3, polled=(names,)) for one in both)))
+            assert all(await asyncio.gather(*(one.wait(unwatched=0.05, polled=(names,)) for one in both)))
             for name in ("c", "d"):
-                waits = [asyncio.create_task(one.wait(unwatched=3600.0, events=one is reader)) for one in both]
+                waits = [
+                    asyncio.create_task(one.wait(unwatched=3600.0, polled=() if one is reader else (names,)))
+                    for one in both
+                ]
                 (tmp_path / name).touch()
                 assert all(await asyncio.gather(*waits))

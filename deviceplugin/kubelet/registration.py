@@ -410,7 +410,7 @@ class PluginRegistration:
         due = max(0.01, timing.patience - seen.since) if step is Step.WAIT_FOR_STREAM else seen.foreign.again
         kept_back = bool(self.endpoint.kept_back)
         unwatched = filewatch.SOON if step is Step.WAIT_FOR_KUBELET else LOOK if kept_back else REST
-        await watch.wait(due, unwatched, events=kept_back or step is not Step.REST)
+        await watch.wait(due, unwatched, polled=() if kept_back or step is not Step.REST else (self._directory,))
 
     async def _look(self, contents: DirectoryContents) -> Finding:
         """Return the evidence that another plugin has registered the resource after this agent."""
