@@ -423,9 +423,9 @@ async def test_sockets_of_a_registered_driver_are_looked_at_when_they_change(
     waits: list[float] = []
     wait = DirectoryReader.wait
 
-    async def note(reader: DirectoryReader, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
+    async def note(reader: DirectoryReader, timeout: float = math.inf, *arguments: Any, **named: Any) -> bool:
         waits.append(timeout)
-        return await wait(reader, timeout, unwatched)
+        return await wait(reader, timeout, *arguments, **named)
 
     monkeypatch.setattr(DirectoryReader, "wait", note)
     async with Running(driver, root, replace(QUICK, patience=0.5)), asyncio.timeout(60):
