@@ -304,7 +304,8 @@ class DraConfig(_Strict, frozen=True, kw_only=True):
         Literal["cordon", "wait"],
         _about(
             "What happens to a device that is to move while a pod or claim holds it. cordon: new pods and claims no "
-            "longer get it, and it moves when it is idle. wait: it stays available until it is idle, and moves then."
+            "longer get it, and it moves when it is idle. wait: it stays available until it is idle, unless an "
+            "allocated claim needs it."
         ),
     ] = "cordon"
     unhealthy: Annotated[

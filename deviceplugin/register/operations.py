@@ -295,16 +295,12 @@ def _take(
 def _moves_begun(
     state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
 ) -> Decision[rules.Refused | rules.Excluded]:
-    """Begin to move a refused claim's idle devices to DRA.
+    """Begin to move a refused claim's idle devices to DRA, unless a resource keeps them (`rules.kept_by_limits`).
 
-    The returned refusal states whether the refused device moves.
-
-    No move begins if pods have devices of the resource by `limits` from the plugin and from DRA. The same condition
-    applies to the resources of devices that would move together with these devices. After a restart, the kubelet may
-    need all remaining ids to admit its pods again, and this function does not know how many ids the kubelet needs.
+    The returned refusal states whether the refused device moves. The moves of held devices are begun by
+    `dra_bridge.handover`, which first lowers the Node's number of allocatable devices.
     """
-    leaving = sorted({of for of, device in {*claim.held, *along} if state.device(of, device).state is State.PLUGIN})
-    if stays := next((of for of in leaving if all(rules.held_by_limits(state, of))), ""):
+    if stays := rules.kept_by_limits(state, {*claim.held, *along}):
         return Decision(replace(refused, unmoved=stays) if refused.record.state is State.PLUGIN else refused)
     changes: list[Change] = []
     for resource, device in sorted(claim.held):

@@ -243,6 +243,17 @@ def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
     return len(now.allocations_of(resource)), sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
+def kept_by_limits(now: RegisterSnapshot, devices: Iterable[RecordKey]) -> str:
+    """Return a resource that keeps these devices, of which a refused claim needs some, on the plugin side; else "".
+
+    A resource keeps its devices while pods have some of them by `limits` from the plugin, and others from DRA. After a
+    restart, the kubelet may need all remaining ids to admit its pods again, and this function does not know how many
+    ids the kubelet needs. The refused claim has no device yet, so it does not count.
+    """
+    leaving = sorted({of for of, device in devices if now.device(of, device).state is State.PLUGIN})
+    return next((of for of in leaving if all(held_by_limits(now, of))), "")
+
+
 def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:
     """Return why an Allocate is refused because of the device's state; None in the states PLUGIN and TO_DRA."""
     record = now.device(resource, device)

@@ -1,4 +1,4 @@
-"""The devices for which an Allocate or Prepare waits.
+"""The devices for which an Allocate or Prepare waits, and the claims that were refused devices of the plugin side.
 
 While calls wait, the agent reads the evidence of the devices' holders more often.
 """
@@ -7,14 +7,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from deviceplugin.exclusion import DeviceKey
+from deviceplugin.register.records import RecordKey
 
 PROMPT: Final = 0.3
 """Seconds between two reads of the evidence about awaited devices, so that a waiting call ends soon."""
+
+RETRIED: Final = 120.0
+"""Seconds after a refused Prepare in which the kubelet tries again, if the claim's pod still waits for the claim.
+
+The kubelet tries again after 60 to 90 s (`dra_bridge.driver.waiting`).
+"""
+
+
+class RefusedClaim(NamedTuple):
+    """A claim that was refused devices which are on the plugin side, or are moving to DRA.
+
+    title: the claim's namespace/name. devices: for each of the claim's devices, the sequence number of the device's
+    record at the refusal.
+    """
+
+    title: str
+    devices: Mapping[DeviceKey, int]
 
 
 class Waits:
@@ -23,6 +41,8 @@ class Waits:
     def __init__(self) -> None:
         self._waiting: Counter[DeviceKey] = Counter()
         self._subscribers: list[Callable[[], None]] = []
+        self.refused: Final[dict[RecordKey, RefusedClaim]] = {}
+        """The claims that may be prepared again soon, by (driver, claim UID). The caller removes an ended claim."""
 
     @property
     def devices(self) -> Collection[DeviceKey]:
@@ -52,3 +72,13 @@ class Waits:
             yield
         finally:
             self._waiting -= Counter(keys)  # The subtraction drops devices with a count of 0.
+
+    def refuse(self, claim: RecordKey, refused: RefusedClaim) -> None:
+        """Keep a claim in `refused` for `RETRIED` seconds. Must be called in the event loop."""
+
+        def expire() -> None:
+            if self.refused.get(claim) is refused:
+                del self.refused[claim]
+
+        self.refused[claim] = refused
+        asyncio.get_running_loop().call_later(RETRIED, expire)

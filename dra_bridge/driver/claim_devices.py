@@ -24,6 +24,7 @@ from deviceplugin.register.question import View, takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice, Operation, Outlook
 from deviceplugin.register.register import HookWorksError, Register
 from deviceplugin.register.rules import Excluded, Refused, outlook
+from deviceplugin.register.waits import RefusedClaim
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents
 from dra_bridge.driver.claims import (
@@ -243,7 +244,11 @@ class ClaimDevices:
             raise self._refused(ref, str(error), str(error)) from error
         if isinstance(answer, Claim):
             return
-        if isinstance(answer, Refused) and answer.moving:
+        if isinstance(answer, Refused) and answer.record.state.allocates:
+            # Begins the moves of the devices that pods hold (`dra_bridge.handover`).
+            now = self.register.snapshot
+            devices = {key: now.device(*key).sequence for key in record.held}
+            self.register.waits.refuse((record.driver, record.uid), RefusedClaim(record.title, devices))
             self.host.claims_changed()
         kind = answer.message if isinstance(answer, Excluded) else answer.record.state.value
         raise self._refused(ref, kind, answer.message, self._awaited(record) if answer.outlook.waits else None)
@@ -325,7 +330,8 @@ class ClaimDevices:
         return extra
 
     def forget(self, uid: str) -> None:
-        """Drop AllocateResponses of vendors' plugins that arrive for this claim after it has ended."""
+        """Drop this ended claim's refusal, and AllocateResponses of vendors' plugins that arrive for it from now on."""
+        self.register.waits.refused.pop((self.records.driver, uid), None)
         for served in self.served.resources:
             if isinstance(served.source, AdoptedSource):
                 served.source.forget(uid)

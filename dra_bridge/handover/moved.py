@@ -107,4 +107,5 @@ class MovedResource:
         for name, record in self.moving.of(now, self.name).items():
             if name in listed.devices and name not in listed.gone:
                 states[name] = record.state
-        return Movable.of(now, self.name, states, self.register.listed.groups(self.name, states))
+        together, refused = self.register.listed.groups(self.name, states), self.register.waits.refused
+        return Movable.of(now, self.name, states, together, refused, self.moving.driver)

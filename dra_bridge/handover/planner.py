@@ -8,7 +8,9 @@ from typing import Final, NamedTuple, Self
 
 from deviceplugin.device import Device, natural
 from deviceplugin.exclusion import DeviceKey
-from deviceplugin.register.records import DeviceRecord, RegisterSnapshot, Side, State
+from deviceplugin.register.records import NONE, DeviceRecord, RecordKey, RegisterSnapshot, Side, State
+from deviceplugin.register.rules import kept_by_limits
+from deviceplugin.register.waits import RefusedClaim
 from dra_bridge.handover.share import Drain, Share
 
 
@@ -28,6 +30,28 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
     for claim in now.claims.values():
         held |= claim.held
     return frozenset(held), frozenset(expected)
+
+
+def needed_by(
+    now: RegisterSnapshot, refused: Mapping[RecordKey, RefusedClaim], driver: str, together: Together
+) -> dict[DeviceKey, str]:
+    """Return the devices that must move to DRA for a driver's refused claims, or go on moving; for each, the reason.
+
+    Pods may hold these devices. Otherwise pods that come and go could have a claim's device without a pause, and each
+    Prepare would find it held. A device that has moved since the claim was refused does not have to move again.
+    """
+    needed: dict[DeviceKey, str] = {}
+    for (of, _), claim in refused.items():
+        for key, sequence in claim.devices.items() if of == driver else ():
+            record = now.device(*key)
+            if record.state is State.PLUGIN:
+                group = next((members for members in together.values() if key in members), (key,))
+                if record.sequence != sequence or kept_by_limits(now, group):
+                    continue
+            elif record.state is not State.TO_DRA:
+                continue
+            needed[key] = f"for claim {claim.title}"
+    return needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +93,9 @@ Together = Mapping[str, tuple[DeviceKey, ...]]
 class Movable:
     """The devices of a resource that one handover can move, in one snapshot of the register.
 
-    states: the states of these devices. together: the groups of these devices. held, expected: the held and the
-    expected devices of all resources; see `held_and_expected`.
+    states: the states of these devices. together: the groups of these devices. held: the held devices of all
+    resources; see `held_and_expected`. needed: see `needed_by`. expected: the expected and the needed devices of all
+    resources.
     """
 
     now: RegisterSnapshot
@@ -79,11 +104,25 @@ class Movable:
     together: Together
     held: frozenset[DeviceKey]
     expected: frozenset[DeviceKey]
+    needed: Mapping[DeviceKey, str]
 
     @classmethod
-    def of(cls, now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together) -> Self:
-        """Return these devices, together with the held and expected devices in the register's records."""
-        return cls(now, resource, states, together, *held_and_expected(now))
+    def of(
+        cls,
+        now: RegisterSnapshot,
+        resource: str,
+        states: Mapping[str, State],
+        together: Together,
+        refused: Mapping[RecordKey, RefusedClaim] = NONE,
+        driver: str = "",
+    ) -> Self:
+        """Return these devices, with the devices that are held, expected and needed.
+
+        refused: the refused claims. driver: the driver whose claims count.
+        """
+        held, expected = held_and_expected(now)
+        needed = needed_by(now, refused, driver, together) if refused else NONE
+        return cls(now, resource, states, together, held, expected | needed.keys(), needed)
 
     def with_groups(self, leaders: Iterable[str]) -> frozenset[str]:
         """Return these leaders and the devices of this resource that must move together with them."""
@@ -242,7 +281,7 @@ class FollowingMove(NamedTuple):
 
 
 def followers(movable: Movable) -> list[FollowingMove]:
-    """Return the moves to begin so that all devices of a group are on the same side.
+    """Return the moves to begin for refused claims, and so that all devices of a group are on the same side.
 
     A device moves to the side of its group's leader. If one device of a group moves to DRA for a claim, all devices of
     the group move to DRA.
@@ -251,13 +290,13 @@ def followers(movable: Movable) -> list[FollowingMove]:
     moves: list[FollowingMove] = []
     for name, state in movable.states.items():
         members = movable.together[name]
-        if len(members) == 1:
+        if len(members) == 1 and members[0] not in movable.needed:
             continue
         leader = now.device(*members[0])
         goal, reason, for_claim = leader.state.goal, f"it moves with {leader.device}", False
         for key in members:
             if key in movable.expected:
-                goal, reason, for_claim = Side.DRA, now.device(*key).reason, True
+                goal, reason, for_claim = Side.DRA, movable.needed.get(key) or now.device(*key).reason, True
                 break
         if goal is not None and state.goal not in (goal, None):
             moves.append(FollowingMove(name, goal, reason, for_claim))

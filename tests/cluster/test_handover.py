@@ -229,8 +229,8 @@ def start_churn(bridge: Bridge, replicas: int = 6) -> None:
     )
 
 
-def stop_churn(bridge: Bridge) -> None:
-    for name in ("plain", "claims"):
+def stop_churn(bridge: Bridge, *names: str) -> None:
+    for name in names or ("plain", "claims"):
         bridge.cluster.api.delete("Deployment", name, "default", "apps/v1")
 
 
@@ -298,6 +298,30 @@ def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
     unchanged.wait_gone()
     cluster.wait_for(lambda: at_rest(bridge, 0), 30, "all are back")
     cluster.wait_allocatable(RESOURCE, 8)
+
+
+@pytest.mark.lengthy
+def test_a_claim_gets_its_device_under_churn_by_limits(bridge: Bridge) -> None:
+    """Waiting pods by limits take each device in the moment in which it is free, and a claim of one device runs."""
+    cluster = bridge.cluster
+    cluster.api.apply(deployment("plain", 11, worker(limits={RESOURCE: "1"})))
+    cluster.wait_for(lambda: len({one.device for one in holdings()}) == 8, 60, "pods have all devices")
+    claim = bridge.claim("late")
+    device = sorted(bridge.report(DRIVER)["resources"][RESOURCE]["devices"])[3]
+    # What the scheduler writes by a slice that it has cached.
+    (request,) = claim["spec"]["devices"]["requests"]
+    result = {"request": request["name"], "driver": DRIVER, "pool": cluster.node_name, "device": device}
+    path = f"/apis/{bridge.api_version}/namespaces/default/resourceclaims/late/status"
+    allocation = {"devices": {"results": [result]}}
+    cluster.api.request("PUT", path, {**claim, "status": {"allocation": allocation}})
+    with Churn(cluster, every=1.0) as churn:
+        user = bridge.pod("user", {"card": "late"}, nodeName=cluster.node_name)
+        cluster.wait_for(lambda: "cannot prepare claim default/late" in bridge.log(), 60, "its device is held")
+        user.wait_running(150)
+    stop_churn(bridge, "plain")
+    assert overlaps(holdings()) == []
+    print(f"{churn.deleted} pods deleted, {len(churn.failed)} failed")
+    assert churn.failed == {}
 
 
 @pytest.mark.lengthy

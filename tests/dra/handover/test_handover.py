@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,32 @@ import pytest
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, RegisterSnapshot, Side, State
+from deviceplugin.register.records import (
+    NONE,
+    Claim,
+    ClaimDevice,
+    LedgerError,
+    RecordKey,
+    RegisterSnapshot,
+    Side,
+    State,
+)
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
+from deviceplugin.register.waits import RefusedClaim
 from deviceplugin.sharing import device_of
 from dra_bridge.handover.ends import MovesToPlugin, shown_unhealthy
 from dra_bridge.handover.moved import Allocated
-from dra_bridge.handover.planner import ALL, Movable, Moving, Plan, followers, held_and_expected, leading, plan
+from dra_bridge.handover.planner import (
+    ALL,
+    Movable,
+    Moving,
+    Plan,
+    followers,
+    held_and_expected,
+    leading,
+    needed_by,
+    plan,
+)
 from dra_bridge.handover.share import Share
 from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
@@ -263,9 +284,9 @@ GROUP = ((R, "a"), (R, "b"), (S, "c"))
 TOGETHER = {"a": GROUP, "b": GROUP, "c": GROUP, "d": ((R, "d"),)}
 
 
-def movable(now: RegisterSnapshot, resource: str) -> Movable:
+def movable(now: RegisterSnapshot, resource: str, refused: Mapping[RecordKey, RefusedClaim] = NONE) -> Movable:
     states = {name: record.state for name, record in now.of(resource).items()}
-    return Movable.of(now, resource, states, TOGETHER)
+    return Movable.of(now, resource, states, TOGETHER, refused, "d")
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
@@ -313,3 +334,42 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
         leaders, held, expected = leading(movable(store.snapshot, R))
         assert plan(leaders, held, Share(0), expected=expected) == Plan()
         assert followers(movable(store.snapshot, R)) == []
+
+
+def refused_now(now: RegisterSnapshot, *devices: str) -> dict[RecordKey, RefusedClaim]:
+    """Return claim 1 of driver d as it is kept after a refusal."""
+    return {("d", "1"): RefusedClaim("default/c", {(R, name): now.device(R, name).sequence for name in devices})}
+
+
+def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
+    """The move of its device and of the device's group begins and is not reversed, but none begins after an end."""
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
+        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
+        store.do(grant(R, {"b": "b", "d": "d"}, 0.0))
+        refused = refused_now(store.snapshot, "b", "d")
+        assert not needed_by(store.snapshot, refused, "another driver", TOGETHER)
+        reason = "for claim default/c"
+        expected = [(name, Side.DRA, reason, True) for name in ("a", "b", "d")]
+        assert followers(movable(store.snapshot, R, refused)) == expected
+        assert followers(movable(store.snapshot, S, refused)) == [("c", *expected[0][1:])]
+        store.do(operations.begin_move(R, ["a", "b", "d"], Side.DRA, 0.0, reason, for_claim=True))
+        leaders, held, awaited = leading(movable(store.snapshot, R, refused))
+        assert plan(leaders, held, Share(0), expected=awaited) == Plan()
+        leaders, held, awaited = leading(movable(store.snapshot, R))
+        assert plan(leaders, held, Share(0), expected=awaited).to_plugin == ("d",)
+        store.do(operations.begin_move(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        assert not needed_by(store.snapshot, refused, "d", TOGETHER)
+
+
+def test_no_refused_claim_takes_devices_while_pods_have_some_by_limits_from_both_sides(tmp_path: Path) -> None:
+    """The same applies to the devices that would move together with the claim's."""
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
+        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
+        store.do(adopt(S, ["e"], Side.DRA, 0.0))
+        store.do(grant(S, {"c": "c"}, 0.0))
+        served = Claim("d", "2", "default", "served", (ClaimDevice(S, "e", limits=True),), None, 1.0)
+        store.do(reserve(served, durable=True))
+        refused = refused_now(store.snapshot, "b", "d")
+        assert needed_by(store.snapshot, refused, "d", TOGETHER).keys() == {(R, "d")}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.node import logs
+from deviceplugin.register import waits
 from deviceplugin.register.records import State
 from dra_bridge.kube import ClusterError
 from dra_bridge.node import slice_feed
@@ -173,3 +174,44 @@ async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait
         await here.until(lambda: "d1" in here.told and here.told["d1"].gone)
         await here.stopped(pod)
         await here.until(lambda: here.states == {"d0": State.PLUGIN} and set(here.told) == {"d0"})
+
+
+async def test_a_claim_gets_the_device_that_pods_by_limits_would_have_without_a_pause(node: FakeNode) -> None:
+    """The device is withheld when its claim is refused, moves when its present holder ends, and returns later."""
+    async with on_node(node, fpgas(1)) as here:
+        holder = await here.run("p0", {R: 1})
+        following = node.start_pod("p1", {R: 1})
+        claim = here.allocate("c", D, here.names["d0"])
+        assert "held by" in await here.prepare(D, claim)
+        await here.settle(State.TO_DRA)
+        await here.until(lambda: not here.healthy())
+        await here.scans()
+        assert here.states == {"d0": State.TO_DRA}
+        assert holder.running
+        await here.stopped(holder)
+        await here.settle(State.TO_PLUGIN)
+        assert await here.prepare(D, claim) == ""
+        assert not following.running
+        assert await here.unprepare(D, claim) == ""
+        node.remove_claim("c")
+        await asyncio.to_thread(following.wait_running, 60)
+
+
+@pytest.mark.parametrize("end", ["unprepared", "not tried again"])
+async def test_a_withheld_device_returns_when_its_claim_is_gone(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Although its holder still runs; a later refusal withholds the device again."""
+    async with on_node(node, fpgas(1)) as here:
+        holder = await here.run("p0", {R: 1})
+        claim = here.allocate("c", D, here.names["d0"])
+        for _ in range(2):
+            with monkeypatch.context() as soon:
+                soon.setattr(waits, "RETRIED", 120.0 if end == "unprepared" else 2.0)
+                assert "held by" in await here.prepare(D, claim)
+            await here.settle(State.TO_DRA)
+            if end == "unprepared":
+                assert await here.unprepare(D, claim) == ""
+            await here.settle(State.PLUGIN)
+            await here.until(lambda: here.healthy() == {"d0"})
+        assert holder.running
