@@ -368,14 +368,15 @@ class RegisterSnapshot:
         return [allocation for allocation in self.allocations.values() if allocation.resource == resource]
 
     def serves_pods(self, resource: str) -> bool:
-        """Return whether pods have, or may soon get, devices of a resource from the plugin.
+        """Return whether pods have, or may get, devices of a resource from the plugin.
 
         Otherwise the plugin must not announce PreStartContainer. The kubelet would call PreStartContainer also for pods
         whose `limits` are satisfied by claims. The plugin has no devices of these pods, so the kubelet would start none
         of their containers (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
         """
         states = {record.state for record in self.of(resource).values()}
-        return states != {State.DRA}
+        # A device without a record is on the plugin side.
+        return not states or not states <= {State.DRA, State.TO_PLUGIN}
 
     def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:
         """Return the allocations of any of these devices."""

@@ -15,10 +15,13 @@ from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
     Amount,
+    Change,
     Claim,
     ClaimDevice,
+    DeviceRecord,
     FormerGrant,
     Operation,
+    RegisterSnapshot,
     Side,
     State,
 )
@@ -381,3 +384,21 @@ def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str)
     store.close()
     with DirectLedger(path) as opened:
         assert opened.snapshot.claims[D, "1"].held == {(R, "a"), (R, "b")}
+
+
+@pytest.mark.parametrize(
+    ("states", "serves"),
+    [
+        ((), True),
+        ((State.DRA, State.TO_PLUGIN), False),
+        ((State.DRA, State.PLUGIN), True),
+        ((State.TO_DRA,), True),
+        ((State.DRA, State.QUARANTINED), True),
+    ],
+)
+def test_the_plugin_serves_pods_of_the_states_in_which_they_may_have_devices(
+    states: tuple[State, ...], serves: bool
+) -> None:
+    """While all devices are on the DRA side, also those that are to return, the plugin has no pods."""
+    changes = [Change("devices", (R, str(n)), DeviceRecord(R, str(n), state, T0)) for n, state in enumerate(states)]
+    assert RegisterSnapshot().with_changes(changes, 1).serves_pods(R) is serves
