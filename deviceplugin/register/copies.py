@@ -21,7 +21,7 @@ import msgspec
 from deviceplugin import cdi, files
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import boot_id, numbers_change
 from deviceplugin.looks import Looks
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import NONE, Allocation, AllocationRecord, RecordKey, RegisterSnapshot
@@ -81,8 +81,9 @@ class AllocationCopies:
     """Writes the copies of this process's allocations, and reads the copies of other agents.
 
     directory: the directory of CDI specs. own: the agent's name, or "". The copy of an agent with a name has all its
-    allocations. An agent without a name has no ledger, and writes a copy for each resource: after a restart, it would
-    otherwise not know a pod that was deleted by force and whose processes hang.
+    allocations. An agent without a name has no ledger, and writes a copy for each resource whose devices can get other
+    device numbers. Its other allocations need no copy, because the agent can restore them from the kubelet's
+    checkpoint.
     """
 
     def __init__(self, directory: Path, own: str = "") -> None:
@@ -125,8 +126,9 @@ class AllocationCopies:
         self, now: RegisterSnapshot, written: Mapping[RecordKey, AllocationRecord]
     ) -> list[tuple[str, tuple[AllocationRecord, ...]]]:
         """Return the names of the resources' copies, and the allocations in each copy."""
-        resources = {resource for resource, _ in (*now.allocations, *written)}
-        return [(_file_of(name), tuple(now.allocations_of(name))) for name in sorted(resources)]
+        changing = {one.resource for one in now.allocations.values() if numbers_change(one.identity.tokens)}
+        copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
+        return [(_file_of(name), tuple(now.allocations_of(name))) for name in sorted(changing | copied)]
 
     def _write(self, name: str, copy: Copy) -> None:
         write(str(self._directory / name), copy)

@@ -81,7 +81,7 @@ def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
 
 
 async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_have(tmp_path: Path) -> None:
-    """One file for each resource; the next agent reads it, this one does not."""
+    """One file for each resource whose devices get other numbers; the next agent reads it, this one does not."""
     store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path)
     keeping = asyncio.create_task(found.keep(store, looks))
 
@@ -95,8 +95,10 @@ async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_hav
         return grant.identity if grant is not None else None
 
     granted = identified(frozenset({"char:240:1", "hardware:usb:A#"}), boot_id())
+    await record(identified(frozenset({"char:240:1"}), boot_id()))
     moved = granted.reaching(identified(frozenset({"char:240:2"}), boot_id()))
     async with asyncio.timeout(10):
+        assert await read() is None
         await record(moved)
         while await read() != moved:
             assert not keeping.done()
