@@ -29,9 +29,9 @@ from deviceplugin.register.waits import PROMPT
 _LOG: Final = logging.getLogger(__name__)
 
 _FIELDS: Final = ("resource", "device")
-SOON: Final = 1.0
+SOON: Final = 0.3
 """Seconds between a grant and the scan that finds the pod of the grant."""
-BURST: Final = 3.0
+BURST: Final = 0.9
 """Maximum seconds between the first of several grants and the scan, even if further grants follow."""
 
 
