@@ -423,7 +423,7 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return up to `enough` sets that leave `later` disjoint sets of `best`; [] after too many steps."""
+        """Return up to `enough` of the sets `ties` that leave `later` disjoint sets of `best`; [] beyond `BUDGET`."""
         budget, sizes, size = BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:

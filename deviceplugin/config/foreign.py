@@ -295,7 +295,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
 
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the entry for the USB devices of a group. Several ids in it are successive ids of one device."""
+    """Return the entry for the USB devices of a group. If it has several ids, one device has these ids in turn."""
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
     ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]

@@ -322,7 +322,7 @@ def _got(node: yaml.Node) -> str:
 
 
 def _below(fields: Mapping[str, Any], key: str, value: yaml.Node, levels: int = 1) -> dict[str, str]:
-    """Return the fields whose value (a mapping or a list of mappings) can contain a key, each with YAML as an example.
+    """Return the fields whose mapping, or list of mappings, may contain a key; for each field, an example in YAML.
 
     levels: the number of levels below the fields that are searched for the key.
     """

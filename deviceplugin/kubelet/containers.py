@@ -146,8 +146,9 @@ def restarted(
     seconds since that time, or fewer.
 
     The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it
-    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). A container that the kubelet has not
-    begun to start again has ended if its last start is over, and no cgroup with processes can belong to it.
+    has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). If the kubelet has
+    not begun to start a container again, the container has ended under two conditions: its last start has succeeded or
+    failed, and no cgroup with processes can belong to it.
     """
     links = tuple(links)
     by_cgroup = {cgroup: _container_of(cgroup, links) for cgroup in running or ()}

@@ -152,9 +152,10 @@ class OrphanedClaims:
         return self._held.uses
 
     def refresh(self, served: frozenset[str]) -> None:
-        """Read the changed files. Blocks. served: the drivers of this process, whose claims are left out.
+        """Read the kubelet's claim state and the claim files again, if they have changed. Blocks.
 
-        If the file system hangs, the known uses stay valid: no agent can write other claim files there meanwhile.
+        served: the drivers of this process, whose claims are left out. If the file system hangs, the known uses stay
+        valid, because no agent can write other claim files to this file system meanwhile.
         """
         now = time.monotonic()
         state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)

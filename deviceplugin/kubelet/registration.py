@@ -364,7 +364,7 @@ class PluginRegistration:
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
-                # The socket stays served and registered until reads of the directory return again.
+                # While reads of the directory hang, the socket stays served and registered.
                 self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
                 await watch.wait(self._timing.poll)
 

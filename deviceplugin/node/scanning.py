@@ -261,7 +261,7 @@ class ScanLog:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row failed to read it.
 
         The kubelet of a new node has no checkpoint until the first plugin has registered. A problem is logged again
-        only if its cause changes: the rest of the text changes with each request for a checkpoint.
+        only if the text before its first "; " changes: the rest changes with each request for a checkpoint.
         """
         problem = now.problem.partition("; ")[0] if now is not None and now.registered is None else ""
         first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)

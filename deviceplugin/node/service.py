@@ -342,7 +342,8 @@ class Supervisor:
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
         """Serve these sources. End the services of resources that are neither in `wanted` nor in `unchanged`.
 
-        The services of child resources continue while their parent resource is in `wanted` or `unchanged`.
+        The resource of a child source (`DeviceSource.child_sources`) is also served while the parent source's resource
+        is in `wanted` or `unchanged`.
         """
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]

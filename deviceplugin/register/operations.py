@@ -45,7 +45,7 @@ _TURNED: Final = {
     State.DRA: State.TO_PLUGIN,
     State.TO_PLUGIN: State.DRA,
 }
-"""For each state, the next state of a device that has to move to the other side, or back to its former side."""
+"""For each resting state, the state that begins a move to the other side. For each moving state, its former state."""
 
 
 @dataclass(frozen=True, slots=True)

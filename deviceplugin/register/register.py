@@ -293,12 +293,12 @@ class Register:
             )
             for name, service in self.listed.served.items()
         }
-        view = replace(self.view(), unreleased=NONE)  # `released` runs before the grant, if needed.
+        view = replace(self.view(), unreleased=NONE)  # A grant first calls `released` if needed.
         asked = OfferQuestion(self.snapshot, view, self.listed.now(), listed, self.wanted)
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
-        """Record the devices that the newest ListAndWatch or slices do not offer. Log new devices and new reasons."""
+        """Record the devices that the newest device list, or the slices, do not offer. Log new devices and reasons."""
         before = self.last_withheld(resource, side).devices
         for name, why in withheld.devices.items():
             if before.get(name) != why:
@@ -307,7 +307,7 @@ class Register:
         self._withheld[resource, side] = withheld
 
     def last_withheld(self, resource: str, side: SideName = "plugin") -> WithheldDevices:
-        """Return which devices the last ListAndWatch or slices did not offer. Any thread may call this method."""
+        """Return the devices that the newest device list, or the slices, do not offer. Any thread may call this."""
         return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:

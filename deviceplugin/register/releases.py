@@ -95,7 +95,7 @@ class Releases:
         self.failed: dict[DeviceKey, FailedRelease] = {}
         self._register = register
         self._released: dict[DeviceKey, _Moment] = {}
-        """The released devices, with the device's tokens and holders when the hook was called."""
+        """For each released device, its tokens and holders when its hook `released` was last called."""
         self._used: set[DeviceKey] = set()
         """The devices that had a holder since the agent's start, and have not been released since that holder."""
         self._running: set[DeviceKey] = set()

@@ -46,7 +46,7 @@ class Waits:
 
     @property
     def devices(self) -> Collection[DeviceKey]:
-        """The devices for which a call waits, or is expected to wait soon."""
+        """The devices for which an Allocate or Prepare waits, or is expected to wait soon (`expect`)."""
         return self._waiting.keys()
 
     def subscribe(self, callback: Callable[[], None]) -> None:

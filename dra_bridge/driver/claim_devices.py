@@ -214,9 +214,9 @@ class ClaimDevices:
     ) -> None:
         """Verify a claim's devices, then record the claim, unless other holders exclude it.
 
-        operation: `operations.prepare`, which records the claim with its Prepare response, or `operations.reserve`
-        before the setup of the devices; then `confirm` completes the grant. verified: the devices to verify; None for
-        all. Raises ClaimError if a device cannot be granted, or is set up with other parameters.
+        operation: `operations.prepare` records the claim with its Prepare response. `operations.reserve` only reserves
+        the devices before their setup; after it, `confirm` completes the grant. verified: the devices to verify; None
+        for all. Raises ClaimError if a device cannot be granted, or is set up with other parameters.
         """
         verified = sorted(record.held) if verified is None else verified
         along: set[DeviceKey] = set()

@@ -181,7 +181,10 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Wait until the kubelet counts these ids as healthy. Return the number of healthy ids; 0 after `TAKEN` s."""
+        """Wait until the kubelet counts these ids as healthy, at most `TAKEN` seconds.
+
+        Return the number of all ids of the resource that the kubelet counts as healthy; 0 if the time was too short.
+        """
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):

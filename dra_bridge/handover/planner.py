@@ -230,7 +230,7 @@ def _choose(
                 continue
             idle_names += len(idle)
             price = (
-                not idle,  # Prefer groups with at least one idle device, which can move at once.
+                not idle,  # Prefer groups with an idle device, because it can move at once.
                 -begun if len(group) > 1 else 0,  # Prefer groups of which some devices have already moved.
                 len(rest) > missing,  # Avoid moving only a part of a group.
                 -min(len(idle), missing),  # Prefer groups of which most devices move at once.

@@ -39,7 +39,7 @@ count as new failures."""
 AFTER: Final = 60.0
 """Seconds for which the rollout still checks a node's pods for failures after the node's moves have ended."""
 AFTER_OUTAGE: Final = 60.0
-"""Seconds after a request without a response in which a refusal (403) does not end the rollout.
+"""For this number of seconds after a request without a response, a refusal (403) does not end the rollout.
 
 A starting kube-apiserver refuses requests with 403 until its authorizer has read the roles.
 """

@@ -303,7 +303,7 @@ class Publisher:
     async def _try(self, driver: PublishedDriver) -> bool:
         """List the server's slices if necessary, and write the wanted slices.
 
-        Return False if the server keeps changing the slices.
+        Return False if the API server's slices still differ from the wanted ones after `ROUNDS` rounds of writes.
         """
         try:
             # A scope must be listed if the watch was lost when the driver was added, or if the result of a write is
