@@ -305,7 +305,7 @@ class Endpoint(DevicePluginServicer):
             asked.append({})
             response.container_responses.append(await self._response(names, asked[-1]))
         await self._refuse_held(list(ids))
-        since = await self._grant(ids, asked)
+        since = await self._grant(ids, ChainMap(*asked))
         for its, container in zip(asked, response.container_responses, strict=True):
             annotate(container, self.resource, its, self._register.boot, since)
         return response
@@ -452,7 +452,7 @@ class Endpoint(DevicePluginServicer):
     def _unrecorded(self, error: LedgerError) -> Refusal:
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
-    async def _grant(self, ids: Mapping[str, str], asked: Iterable[dict[str, Wanted]]) -> float:
+    async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> float:
         """Record a grant of ids; return its time (Unix seconds). Call `_refuse_held` before.
 
         Raises Refusal if another holder excludes the grant, or if the device is for claims now.
@@ -462,7 +462,7 @@ class Endpoint(DevicePluginServicer):
         try:
             # PreStartContainer waits for a running `reset`. Allocate does not wait for it, because that would delay all
             # pods of the node.
-            since = await self._register.grant(self.resource, ids, ChainMap(*asked), checkpoint=False)
+            since = await self._register.grant(self.resource, ids, asked, checkpoint=False)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:

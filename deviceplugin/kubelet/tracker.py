@@ -239,9 +239,13 @@ class HolderTracker:
 
         Raises LookTimeoutError.
         """
-        records = self._register.snapshot.allocations
-        pending = {key: record for key, record in records.items() if record.pending and key[0] == resource}
-        if not pending.keys() & {(resource, name) for name in device_ids}:
+        records = self._register.snapshot.allocations_of(resource)
+        pending = {
+            (resource, record.device_id): record
+            for record in records
+            if record.pending and record.device_id in device_ids
+        }
+        if not pending:
             return frozenset()
         read = await self.looks.at("holders", self._newest, brief=True)
         return holders.pending_grants(read, pending, self._answer).begun
