@@ -41,8 +41,8 @@ def needed_by(
     Prepare would find it held. A device that has moved since the claim was refused does not have to move again.
     """
     needed: dict[DeviceKey, str] = {}
-    for (of, _), claim in refused.items():
-        for key, sequence in claim.devices.items() if of == driver else ():
+    for claim in (claim for (of, _), claim in refused.items() if of == driver):
+        for key, sequence in claim.devices.items():
             record = now.device(*key)
             if record.state is State.PLUGIN:
                 group = next((members for members in together.values() if key in members), (key,))
@@ -113,8 +113,8 @@ class Movable:
         resource: str,
         states: Mapping[str, State],
         together: Together,
-        refused: Mapping[RecordKey, RefusedClaim] = NONE,
-        driver: str = "",
+        refused: Mapping[RecordKey, RefusedClaim],
+        driver: str,
     ) -> Self:
         """Return these devices, with the devices that are held, expected and needed.
 
