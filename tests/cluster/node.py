@@ -951,6 +951,18 @@ class Pod:
         """How often a container was restarted."""
         return int(self._container_status(container)["restartCount"])
 
+    def restart_container(self) -> None:
+        """End the first process of the pod's only container; wait until the container is ready again."""
+        before = self.restarts()
+        with contextlib.suppress(ExecError):  # The command may end with the container.
+            self.exec(["kill", "1"])
+
+        def restarted() -> bool:
+            status = self.status["containerStatuses"][0]
+            return bool(status["restartCount"] > before and status["ready"])
+
+        self.cluster.wait_for(restarted, 60.0, f"{self} restarts its container")
+
     def container_id(self, container: str | None = None) -> str:
         """The id that containerd knows a container by; while the API server is away, the one it had before."""
         try:

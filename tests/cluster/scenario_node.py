@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import stat
@@ -58,15 +57,7 @@ class RealPod:
         return self.pod.exec(["cat", str(path)])
 
     def restart_container(self) -> None:
-        before = self.pod.restarts()
-        with contextlib.suppress(ExecError):  # it may die with the container
-            self.pod.exec(["kill", "1"])
-
-        def restarted() -> bool:
-            status = self.pod.status["containerStatuses"][0]
-            return bool(status["restartCount"] > before and status["ready"])
-
-        self.pod.cluster.wait_for(restarted, 60.0, f"{self.pod} restarts its container")
+        self.pod.restart_container()
 
     def delete(self) -> None:
         self.pod.delete()

@@ -20,7 +20,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import pytest
 from deviceplugin.naming import NUMA_NODE
 from dra_bridge.manifests import Deployment
 from tests.cluster.bridge import Bridge, env_of, seconds_until
-from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster, ExecError, Pod
+from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster, Pod
 from tests.programs import ANY_CONFIG
 
 OUTAGE = float(os.environ.get("OUTAGE", "5"))
@@ -299,26 +299,13 @@ def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) 
                 share("none")
                 stack.callback(share, None)
                 cluster.wait_for(lambda: "the requested share of claims is none" in bridge.log(), 30, "it is heard")
-                restart(pod)
+                pod.restart_container()
             pod.delete()
             pod.wait_gone()
         cluster.wait_allocatable(RESOURCE, 1)
         pod = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
         assert "extendedResourceClaimStatus" not in pod.status
         assert resets.read_text().splitlines() == ["reset"] * 3
-
-
-def restart(pod: Pod) -> None:
-    """Let a pod's container end; wait until it runs again."""
-    before = pod.restarts()
-    with suppress(ExecError):  # The command may end with the container.
-        pod.exec(["kill", "1"])
-
-    def restarted() -> bool:
-        status = pod.status["containerStatuses"][0]
-        return bool(status["restartCount"] > before and status["ready"])
-
-    pod.cluster.wait_for(restarted, 60, f"{pod.name} runs again")
 
 
 def test_a_pod_bound_by_name(bridge: Bridge) -> None:

@@ -44,9 +44,9 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
 from deviceplugin.testing import checkpoint as written
-from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from tests.config.files import bombs as config_bombs
+from tests.kubelet.test_tracker import fails
 from tests.waits import until, wait
 
 R = "example.com/r"
@@ -280,7 +280,7 @@ def test_a_grants_pod_is_found_without_a_request(
     former = fake_kubelet.run_pod("former", {R: 1})
     named(agent, former)
     former.delete()
-    monkeypatch.setattr(fake_kubelet, "start_sandbox", no_network)
+    monkeypatch.setattr(fake_kubelet, "start_sandbox", fails)
     pod = fake_kubelet.start_pod("pod", {R: 1})
     named(agent, pod)
     wait(lambda: record(agent).holders == {(pod.uid, "main")})
@@ -291,11 +291,6 @@ def test_a_grants_pod_is_found_without_a_request(
 def record(agent: Served) -> AllocationRecord:
     (only,) = agent.agent.register.snapshot.allocations.values()
     return only
-
-
-def no_network(pod: FakePod) -> None:
-    """Make no sandbox."""
-    raise PluginCallError("no network")
 
 
 def test_released_after_a_pod_that_no_scan_has_seen(
