@@ -104,7 +104,7 @@ class DirectoryWatch(Generic[_T]):
         return latest
 
     async def seen(self) -> _T:
-        """Return the content at the last read. Each file event causes a read. Raises LookTimeoutError if reads hang."""
+        """Return the content at the last read (see `DirectoryReader.wait`). Raises LookTimeoutError if reads hang."""
         return self.latest if self.latest is not None and not self.looks.hanging else await self.now()
 
     async def _look(self) -> _T:
@@ -144,7 +144,8 @@ class DirectoryWatch(Generic[_T]):
                         for reader in self._readers:
                             reader.changed(self, before, now)
                 self._unwatched = min((reader.unwatched for reader in self._readers), default=math.inf)
-                if self._events is not (events := any(self not in reader.polled for reader in self._readers)):
+                events = any(self not in reader.polled for reader in self._readers)
+                if events != self._events:
                     self._events = events
                     self._watch.set(self._paths if events else ())
                 longest = self._poll if events else min(self._poll, self._unwatched)

@@ -51,7 +51,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
-"""Minimum seconds between two checks for another plugin of the resource, because each Allocate causes a file event."""
+"""Minimum seconds between two checks for another plugin of the resource, which read the kubelet's checkpoint."""
 LOOK_FOR_CLAIMS: Final = 0.02
 """The value for LOOK while claims may get devices, because another plugin may allocate the same devices to pods."""
 REST: Final = 1.0

@@ -335,7 +335,7 @@ class Registrar:
                 wait = made_at + self._timing.patience - time.monotonic()
                 if wait <= 0:
                     return
-            # The registrations of resources need the events of kubelet.sock when the kubelet closes their streams.
+            # When the kubelet ends, it closes the streams of the resources. Then their registrations need file events.
             polled = (self._kubelet,) if self._kubelet is not None and self.statistics.registered else ()
             await watch.wait(wait, filewatch.AT_REST, polled=polled)
         _LOG.warning("the socket was removed; making a new one", extra={"driver": self.driver.name})
