@@ -1,6 +1,6 @@
 """The agent's own files about prepared claims, one file for each claim.
 
-From such a file, the agent knows the devices that a claim holds, even after the devices were renamed. The file
+By such a file, the agent knows the devices that a claim holds, even after the devices were renamed. The file
 `<driver>_<claim UID>.claim` in `cdi.own_directory` is JSON. Each prepared claim has such a file, even if the claim
 needs no CDI edits. The directory is in memory on most nodes, so a reboot removes the files together with the
 containers.
@@ -55,7 +55,7 @@ _DECODER: Final = msgspec.json.Decoder(ClaimFile)
 
 
 def encode(file: ClaimFile) -> bytes:
-    """Return the bytes of a claim's file. Equal files have equal bytes."""
+    """Return the content of a claim's file as bytes. Equal `ClaimFile` objects give equal bytes."""
     return msgspec.json.encode(file, order="deterministic")
 
 

@@ -1,10 +1,11 @@
-"""Copies of agents' allocations: JSON files in `copies_in`, named by the agent, or by the resource without a ledger.
+"""Copies of agents' allocations: JSON files in the directory `copies_in`.
 
-If the ledger (the SQLite file of the agent's records) and the kubelet's checkpoint are lost, only the copy names the
-pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force, although its
-processes may hang. So the other agents of the node read the copy: agents with another `--agent-name`, and `deviceplugin
-run` after `dra-bridge run`. A running agent keeps its copy up to date, and the copy of an ended agent stays. On most
-nodes a reboot empties the directory; a copy of another boot is ignored.
+An agent with a ledger (the SQLite file of the agent's records) has one copy, with the agent's name. An agent without a
+ledger has copies with the names of its resources. If the ledger and the kubelet's checkpoint are lost, only the copy
+names the pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force,
+although the pod's processes may hang. So the other agents of the node read the copy: agents with another
+`--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps its copy up to date, and the copy
+of an ended agent stays. On most nodes a reboot empties the directory; a copy of another boot is ignored.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ REST: Final = 60.0
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """The content of a copy of the allocations. boot: the id of the node's boot in which the copy was written.
+    """The content of a copy of the allocations.
 
-    sequence: the register's sequence at that time.
+    boot: the id of the node's boot in which the copy was written. sequence: the register's sequence at the writing.
     """
 
     boot: str
@@ -52,13 +53,14 @@ _DECODER: Final = msgspec.json.Decoder(Copy)
 def copies_in(directory: str) -> str:
     """Return the directory of the copies. directory: the directory of the CDI specs.
 
-    It contains only copies. Each new file in the directory of claim files makes the next grant list the claim files.
+    The copies have a directory apart from the claim files, because each new file in the directory of the claim files
+    makes the next grant list all claim files.
     """
     return os.path.join(cdi.own_directory(directory), "allocations")
 
 
 def path(directory: str, agent: str) -> str:
-    """Return the path of the copy of an agent. directory: the directory of the CDI specs."""
+    """Return the path of an agent's copy. directory: the directory of the CDI specs. agent: the agent's name."""
     return os.path.join(copies_in(directory), f"{agent}{SUFFIX}")
 
 
@@ -80,10 +82,10 @@ def read(path: str) -> Copy | None:
 class AllocationCopies:
     """Writes the copies of this process's allocations, and reads the copies of other agents.
 
-    directory: the directory of CDI specs. own: the agent's name, or "". The copy of an agent with a name has all its
-    allocations. An agent without a name has no ledger, and writes a copy for each resource whose devices can get other
-    device numbers. Its other allocations need no copy, because the agent can restore them from the kubelet's
-    checkpoint.
+    directory: the directory of CDI specs. own: the agent's name, or "". The copy of an agent with a name has all
+    allocations of the agent. An agent without a name has no ledger, and writes a copy for each resource whose devices
+    can get other device numbers. The allocations of its other resources need no copy, because the agent can restore
+    them from the kubelet's checkpoint.
     """
 
     def __init__(self, directory: Path, own: str = "") -> None:
@@ -93,7 +95,7 @@ class AllocationCopies:
         self._written: tuple[int, Mapping[RecordKey, AllocationRecord]] = (-1, NONE)
         """The register's sequence and its allocations when the copies were last written."""
         self._read: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
-        """For each copy, the file and its grants. Each read that finds a change makes a new mapping."""
+        """For each copy's file name, the file's identity and the copied grants. A changed file causes a new mapping."""
         self._taken: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """The value of `_read` at the last call of `changed`."""
 
@@ -125,7 +127,7 @@ class AllocationCopies:
     def _of_resources(
         self, now: RegisterSnapshot, written: Mapping[RecordKey, AllocationRecord]
     ) -> list[tuple[str, tuple[AllocationRecord, ...]]]:
-        """Return the names of the resources' copies, and the allocations in each copy."""
+        """Return (file name without suffix, allocations) for the copy of each resource that needs a copy."""
         changing = {one.resource for one in now.allocations.values() if numbers_change(one.identity.tokens)}
         copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
         return [(_file_of(name), tuple(now.allocations_of(name))) for name in sorted(changing | copied)]
@@ -137,8 +139,8 @@ class AllocationCopies:
     def read(self) -> None:
         """Read the copies that are new or have changed since the last read. Blocks.
 
-        A grant without a holder is left out: its agent ended before reading a checkpoint with the container. The
-        kubelet's present checkpoint names that container.
+        A grant without a recorded holder is left out. Its agent ended before the agent had read a checkpoint with the
+        container, so the kubelet's present checkpoint names the container.
         """
         try:
             names = os.listdir(self._directory)
@@ -151,7 +153,7 @@ class AllocationCopies:
                     self._read = {**self._read, name: (file, _allocations(self._directory / name))}
 
     def changed(self) -> Mapping[Allocation, Wanted]:
-        """Return the grants in the copies that were read for the first time, or anew, since the last call."""
+        """Return the grants of each copy that `read` has read since the last call of `changed`."""
         read, before = self._read, self._taken
         if read is before:
             return NONE

@@ -31,10 +31,9 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
     """For each holder's record without an identity of this boot, record the present identity of the device.
 
     An identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of the
-    device. The device nodes to which the device's paths lead now count as nodes that the holder can open: the
-    AllocateResponse names paths, and the runtime resolves the paths at each start of the container. The containers of a
-    prepared claim can open the nodes in the claim's CDI file: `renew` records further nodes before they are written
-    into the file.
+    device. The device nodes to which the device's paths lead now are recorded as nodes that a holder from Allocate can
+    open, because the runtime resolves the paths of the AllocateResponse at each start of the container. They are not
+    recorded for a prepared claim, because its containers can open only the nodes in the claim's CDI file (`renew`).
     """
 
     def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
@@ -69,9 +68,9 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
 class StartNodes(NamedTuple):
     """The device nodes of a starting container.
 
-    present: for each of the container's ids, the present tokens of the device, without tokens of nodes whose numbers
-    cannot change. whole: the ids whose devices have only nodes whose numbers can change. plain: the ids whose devices
-    have no symlinks, so that the AllocateResponse names the device nodes themselves.
+    present: for each of the container's ids, the present tokens of those device nodes whose numbers can change. whole:
+    the ids of devices that have no other nodes. plain: the ids of devices whose paths are no symlinks, so that the
+    AllocateResponse names the device nodes themselves.
     """
 
     present: Mapping[str, Tokens]
@@ -87,9 +86,9 @@ def start(resource: str, nodes: StartNodes, view: View, begun: Collection[Alloca
     allocations for pending grants of the container's ids, if the kubelet's checkpoint names them.
 
     The former instance of the container has ended, and containers of one pod that have the same id run one after the
-    other (init containers). So if all holders of an id are in one pod, they can open only the id's present nodes, and
-    no node while the container cannot start. Otherwise two containers whose devices have swapped their numbers would
-    block each other.
+    other (init containers). So if all holders of an id are in one pod, the holders are recorded as able to open only
+    the id's present nodes, or no node if the container must not start. Otherwise two containers whose devices have
+    swapped their numbers would block each other.
     """
     present = nodes.present
 
@@ -124,7 +123,7 @@ def start(resource: str, nodes: StartNodes, view: View, begun: Collection[Alloca
 def _other_nodes(
     records: Mapping[str, AllocationRecord], present: Mapping[str, Tokens], plain: frozenset[str], boot: str
 ) -> str:
-    """Return an error if an id's hardware, or the nodes of an id in `plain`, are not those of its grant; else ""."""
+    """Return an error if an id has other hardware than at its grant, or an id in `plain` has other nodes; else ""."""
     for name, record in records.items():
         was, key = record.identity.in_boot(boot), (record.resource, record.device)
         if was and (why := other_hardware(key, was, present[name])):
@@ -197,10 +196,10 @@ def renew(
 
 
 def leave(before: Claim, nodes: Tokens, result: str) -> Operation[Claim | None]:
-    """Record that a claim's containers cannot open these nodes any more, and a new Prepare response for the claim.
+    """Record that a claim's containers cannot open these nodes any more, and record `result` as its Prepare response.
 
     Called after the containers that could open these nodes have ended. before: the claim's record. If the claim has
-    another response by now, nothing is recorded, and the result is None.
+    another response by now, nothing is recorded, and the operation's result is None.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Claim | None]:

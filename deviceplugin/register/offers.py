@@ -1,6 +1,6 @@
-"""Decides which devices of the sources are not offered: to the kubelet in ListAndWatch, to DRA in slices.
+"""Decides which listed devices must not be offered to the kubelet in ListAndWatch, or to DRA in slices.
 
-Pure functions.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claim
 
 
 class ListedResource(NamedTuple):
-    """A resource of this process, and its device list at one moment. driver: its DRA driver, or "".
+    """A resource of this process, and its device list at one moment.
 
-    ids: returns a device's ids at the kubelet.
+    driver: the resource's DRA driver, or "". ids: a function that returns a device's ids at the kubelet.
     """
 
     snapshot: InventorySnapshot
@@ -47,8 +47,8 @@ class OfferQuestion:
     """The input for the decision which devices a side (plugin or DRA) may offer.
 
     state: the register's records. view: the facts about holders that are not in the register. hardware: the tokens of
-    all devices that sources list. resources: the resources of this process, by name. wanted: returns the identity and
-    amount that a holder would get by one id of a device.
+    all devices that sources list. resources: the resources of this process, by name. wanted: a function that returns
+    the identity and amount that a holder would get by one id of a device.
     """
 
     state: RegisterSnapshot
@@ -63,7 +63,7 @@ class WithheldDevices:
     """The devices of a resource that the plugin, or DRA, must not offer, although the resource's source lists them.
 
     ids: for each kubelet id that must not be offered (in DRA: for each device id), the reason. devices: for each device
-    on this side (plugin or DRA) without an id that may be offered, the reason. by_others: those of `devices` that pods
+    on this side (plugin or DRA) of which no id may be offered, the reason. by_others: those of `devices` that pods
     have, or may have, through another plugin of the same resource.
     """
 
@@ -103,7 +103,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
         )
         excluded = {} if free else _excluded(asked, key, ids, side)
         if side == "plugin" and device.consumes and (why := _overdrawn(asked, key)):
-            excluded = dict.fromkeys(ids, why)  # The slices leave such a device out.
+            excluded = dict.fromkeys(ids, why)  # The slices leave out a device that takes too much from a counter.
         if key in hardware.related and len(excluded) < len(ids):
             named_before = "" if state.index.get(key) else _offered_under_another_id(asked, key, side)
             if why := _peer_on_other_side(asked, key) or named_before:
@@ -120,9 +120,9 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
 def _holds_itself_alone(
     asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]
 ) -> bool:
-    """Return whether the device has one id and no other holder, and is still the granted hardware.
+    """Return whether the device has one id, its allocation is the only holder, and the granted hardware is unchanged.
 
-    Most held devices are in this case.
+    For such a device, which is the usual held device, no further check is necessary.
     """
     if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
         return False
@@ -161,7 +161,7 @@ def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: Si
 
 
 def _overdrawn(asked: OfferQuestion, key: DeviceKey) -> str:
-    """Return a reason if a device takes more from a counter than there is, or from no declared counter, else ""."""
+    """Return a reason if a device takes more from a counter than its size, or from an undeclared counter; else ""."""
     limits = asked.view.limits
     use = wanted_use(allocation_unit(*key), asked.wanted(*key), asked.view)
     for counter, taken in use.takes.items():
@@ -172,14 +172,14 @@ def _overdrawn(asked: OfferQuestion, key: DeviceKey) -> str:
 
 
 def _is_only_possible(use: Use, *, held: bool) -> bool:
-    """Return whether a use is uncertain, but the device has a known holder, so that the use changes no offer."""
+    """Return whether a use is uncertain and the device has a known holder; such a use changes no offer."""
     return held and use.unit[0] == UNCERTAIN
 
 
 def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
-    """Return why a device is not offered if a device of the same hardware is on the other side (pods, claims), else "".
+    """Return why a device is not offered if a device that shares its hardware is on another side; else "".
 
-    Neither of the two devices is offered.
+    side: plugin (pods' `limits`) or DRA (claims). Neither of the two devices is offered.
     """
     mine, resources = asked.state.state(*key).side, asked.resources
     for peer in sorted(asked.hardware.peers(key)):
@@ -192,7 +192,7 @@ def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
 
 
 def _offered_under_another_id(asked: OfferQuestion, key: DeviceKey, side: SideName) -> str:
-    """Return a reason if an idle device's hardware is already offered under an id that sorts before it, else ""."""
+    """Return a reason if an idle device's hardware is already offered under another id that sorts first; else ""."""
     mine = asked.resources[key[0]]
     for other in sorted(asked.hardware.aliases(key), key=natural_key):
         theirs = asked.resources[other[0]]

@@ -1,8 +1,8 @@
 """The operations of the register: pure functions of the register's snapshot that return a result and changed records.
 
 A caller omits the argument `state` and gets an `Operation`. `Store.do` calls the operation with the snapshot, perhaps
-in another thread, so the caller must not change the arguments afterwards. `devices` are ids of physical devices, `now`
-is in Unix seconds.
+in another thread, so the caller must not change the arguments afterwards. In all functions, `devices` are ids of
+physical devices, and `now` is the present time in Unix seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 KEEP_ENDED: Final = 1024
-"""Maximum number of unprepared claims to remember. The kubelet's claim state should not name older claims any more."""
+"""Maximum number of unprepared claims to remember. The kubelet's claim state no longer names older claims by then."""
 
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
@@ -45,12 +45,12 @@ _TURNED: Final = {
     State.DRA: State.TO_PLUGIN,
     State.TO_PLUGIN: State.DRA,
 }
-"""For each resting state, the state that begins a move to the other side. For each moving state, its former state."""
+"""For each state on a side, the state that begins a move to the other side. For each moving state, the state before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The result of `observe`: ids without holders now, held ids that had no record, and devices now in quarantine."""
+    """The result of `observe`: the ids whose allocations ended, the newly found ids, and the quarantined devices."""
 
     released: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
@@ -59,9 +59,9 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The result of completing moves. devices: the devices that have moved.
+    """The result of completing moves (`commit_to_dra`, `commit_to_plugin`).
 
-    waiting: for each other device, the event for which its move waits.
+    devices: the devices that have moved. waiting: for each other device, the event for which its move waits.
     """
 
     devices: tuple[str, ...] = ()
@@ -70,10 +70,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """The result of `reconcile_evidence` for a resource. changed: the new states of devices.
+    """The result of `reconcile_evidence` for a resource. changed: the new state of each changed device.
 
-    uncertain: devices that may have a holder on the side (plugin or DRA) on which the register does not have them.
-    These devices must not be offered until newer evidence excludes such a holder.
+    uncertain: the devices that may have a holder (a pod or a claim) which the register does not know. An uncertain
+    device must not be offered until newer evidence excludes such a holder.
     """
 
     changed: Mapping[str, State]
@@ -81,7 +81,7 @@ class Reconciled:
 
 
 def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
-    """Convert a function of a snapshot and arguments to a function of the arguments alone that returns an operation."""
+    """Convert a function of (snapshot, arguments) to a function of (arguments) that returns an operation."""
 
     @functools.wraps(decide)
     def with_arguments(*args: _P.args, **kwargs: _P.kwargs) -> Operation[_T]:
@@ -105,12 +105,12 @@ def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> 
 def grant(
     state: RegisterSnapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
 ) -> Decision[rules.Refused | rules.Excluded | None]:
-    """Grant all requested devices to a container, or none.
+    """Grant all requested devices to a container, or none of them.
 
     The result is None if the devices are granted, else the refusal. Devices on the DRA side, and devices of other
     holders, are refused. wanted: the requested devices, by kubelet device id (the id of a replica, or of the device
-    itself). An id that was granted before can be granted again, because the kubelet does not report when it takes a
-    device back.
+    itself). An id that was granted before can be granted again, because the kubelet does not tell the plugin when a
+    container's allocation ends.
     """
     new: list[Use] = []
     for device_id, requested in wanted.items():
@@ -136,7 +136,8 @@ def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested:
     """Return an id's record after a new grant.
 
     Former holders stay in the record until evidence shows that they have ended. If no checkpoint has named the
-    container of the previous grant, each container that a later checkpoint names may be that container.
+    container of the previous grant, each container that a later checkpoint names counts as possible holder of that
+    grant.
     """
     identity, amount = requested.identity if requested.identity.tokens else before.identity, requested.amount
     if before.pending:
@@ -158,7 +159,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
     released: list[str] = []
     for key, record in state.allocations.items():
         if record.resource != resource or snapshot.sequence < record.sequence:
-            continue  # The id was granted, perhaps again, after the reading of the evidence had begun.
+            continue  # The evidence is older than the id's last grant.
         after = _observed(record, snapshot)
         if after is None:
             released.append(record.device_id)
@@ -185,7 +186,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
 def observe_all(
     state: RegisterSnapshot, seen: Mapping[str, rules.KubeletSnapshot], now: float
 ) -> Decision[Mapping[str, Observed]]:
-    """Do `observe` for each resource of a scan. Resources have no records in common."""
+    """Execute `observe` for each resource of a scan. seen: the scan's result for each resource."""
     decisions = {resource: observe(resource, snapshot, now)(state) for resource, snapshot in seen.items()}
     changes = [change for decision in decisions.values() for change in decision.changes]
     return Decision({resource: decision.answer for resource, decision in decisions.items()}, tuple(changes))
@@ -193,7 +194,7 @@ def observe_all(
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders of ids: (pod UID, container, resource, id). By the evidence, these pods may run."""
+    """Record further holders, each as (pod UID, container, resource, id), of pods that may run by the evidence."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -213,7 +214,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     observed = snapshot.held.get(record.device_id) or rules.ObservedAllocation(record.device, record.pod, sure=False)
     record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
-        # The recorded device was derived from the id alone: the source had not listed the device yet.
+        # The recorded device was derived from the id alone, because the source had not listed the device yet.
         record = replace(record, device=observed.device)
     if observed.identity.says_more_than(record.identity):
         record = replace(record, identity=observed.identity)
@@ -221,7 +222,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
         record = replace(record, amount=observed.amount)
     holders = observed.holders
     named = observed.begun or (observed.sure and not holders <= record.holders)
-    # A container that only an old checkpoint names may have ended before this grant.
+    # If only an old checkpoint names a container, the container may have ended before the last grant.
     if record.pending and not named:
         holders &= record.holders
     shown = observed.shown.union(one for one in record.shown if one[0] not in dict(observed.shown))
@@ -243,12 +244,12 @@ def reserve(
     move_idle: bool = False,
     along: Collection[RecordKey] = (),
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Reserve a claim's free devices while its driver sets them up. `prepare` completes the grant.
+    """Reserve a claim's free devices while the claim's driver sets them up. `prepare` completes the grant.
 
-    Returns the claim's record if the register has it already (a record whose result is None is only a reservation),
-    else the reservation. durable: whether the reservation is written to disk, so that an Unprepare after a crash can
-    undo the setup of the devices. move_idle: whether a refusal begins to move the claim's idle devices to DRA. along:
-    other devices that must move together with the claim's devices.
+    The operation's result is the claim's record if the register has one already (a record whose `result` is None is
+    only a reservation), else the reservation. durable: whether the reservation is written to disk, so that an Unprepare
+    after a crash can undo the setup of the devices. move_idle: whether the operation begins to move the claim's idle
+    devices to DRA if it refuses the claim. along: other devices that must move together with the claim's devices.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and (
@@ -265,9 +266,9 @@ def prepare(
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Grant a claim its devices until the claim is unprepared.
 
-    Returns the existing record of an already prepared claim. Devices with administrative access are not held, and may
-    be on any side. claim: the claim's record with its result, so that a repeated Prepare gets the same response after a
-    restart of the agent. move_idle, along: see `reserve`.
+    The operation's result for an already prepared claim is the existing record. Devices with administrative access are
+    not held, and may be on any side. claim: the claim's record with the Prepare response, so that a repeated Prepare
+    gets the same response after a restart of the agent. move_idle, along: see `reserve`.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and recorded.result is not None:
@@ -297,8 +298,8 @@ def _moves_begun(
 ) -> Decision[rules.Refused | rules.Excluded]:
     """Begin to move a refused claim's idle devices to DRA, unless a resource keeps them (`rules.kept_by_limits`).
 
-    The returned refusal states whether the refused device moves. The moves of held devices are begun by
-    `dra_bridge.handover`, which first lowers the Node's number of allocatable devices.
+    The returned refusal says whether the refused device moves now. `dra_bridge.handover` begins the moves of held
+    devices, because it must lower the Node's number of allocatable devices first.
     """
     if stays := rules.kept_by_limits(state, {*claim.held, *along}):
         return Decision(replace(refused, unmoved=stays) if refused.record.state is State.PLUGIN else refused)
@@ -315,7 +316,7 @@ def _moves_begun(
 
 @_operation
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Change a prepared claim back to a reservation: the claim keeps its devices, and loses its result.
+    """Change a prepared claim back to a reservation: the claim keeps its devices, and loses its Prepare response.
 
     Called after a reboot, when the devices must be set up again, and after an Unprepare during which processes of the
     claim's pods still ran.
@@ -329,11 +330,11 @@ def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | N
 
 @_operation
 def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
-    """Record the claims and devices that are only in the agent's files of claims; return the new records.
+    """Record the claims and devices that are only in the agent's claim files; return the new records.
 
-    The register lacks a claim if the ledger (the SQLite file of the records) was lost or replaced by an older copy. A
-    claim that the register has with other devices was allocated again, and counts as holder of its former and its new
-    devices.
+    The register lacks a claim if the ledger (the SQLite file of the records) was lost or replaced by an older copy. If
+    the register has other devices for a claim than the claim's file, the claim was allocated again. The claim then
+    counts as holder of its former and its new devices.
     """
     new = []
     for claim in claims:
@@ -350,7 +351,7 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
 def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
-    """Add the claim's name to a record that was made from the claim's file, and the UIDs of the claim's pods."""
+    """Add a claim's namespace, name and pod UIDs to a record that was made from the claim's file."""
     recorded = state.claims.get((driver, uid))
     if recorded is None:
         return Decision(None)
@@ -362,7 +363,7 @@ def describe(
 
 @_operation
 def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Remove a claim's record, which frees its devices; return the record, or None for an unknown claim."""
+    """Remove a claim's record, so that its devices are free. Return the record, or None for an unknown claim."""
     key = driver, uid
     recorded = state.claims.get(key)
     if recorded is None:
@@ -399,7 +400,7 @@ def begin_move(
 
     A device that is moving in the other direction turns back. Quarantined devices do not move. A device in another
     driver's slices does not move either, because it must first move to the plugin. driver: the driver whose claims will
-    get the devices. for_claim: whether a claim needs the devices.
+    get the devices. for_claim: whether the move begins because a claim needs the devices.
     """
     at = {device: state.device(resource, device) for device in devices}
     moves = {
@@ -416,7 +417,7 @@ def begin_move(
 def commit_to_dra(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
-    """Complete the moves to DRA of those devices that no pod with `limits` holds, as the evidence proves."""
+    """Complete the moves to DRA of the devices that, as the evidence proves, no pod with `limits` holds."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
     waits = {record.device: rules.to_dra_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)
@@ -426,7 +427,7 @@ def commit_to_dra(
 def commit_to_plugin(
     state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
-    """Complete the moves to the plugin of those devices that no claim has or may get, as the evidence proves."""
+    """Complete the moves to the plugin of the devices that, as the evidence proves, no claim has or may get."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
     waits = {record.device: rules.to_plugin_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)
@@ -459,21 +460,21 @@ def reconcile_evidence(
 
     A device without a record is put on the DRA side if a claim's allocation or a CDI file names the device, on the
     plugin side if the kubelet's checkpoint names the device, into quarantine if both are true, and on `side` if neither
-    is true. A device with a record keeps its state, unless evidence shows a holder on the other side: such a device is
-    quarantined. The allocation of an unprepared claim is no evidence of a holder, because the scheduler may write it
-    minutes late. A holder that is not sure is no such evidence either, but makes the device uncertain. A quarantined
-    device leaves quarantine when the evidence and the register's own holders agree. evidence: the evidence of all
-    holders of `devices`.
+    is true. A device with a record is quarantined if the evidence proves a holder on the other side, and else keeps its
+    state. The allocation of an unprepared claim proves no holder, because the scheduler may write the allocation
+    minutes late. A holder of which the evidence is not sure only makes the device uncertain (`Reconciled`). A
+    quarantined device leaves quarantine when the evidence and the register's own holders agree. evidence: the evidence
+    of all holders of `devices`.
 
-    A claim that this process has unprepared counts as unprepared even if evidence shows it as prepared: the evidence
-    may have been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has the
-    response. If the claim was prepared again, the register has a record of the claim.
+    A claim that this process has unprepared counts as unprepared even if evidence shows the claim as prepared: the
+    evidence may have been read before the Unprepare, and the kubelet's claim state names the claim until the kubelet
+    has the response. If such a claim was prepared again, the register has a new record of the claim.
     """
     claims = [
         replace(claim, prepared=False) if (claim.driver, claim.uid) in state.ended else claim
         for claim in evidence.merged
     ]
-    # Allocations that are sure come last, because a later allocation of the same device replaces an earlier one.
+    # Sure allocations come last, because in `plugin` a later allocation of a device replaces an earlier one.
     held = sorted(evidence.held.values(), key=lambda allocation: allocation.sure)
     plugin = {allocation.device: allocation for allocation in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -532,14 +533,14 @@ def _proven(
 def _prepared_claims(
     state: RegisterSnapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float
 ) -> list[Change]:
-    """Return the changes that record prepared claims of the evidence which have no result in the register."""
+    """Return the changes that record the claims which the evidence shows as prepared, and the register does not."""
     changes = []
     for claim in claims:
         recorded = state.claims.get((claim.driver, claim.uid))
         if not claim.prepared or (recorded is not None and recorded.result is not None):
             continue
-        # A claim with devices of several resources is found once for each resource, so its record may already have
-        # other devices.
+        # A claim with devices of several resources is found once for each resource. So the claim's record may
+        # already have devices of other resources.
         before = recorded or Claim(claim.driver, claim.uid, "", "", (), None, now)
         if not before.name:
             before = replace(before, namespace=claim.namespace, name=claim.name)
@@ -583,9 +584,9 @@ def _moved(
     *,
     for_claim: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes that give devices new states.
+    """Return the changes that give devices new states. moves: the new state of each device.
 
-    driver: the DRA driver of devices whose record names no driver.
+    driver: the DRA driver to record for devices whose records name no driver.
     """
     records = []
     for device, to in moves.items():

@@ -2,8 +2,8 @@
 
 A use is the part of one device that one holder has. Two uses are of the same hardware if their identities share a token
 (a device number, a PCI address or a UUID), or if their devices have the same name and one of the uses has no identity
-of this boot. All uses of a device together never exceed the device, and the quantities that uses take from a shared
-counter never exceed the counter.
+of this boot. `refusal` refuses a request if all uses of a device together would exceed the device, or if the quantities
+that uses take from a shared counter together would exceed the counter.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Counter = tuple[str, str, str]
 resource's name if it has no driver."""
 _ONE: Final = Fraction(1)
 HOOK: Final = "hook"
-"""The first element of the key (`Use.unit`) of a hook that still runs after its timeout, and so holds its device."""
+"""The first element of `Use.unit` if the holder is a hook that still runs after its timeout."""
 RELEASE: Final = "release"
-"""The first element of the key (`Use.unit`) of a failed hook `released`, which blocks its device."""
+"""The first element of `Use.unit` if the use stands for a failed hook `released`, which blocks its device."""
 UNCERTAIN: Final = "uncertain"
-"""The first element of the key (`Use.unit`) of a pod that got an unknown device of the resource from another plugin."""
+"""The first element of `Use.unit` if the holder is a pod that got an unknown device from another plugin."""
 _NO_HOLDERS: Final = frozenset({HOOK, RELEASE, UNCERTAIN})
 
 
@@ -46,10 +46,11 @@ class Use(NamedTuple):
     """The part of one device that one holder has.
 
     unit: the holder's key, made from a kubelet id, a claim, a hook, or an allocation of another plugin or driver.
-    title: the holder as text, for messages. key: the device; None if only the device's tokens are known. tokens: the
-    device's identity in this boot, empty if unknown. part: the fraction of the device; None if unknown. takes: the
-    quantity that the device takes from each counter. reached: tokens of other nodes that the holder may open, which do
-    not identify the device. left: tokens of nodes that the holder cannot open any more.
+    title: the holder as text, for messages. key: the device's (resource, id); None if only the device's tokens are
+    known. tokens: the device's identity in this boot, empty if unknown. part: the fraction of the device that the
+    holder has; None if unknown. takes: the quantity that the device takes from each counter. reached: tokens of further
+    device nodes that the holder may open; these tokens do not identify the device. left: tokens of device nodes that
+    the holder cannot open any more.
     """
 
     unit: tuple[str, ...]
@@ -63,17 +64,17 @@ class Use(NamedTuple):
 
     @property
     def own(self) -> set[Point]:
-        """The keys of the granted device: its tokens, and its (resource, name)."""
+        """The keys of the granted device: its tokens, and the pair (resource, device id)."""
         tokens = self.tokens - self.left if self.left else self.tokens
         return {*tokens, self.key} if self.key else {*tokens}
 
     @property
     def points(self) -> set[Point]:
-        """The keys that this use occupies: the device, its tokens, and tokens of nodes that the holder may open."""
+        """The keys of this use: the device's (resource, id) and tokens, and tokens of nodes the holder may open."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
-        """Return whether one of these keys is a token, the device, or a counter of this use."""
+        """Return whether one of these keys is a token, the device's (resource, id), or a counter of this use."""
         return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
 
 
@@ -81,11 +82,11 @@ class Use(NamedTuple):
 class View:
     """The facts by which `refusal` decides, besides the register's records.
 
-    boot: the node's boot id. scopes: for each resource of this process, the scope of its counters. limits: the size of
-    each counter that devices declare. others: the uses that are not in the register: through other drivers and plugins,
-    by hooks that still run, and by failed `released` hooks. unreleased: for each device whose hook `released` must
-    succeed before the next grant, the reason. present: for each device, all its present tokens, also tokens that may
-    change under the same holder (`deviceplugin.identity.lasting`).
+    boot: the node's boot id. scopes: for each resource of this process, the scope of its counters (see `Counter`).
+    limits: the size of each counter that devices declare. others: the uses that are not in the register: grants of
+    other drivers and plugins, hooks that still run, and failed `released` hooks. unreleased: for each device whose hook
+    `released` must succeed before the next grant, the reason. present: for each device, all its present tokens,
+    including tokens that may change while the device has the same holder (`deviceplugin.identity.lasting`).
     """
 
     boot: str = ""
@@ -127,7 +128,7 @@ def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
 
 
 def part_of(amount: Amount) -> Fraction | None:
-    """Return an amount as a fraction of the device; None if the amount is unknown."""
+    """Return the fraction of the device in an amount; None if the fraction is unknown."""
     return _part(amount.part)
 
 
@@ -140,7 +141,7 @@ def _part(text: str) -> Fraction | None:
 
 
 def larger(amount: Amount, other: Amount) -> Amount:
-    """Return the larger of two amounts of one id: the larger fraction, and the larger quantity of each counter."""
+    """Return the larger fraction, and the larger quantity of each counter, of two amounts of one id."""
     first, second = part_of(amount), part_of(other)
     part = "" if first is None or second is None else str(max(first, second))
     takes: dict[tuple[str, str], str] = {}
@@ -150,14 +151,14 @@ def larger(amount: Amount, other: Amount) -> Amount:
 
 
 def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
-    """Return the recorded quantities by counter in the recorded scope. Raises NamingError for an invalid quantity."""
+    """Return the recorded quantity of each counter. scope: replaces the recorded scope. Raises NamingError."""
     return {(scope or amount.scope, *taken[:2]): parse_quantity(taken[2]) for taken in amount.takes}
 
 
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
-    """Return a use with its quantities in the recorded scope and in the present scope of the use's resource.
+    """Return a use whose quantities count in the recorded scope and in the present scope of the use's resource.
 
-    If neither scope is known, the quantities are in the scopes of all resources.
+    If neither scope is known, the quantities count in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -183,7 +184,7 @@ def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
-    """Return an allocation as one use, which includes the devices of former holders that have not ended."""
+    """Return an allocation as one use. The use includes the devices of former holders that have not ended."""
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
     identity, amount = allocation.identity, allocation.amount
@@ -203,7 +204,7 @@ def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
-    """Return the uses, in the register's records and in `view.others`, that have any of these keys."""
+    """Return the uses with any of these keys, from the register's records and from `view.others`."""
     points, entries = set(points), set[tuple[str, RecordKey]]()
     for point in points:
         entries |= state.index.get(point, frozenset())
@@ -224,8 +225,9 @@ def possible_uses(
 ) -> tuple[Use, ...]:
     """Return a use for each device that a pod may have got from another plugin of the same resource.
 
-    If neither the id nor the AllocateResponse identifies the pod's device, it may be any device of the resource.
-    devices: tokens by resource and device. listed: the tokens of all devices.
+    If neither the id nor the AllocateResponse identifies the pod's device, the pod may have any device of the resource.
+    records: the allocations. boot: the boot id. devices: for each resource and device, the device's tokens. listed: the
+    tokens of all listed devices.
     """
     possible: list[Use] = []
     for allocation in records:
@@ -246,8 +248,8 @@ def is_given_by_others(allocation: AllocationRecord) -> bool:
 def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
     """Return whether all holders of a device together have more than the whole device.
 
-    Running hooks do not count as holders. times: how many containers may share the device. A holder of an unknown
-    amount counts as one container.
+    Running hooks do not count as holders. times: the number of containers that may share the device. A holder of an
+    unknown amount counts as one container.
     """
     points: set[Point] = {wanted.key, *wanted.identity.in_boot(view.boot)}
     held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in _NO_HOLDERS]
@@ -270,9 +272,9 @@ def refusal(
 ) -> str:
     """Return why a holder must not get these devices in addition to all present uses; "" if it may get them.
 
-    Present uses by the same holder (equal `unit`) are left out. Several requests for one device are added. beside:
-    further uses, treated as present uses. own: returns True for another holder's use that is left out too. counted:
-    returns False for a use whose quantities from counters are left out.
+    Present uses by the same holder (equal `unit`) are ignored. Several requests for one device are added up. beside:
+    further uses that count as present uses. own: a function that returns True for another holder's use that is to be
+    ignored as well. counted: a function that returns False for a use whose quantities of counters are to be ignored.
     """
     points, count = set[Point](), 0
     for use in wanted:
@@ -327,7 +329,7 @@ def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> lis
 
 
 def _part_beside(use: Use, wanted: Use) -> Fraction:
-    """Return a use's part of a common node: its part of the wanted device, or the whole node of another device."""
+    """Return the part of a common device node that a present use has: all of the node if it is of another device."""
     if use.key != wanted.key and not same_hardware(use.tokens, wanted.tokens):
         return _ONE
     return use.part or _ONE

@@ -1,4 +1,4 @@
-"""The register's immutable records, their snapshot, the decision of an operation, and the ledger file's errors."""
+"""The register's immutable records, their snapshot, the changes that an operation makes, and the ledger's errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ gets."""
 class Side(enum.Enum):
     """The two ways in which a node offers a device.
 
-    PLUGIN: pods get the device by the `limits` of an extended resource. DRA: ResourceClaims get the device.
+    PLUGIN: pods get the device by the `limits` of an extended resource. DRA: pods get the device by ResourceClaims.
     """
 
     PLUGIN = "plugin"
@@ -56,7 +56,7 @@ class Side(enum.Enum):
 
 
 class State(enum.Enum):
-    """The states of a device: on one side, moving between the sides, or quarantined (on no side)."""
+    """The states of a device: on a side (plugin or DRA), moving to the other side, or quarantined (on no side)."""
 
     PLUGIN = "plugin"
     TO_DRA = "to-dra"
@@ -66,12 +66,12 @@ class State(enum.Enum):
 
     @property
     def allocates(self) -> bool:
-        """Whether Allocate may be granted for a device in this state."""
+        """Whether Allocate may grant a device in this state."""
         return self in {State.PLUGIN, State.TO_DRA}
 
     @property
     def prepares(self) -> bool:
-        """Whether claims may be prepared with a device in this state."""
+        """Whether Prepare may grant a device in this state to a claim."""
         return self in {State.DRA, State.TO_PLUGIN}
 
     @property
@@ -81,7 +81,7 @@ class State(enum.Enum):
 
     @property
     def offered(self) -> bool:
-        """Whether the driver's ResourceSlice has a device in this state."""
+        """Whether the driver's ResourceSlices contain a device in this state."""
         return self is State.DRA
 
     @property
@@ -103,7 +103,7 @@ class State(enum.Enum):
 
     @property
     def rests(self) -> bool:
-        """Whether the device is on one side and is not moving to the other."""
+        """Whether a device in this state is on one side (plugin or DRA) and is not moving to the other."""
         return self in {State.PLUGIN, State.DRA}
 
     @property
@@ -120,7 +120,7 @@ class State(enum.Enum):
 
     @property
     def reached(self) -> str:
-        """The event by which a device came into this state, as text for messages."""
+        """The event that puts a device into this state, as text for messages."""
         if self.goal is None:
             return "quarantined"
         return f"{'moving' if self.moves else 'moved'} to the {self.goal.title} side"
@@ -129,9 +129,9 @@ class State(enum.Enum):
 class Outlook(enum.Enum):
     """Whether a claim that was refused its devices may get them soon.
 
-    FINAL: no known event will free the devices. ENDING: the devices' holders are about to end. MOVING: the devices are
-    moving to DRA, and have no holders. UNKNOWN: the agent does not know the devices' holders yet. FREE: the devices may
-    be free now, or a Prepare for the devices begins to move them to DRA.
+    FINAL: no event is expected that frees the devices. ENDING: the devices' holders are about to end. MOVING: the
+    devices are moving to DRA, and have no holders. UNKNOWN: the agent does not know the devices' holders yet. FREE: the
+    devices may be free now, or a further Prepare begins to move them to DRA.
     """
 
     FINAL = "final"
@@ -155,9 +155,10 @@ _WORDS: Final = {
 }
 
 RecordKey = tuple[str, str]
-"""(resource, device), (resource, kubelet device id), (driver, claim UID) or (section, key of a setting)."""
+"""The key of a record: of a device (resource, id), an allocation (resource, kubelet device id), a claim (driver, claim
+UID) or a setting (section, key)."""
 ContainerKey = tuple[str, str]
-"""(pod UID, container)."""
+"""A container as (pod UID, container name)."""
 Point = str | RecordKey
 """A key of the index of holders: a token of an identity (for example, a device number), (resource, device) or (counter
 set, counter)."""
@@ -167,9 +168,9 @@ class Amount(msgspec.Struct, frozen=True, array_like=True):
     """The part of a device that one holder was granted.
 
     part: "1" for the whole device, "1/3" for one of three replicas, "0" for administrative access, "" if unknown.
-    takes: (counter set, counter, quantity) for each counter that the device consumes. scope: the namespace of the
-    counters' names: the resource's DRA driver, or the resource's name if it has no driver; "" if there are no counters
-    or the scope is unknown.
+    takes: (counter set, counter, quantity) for each counter that the device consumes. scope: the namespace in which the
+    counters' names are unique: the resource's DRA driver, or the resource's name if the resource has no driver; "" if
+    there are no counters or the scope is unknown.
     """
 
     part: str = ""
@@ -182,7 +183,7 @@ WHOLE: Final = Amount("1")
 
 
 class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
-    """An earlier grant of a kubelet device id, kept if the last grant has another identity or amount.
+    """An earlier grant of a kubelet device id, kept if the id's last grant has another identity or amount.
 
     The earlier grant counts as held until its holders have ended.
     """
@@ -196,9 +197,9 @@ class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
 class DeviceRecord:
     """The state of one device.
 
-    since: when the device got this state (Unix seconds). sequence: the register's sequence at that change. reason: why
-    the state changed, for messages. driver: the DRA driver whose slices have the device; "" on the plugin side.
-    for_claim: whether a Prepare of a claim that needs the device has begun the device's move.
+    since: the time at which the device got this state (Unix seconds). sequence: the register's sequence at that change.
+    reason: why the state changed, for messages. driver: the DRA driver whose slices contain the device; "" on the
+    plugin side. for_claim: whether the refused Prepare of a claim has begun the device's move to DRA.
     """
 
     resource: str
@@ -217,7 +218,7 @@ class DeviceRecord:
 
 
 class Allocation(NamedTuple):
-    """One device id of one container. device_id: the kubelet's id, which may be the id of a replica of a device."""
+    """One device id that one container has. device_id: the kubelet's id, perhaps the id of a replica of a device."""
 
     pod_uid: str
     container: str
@@ -229,13 +230,14 @@ class Allocation(NamedTuple):
 class AllocationRecord:
     """A kubelet device id (the device's own, or a replica's) that Allocate has granted to a container.
 
-    holders: the containers that the kubelet's checkpoint has named since the grant. pending: whether no checkpoint has
-    named the container of the last grant yet. absent_since: when the first checkpoint without the id was requested
-    (monotonic seconds). pod: the namespace/name or UID of one holder, for messages. ending: whether the checkpoint no
-    longer names the holders' pods, or the pods' processes have ended. absent_since, pod and ending are not stored on
-    disk. identity: the device's identity at the last grant. amount: the part that was granted. former: the earlier
-    grants whose holders may still run. shown: (pod UID, directory) for each directory in which cgroups of a holder's
-    pod were seen; the directory is "" if the pod ran and no cgroup was seen (`deviceplugin.kubelet.pod_evidence`).
+    holders: the containers that the kubelet's checkpoint has named since the grant. pending: whether the agent still
+    waits for a checkpoint that names the container of the last grant. absent_since: the time at which the agent
+    requested the first checkpoint without the id (monotonic seconds). pod: the namespace/name or UID of one holder, for
+    messages. ending: whether the checkpoint no longer names the holders' pods, or the pods' processes have ended.
+    absent_since, pod and ending are not stored on disk. identity: the device's identity at the last grant. amount: the
+    granted part of the device. former: the earlier grants whose holders may still run. shown: (pod UID, directory) for
+    each directory in which cgroups of a holder's pod were seen; the directory is "" if the pod ran and no cgroup was
+    seen (`deviceplugin.kubelet.pod_evidence`).
     """
 
     resource: str
@@ -255,12 +257,12 @@ class AllocationRecord:
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
-    """A device of a claim. share: the allocation's share ID, or "".
+    """A device of a claim. share: the share ID in the claim's allocation result, or "".
 
     admin: whether the claim has administrative access only. identity: the device's identity at the grant. amount: the
-    granted part. parameters: the claim's parameters for the device's setup, as JSON; "" for none. limits: whether the
-    scheduler created the claim for a pod's `limits`. The kubelet then counts the device for the extended resource. True
-    also if the creator is unknown.
+    granted part of the device. parameters: the claim's parameters for the device's setup, as JSON; "" for none. limits:
+    whether the scheduler created the claim for a pod's `limits`, or the creator is unknown. The kubelet counts the
+    device of such a claim for the extended resource.
     """
 
     resource: str
@@ -275,10 +277,11 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim that the DRA driver has prepared, or is preparing (result None).
+    """A claim that the DRA driver has prepared or is preparing.
 
-    result: the driver's response to Prepare, which the register does not interpret. pods: UIDs of the pods for which
-    the claim was reserved when it was prepared. durable: whether the record is on disk too, not only in this process.
+    result: the driver's response to Prepare, which the register does not interpret; None while the driver is preparing
+    the claim. pods: UIDs of the pods for which the claim was reserved when it was prepared. durable: whether the record
+    is on disk too, not only in this process.
     """
 
     driver: str
@@ -294,7 +297,7 @@ class Claim:
 
     @property
     def held(self) -> frozenset[RecordKey]:
-        """The devices that the claim holds, as (resource, device), without devices of administrative access only."""
+        """The devices that the claim holds, as (resource, device), without devices for administrative access."""
         held: set[RecordKey] = set()
         for device in self.devices:
             if not device.admin:
@@ -309,7 +312,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A stored value that the agent needs after a restart. section, key: together the name of the value."""
+    """A stored value that the agent needs after a restart. section, key: the two parts of the value's name."""
 
     section: str
     key: str
@@ -318,7 +321,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EndedClaim:
-    """A claim that this process has unprepared. Older evidence may still show the claim as prepared."""
+    """A claim that this process has unprepared, remembered because older evidence may still show it as prepared."""
 
     driver: str
     uid: str
@@ -332,9 +335,9 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 class RegisterSnapshot:
     """All records of the register at one moment.
 
-    sequence: the number of the last durable change; it only grows. ended: the claims that were unprepared last, the
-    oldest first; not stored on disk. index: for each token, device and counter, the (table, key) of the allocations and
-    claims that have it; only `with_changes` builds the index.
+    sequence: the number of the last durable change, which only grows. ended: the claims that were unprepared last, the
+    oldest first; not stored on disk. index: for each token, device and counter, the (table, key) of each allocation and
+    claim that has the token, device or counter. Only `with_changes` builds the index.
     """
 
     sequence: int = 0
@@ -355,12 +358,12 @@ class RegisterSnapshot:
         return self.devices.get((resource, device)) or DeviceRecord(resource, device, State.PLUGIN, 0.0)
 
     def state(self, resource: str, device: str) -> State:
-        """Return the state of a device, as in its record."""
+        """Return the recorded state of a device; a device without a record is on the plugin side."""
         record = self.devices.get((resource, device))
         return State.PLUGIN if record is None else record.state
 
     def of(self, resource: str) -> dict[str, DeviceRecord]:
-        """Return the devices of a resource by id."""
+        """Return the records of a resource's devices, by device id."""
         return {record.device: record for record in self.devices.values() if record.resource == resource}
 
     def allocations_of(self, resource: str) -> list[AllocationRecord]:
@@ -370,9 +373,10 @@ class RegisterSnapshot:
     def serves_pods(self, resource: str) -> bool:
         """Return whether pods have, or may get, devices of a resource from the plugin.
 
-        Otherwise the plugin must not announce PreStartContainer. The kubelet would call PreStartContainer also for pods
-        whose `limits` are satisfied by claims. The plugin has no devices of these pods, so the kubelet would start none
-        of their containers (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
+        If the result is False, the plugin must not request PreStartContainer calls. Otherwise, the kubelet would call
+        PreStartContainer for pods whose `limits` are satisfied by claims. The plugin has granted no devices to such a
+        pod, so the call would fail, and the kubelet would start none of the pod's containers (kubelet 1.36.3 and
+        1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
         """
         states = {record.state for record in self.of(resource).values()}
         # A device without a record is on the plugin side.
@@ -421,7 +425,7 @@ class RegisterSnapshot:
 
 
 def _points(record: Record | None) -> set[Point]:
-    """Return the keys under which the index has an allocation or a claim; no keys for other records."""
+    """Return the keys under which `RegisterSnapshot.index` has an allocation or claim; no keys for other records."""
     points: set[Point] = set()
     granted: Sequence[AllocationRecord | FormerGrant | ClaimDevice] = ()
     if isinstance(record, AllocationRecord):
@@ -440,7 +444,7 @@ def _points(record: Record | None) -> set[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a snapshot's table. record: the new record of the key; None removes the former record."""
+    """A change of one record in a table of a snapshot. record: the new record; None removes the former record."""
 
     table: str
     key: RecordKey
@@ -457,4 +461,4 @@ class Decision(Generic[_T_co]):
 
 
 Operation = Callable[[RegisterSnapshot], Decision[_T]]
-"""A pure function of the register's snapshot that returns a decision. `Store.do` executes the function."""
+"""A pure function that gets the register's snapshot and returns a decision. `Store.do` executes the function."""

@@ -1,7 +1,7 @@
 """The register of one agent process. The plugin and DRA drivers call it before they offer, grant or release a device.
 
-`deviceplugin.register.question` decides. This module collects records and evidence of holders for the decision, and
-lets the store record the result. A process has one register for all its resources and DRA drivers.
+`deviceplugin.register.question` decides whether a grant is permitted, from the records and the evidence of holders that
+this module collects. The store records the grant. A process has one register for all its resources and DRA drivers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ResourceDevices(Protocol):
 
 
 class RegisterHost:
-    """The operations of a process that its register needs. The defaults here are for a process without resources.
+    """The operations of a process that its register needs. These default methods are for a process without resources.
 
     services: the present resources of the process, by name.
     """
@@ -104,7 +104,7 @@ class RegisterHost:
         return ()
 
     async def reread(self, *, checkpoint: bool = True) -> None:
-        """Read again the files for `foreign_uses`. checkpoint: whether to read the kubelet's checkpoint as well."""
+        """Read the files for `foreign_uses` again. checkpoint: whether to read the kubelet's checkpoint as well."""
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
@@ -114,7 +114,7 @@ class RegisterHost:
 class ListedHardware:
     """The identity tokens of all devices that this process's sources list. served: this process's resources by name.
 
-    scopes, limits, has_released (whether any source has the hook `released`): as of the last call of `now`.
+    `now` sets the attributes `scopes` and `limits` (see `View`), and `has_released` (a source has the hook `released`).
     """
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
@@ -150,7 +150,7 @@ class ListedHardware:
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def groups(self, resource: str, devices: Iterable[str]) -> dict[str, tuple[DeviceKey, ...]]:
-        """Return, for each device, the group of its driver's devices that must be on one side; the leader first."""
+        """Return, for each device, the devices of its driver that must be on the device's side, the leader first."""
         services, hardware = self.served, self.now()
         groups: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
@@ -214,9 +214,9 @@ class Register:
         return self._view[1]
 
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
-        """Return uses that hold the whole of these devices, and of devices that share counters with them.
+        """Return, for each of these devices and each device that shares counters with one, a use of the whole device.
 
-        kind: the first element of the uses' keys. devices: for each device, the reason. held: former tokens of devices.
+        kind: the first element of the uses' keys. devices: each device's reason. held: a device's former tokens.
         """
         hardware = self.listed.now()
         parts = {
@@ -293,12 +293,13 @@ class Register:
             )
             for name, service in self.listed.served.items()
         }
-        view = replace(self.view(), unreleased=NONE)  # A grant first calls `released` if needed.
+        # A device that only waits for the hook `released` is offered, because each grant calls the hook first.
+        view = replace(self.view(), unreleased=NONE)
         asked = OfferQuestion(self.snapshot, view, self.listed.now(), listed, self.wanted)
         return withheld_devices(asked, resource, side)
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
-        """Record the devices that the newest device list, or the slices, do not offer. Log new devices and reasons."""
+        """Record the withheld devices of the newest device list (side plugin) or slices (side dra). Log new reasons."""
         before = self.last_withheld(resource, side).devices
         for name, why in withheld.devices.items():
             if before.get(name) != why:
@@ -307,11 +308,11 @@ class Register:
         self._withheld[resource, side] = withheld
 
     def last_withheld(self, resource: str, side: SideName = "plugin") -> WithheldDevices:
-        """Return the devices that the newest device list, or the slices, do not offer. Any thread may call this."""
+        """Return the withheld devices of the newest device list (side plugin) or slices (side dra); thread-safe."""
         return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
-        """Return the listed devices that are now the hardware that was granted under a kubelet id."""
+        """Return the listed devices whose hardware is the hardware that was last granted under this kubelet id."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
         found = {key for token in tokens for key in hardware.having(token)}
@@ -337,8 +338,8 @@ class Register:
     ) -> float:
         """Record a grant of kubelet ids to a container; return its time (Unix seconds). ids: for each id, its device.
 
-        asked: the identity and amount of each id at the request; by default the present ones. checkpoint: False if the
-        caller has just read the kubelet's checkpoint.
+        asked: for each id, the device's identity and amount at the request; by default the present identity and amount.
+        checkpoint: whether to read the kubelet's checkpoint; False if the caller has just read the checkpoint.
 
         Raises DeviceConflictError if an id stands for another device now, if other holders or the device's side (plugin
         or DRA) exclude the grant, or if the device's holder is unknown. Raises LookTimeoutError if a read of the
@@ -367,7 +368,7 @@ class Register:
     def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
         """Keep the devices' hook `released` from starting while the devices are being granted.
 
-        Subscribers are called unless only the offers of the granted devices themselves may have changed.
+        Afterwards, call the subscribers, unless the grant can only have changed the offers of the granted devices.
         """
         self._granted_now.update(keys)
         listed = self.listed.now()
@@ -377,7 +378,7 @@ class Register:
             self._granted_now.subtract(keys)
             now = self.listed.now()
             if self.listed.has_released:
-                self.releases.unreleased()  # Records each new holder, which may end before the next call.
+                self.releases.unreleased()  # Notes each new holder now, because a holder may end before the next call.
             if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
 
@@ -399,7 +400,7 @@ class Register:
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
         """Return whether a device, and all devices that share its hardware, have no holder and no grant in progress.
 
-        units: holders that do not count.
+        units: the keys (`Use.unit`) of holders that do not count.
         """
         if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().peers(key))):
             return False
@@ -418,7 +419,7 @@ class Register:
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
         """Prepare a grant of devices: compare the devices with their present hardware, and wait for their hooks.
 
-        This takes time. So a grant reads the evidence of other holders afterwards, and compares the tokens again.
+        The hooks take time. So a grant reads the evidence of other holders afterwards, and compares the tokens again.
 
         Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
 
@@ -469,8 +470,7 @@ class Register:
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
         """Check that devices are still the hardware that their holders were granted.
 
-        Raises DeviceConflictError if a device has another identity, LookTimeoutError if a read of the device's paths
-        hangs.
+        Raises DeviceConflictError for another identity, LookTimeoutError if a read of the device's paths hangs.
         """
         services, state, view = self.listed.served, self.snapshot, self.view()
         granted: dict[DeviceKey, Tokens] = {}
@@ -528,7 +528,7 @@ class Register:
                 raise DeviceConflictError(why)
 
     async def _check_away(self, resource: str, name: str, key: DeviceKey) -> None:
-        """Raise DeviceConflictError if an id's device, which is not listed, has lost the device number of its grant."""
+        """Raise DeviceConflictError if an unlisted device no longer has a device number that its grant recorded."""
         if (allocation := self.snapshot.allocations.get((resource, name))) is not None:
             tokens, looks = allocation.identity.in_boot(self.boot), self.listed.served[resource].inventory.looks
             if lost := await looks.at("start", identity.moved, identity.reachable(tokens), tokens, brief=True):
@@ -550,11 +550,11 @@ class Register:
         self._adopted = now
 
     async def observe(self, seen: Mapping[str, KubeletSnapshot]) -> Mapping[str, operations.Observed]:
-        """Compare the allocations of resources with the evidence `seen`, by resource. Raises the store's errors."""
+        """Compare allocations with evidence. seen: the evidence for each resource. Raises the store's errors."""
         return await self.store.do(operations.observe_all(seen, time.time()))
 
     async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
-        """Record further holders of ids: (pod UID, container, resource, id). Raises the store's errors."""
+        """Record further holders, each as (pod UID, container, resource, kubelet id). Raises the store's errors."""
         if named := tuple(holders):
             await self.store.do(operations.add_holders(named, time.time()))
 
@@ -565,7 +565,7 @@ class Register:
         self._subscribers.append(callback)
 
     def notify(self) -> None:
-        """Call the subscribers if other devices may be offered now. Most grants change no other device's offer."""
+        """Call the subscribers if offers may have changed. Most grants change no other device's offer."""
         self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view

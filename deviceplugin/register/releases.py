@@ -1,4 +1,4 @@
-"""Calls the hook `released` for devices without a holder, and returns the devices that wait for this hook.
+"""Calls the hook `released` for devices without a holder, and knows the devices for which the hook must still succeed.
 
 A device counts as released when the hook `released` has succeeded for the device since its last holder. After the
 agent's start, or when a source first lists a device, the device does not count as released, because it may have been
@@ -37,7 +37,10 @@ MOST: Final = 60.0
 
 @dataclass(slots=True)
 class FailedRelease:
-    """The failed `released` of a device. error: the last call's error. due: when to call again (monotonic seconds)."""
+    """A device whose last call of `released` failed.
+
+    error: the error of that call. due: the earliest time for the next call (monotonic seconds).
+    """
 
     error: str = ""
     due: float = 0.0
@@ -50,7 +53,7 @@ class FailedRelease:
 
 
 class _Moment(NamedTuple):
-    """A device's tokens and holders at the call of its hook. A holder that is not among these holders came later."""
+    """A device's tokens and holders at a call of `released`. A holder that is not among these holders came later."""
 
     tokens: Tokens
     holders: frozenset[object]
@@ -80,14 +83,14 @@ class ReleaseHost(Protocol):
         """Return whether a device has no holder. units: the keys of holders that do not count."""
 
     def notify(self) -> None:
-        """Announce that other devices wait for `released` now, so that the devices to offer may have changed."""
+        """Announce that a call of `released` has ended, so that other devices may be offered."""
 
 
 class Releases:
     """The state of the hook `released` for each device whose source has this hook.
 
-    An instance belongs to one event loop. statistics: counts of the hook's calls, by resource. failed: devices whose
-    last call of the hook has failed.
+    An instance belongs to one event loop. statistics: the counts of the hook's calls, by resource. failed: the devices
+    whose last call of the hook has failed.
     """
 
     def __init__(self, register: ReleaseHost) -> None:
@@ -99,18 +102,18 @@ class Releases:
         self._used: set[DeviceKey] = set()
         """The devices that had a holder since the agent's start, and have not been released since that holder."""
         self._running: set[DeviceKey] = set()
-        """The devices for which the hook is running."""
+        """The devices for which the hook `released` is running."""
         self._tasks: set[asyncio.Task[str]] = set()
         self._noted: tuple[object, object] = (None, None)
         self._unreleased: Mapping[DeviceKey, str] = NONE
         self._listed: Mapping[DeviceKey, Device] = NONE
-        """The devices whose sources have the hook `released`."""
+        """The listed devices whose sources have the hook `released`."""
 
     def unreleased(self) -> Mapping[DeviceKey, str]:
         """Return, for each device that must be released before its next grant, the reason.
 
-        Devices of the same hardware under other names, and devices that still have a holder, are included. The returned
-        object stays the same until the devices change.
+        The result includes devices that still have a holder, and other names of the same hardware. The returned object
+        stays the same until the devices change.
         """
         hardware, index = self._register.hardware(), self._register.snapshot.index
         if self._noted[0] is not hardware:
@@ -155,14 +158,14 @@ class Releases:
             self._unreleased = now
 
     def pending(self) -> set[DeviceKey]:
-        """Return the devices that have no holder, and for which `released` has to be called."""
+        """Return the devices without a holder for which the hook `released` must still succeed."""
         return set(self.unreleased().keys() - self._register.snapshot.index.keys())
 
     def look(self, resource: str, *, all_known: bool) -> None:
         """Call the hook for a resource's devices whose last holder has ended, or whose last call has failed.
 
-        all_known: whether the pods of all running processes are known. Otherwise, the hook is not called for devices
-        that have had no holder since the agent's start.
+        all_known: whether the agent knows the pods of all running processes. If False, the hook is not called for a
+        device that has had no holder since the agent's start, because an unknown pod may still have the device.
         """
         if not (unreleased := self.unreleased()):
             return
@@ -173,14 +176,15 @@ class Releases:
             if key not in self.failed:
                 fresh.append(device)
             else:
-                self._start(resource, [device])  # A separate call: another device may have caused the failure.
+                # The device gets a call of its own, because another device may have caused the failure.
+                self._start(resource, [device])
         self._start(resource, fresh)
 
     def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
-        """Before a grant, call the hook for those of the devices that are not released and have no holder.
+        """Before a grant of these devices, call the hook for the unreleased devices without a holder.
 
-        The caller then waits for the hooks. After a failure the hook is not called before `FailedRelease.due`. units:
-        the keys of holders that have ended.
+        This method does not wait for the hook; its caller does. After a failure the hook is not called before
+        `FailedRelease.due`. units: the keys of holders that have ended, and so do not count.
         """
         if not (unreleased := self.unreleased()):
             return

@@ -27,12 +27,12 @@ from deviceplugin.register.records import (
 )
 
 WELL_APART: Final = 3.0
-"""Minimum seconds between two kubelet checkpoints without a granted id after which the grant counts as ended.
+"""A grant counts as ended after two kubelet checkpoints without its id, with at least this number of seconds between.
 
 The kubelet records an allocation some microseconds after the agent's AllocateResponse, and then writes its checkpoint
-at once (kubelet 1.36, devicemanager/manager.go: allocateContainerResources). The kubelet composed both checkpoints at
-the agent's own requests, so other goroutines of the kubelet ran meanwhile. Some seconds are needed because on a busy
-node the goroutine that records the allocation may not run for a second.
+at once (kubelet 1.36, devicemanager/manager.go: allocateContainerResources). But on a busy node the goroutine that
+records the allocation may not run for a second. The kubelet writes both checkpoints at requests of the agent, so other
+goroutines of the kubelet ran between the two.
 """
 
 
@@ -40,9 +40,9 @@ node the goroutine that records the allocation may not run for a second.
 class MoveWait:
     """The event for which the move of a device between plugin and DRA waits. text: the event, for messages.
 
-    on_holder: True if the move waits for the end of a holder, which may run for long; False if it waits for new
-    evidence, which arrives soon. pod, claim: namespace/name of the holder; "" if the holder is of the other kind, or
-    has no known name.
+    on_holder: True if the move waits for the end of a holder, which may run for long; False if the move waits for new
+    evidence, which arrives soon. pod: the namespace/name of the holder if it is a pod with a known name, else "".
+    claim: the namespace/name of the holder if it is a claim with a known name, else "".
     """
 
     text: str
@@ -52,12 +52,12 @@ class MoveWait:
 
     @staticmethod
     def for_pod(pod: str) -> MoveWait:
-        """Return a wait (`MoveWait`) for the end of a pod. pod: its namespace/name or UID, "" if unknown."""
+        """Return a wait (`MoveWait`) for the end of a pod. pod: the pod's namespace/name or UID, "" if unknown."""
         return MoveWait(f"pod {pod}" if pod else "its pod", on_holder=True, pod=pod)
 
     @staticmethod
     def for_claim(claim: str) -> MoveWait:
-        """Return a wait (`MoveWait`) for the end of a claim. claim: its namespace/name."""
+        """Return a wait (`MoveWait`) for the end of a claim. claim: the claim's namespace/name."""
         return MoveWait(f"claim {claim}", on_holder=True, claim=claim)
 
 
@@ -65,11 +65,11 @@ class MoveWait:
 class ObservedAllocation:
     """A kubelet device id that containers hold according to the kubelet's checkpoint and the pods' cgroups.
 
-    pod: the name of one pod that holds the id, for messages. sure: whether other evidence than an old checkpoint shows
-    the holder. An id that is not sure counts as held, but does not show that the register is wrong. reason: why the id
-    counts as held, for messages. identity, amount: the device's identity and the granted part, if the checkpoint has
-    the AllocateResponse. ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of
-    the id's last grant.
+    pod: the name of one pod that holds the id, for messages. sure: False if an old checkpoint is the only evidence of
+    the holder; the id then counts as held, but does not prove that the register is wrong. reason: why the id counts as
+    held, for messages. identity, amount: the device's identity and the granted part, if the checkpoint has the
+    AllocateResponse. ending, shown: as in `AllocationRecord`. begun: whether the checkpoint names the container of the
+    id's last grant.
     """
 
     device: str
@@ -88,9 +88,10 @@ class ObservedAllocation:
 class KubeletSnapshot:
     """The ids of one resource that containers hold, according to the kubelet's checkpoint and the pods' cgroups.
 
-    sequence: the register's sequence before the evidence was read. at: when the reading began (monotonic seconds).
-    current: whether the kubelet wrote the checkpoint after `at`, and no Allocate ran meanwhile. held: the ids that
-    containers hold. registered: devices that the kubelet counts as healthy. problem: why the snapshot is not current.
+    sequence: the register's sequence before the evidence was read. at: the time at which the reading of the evidence
+    began (monotonic seconds). current: whether the kubelet wrote the checkpoint after `at`, with no Allocate meanwhile.
+    held: the ids that containers hold. registered: the ids that the kubelet counts as healthy. problem: why the
+    snapshot is not current.
     """
 
     sequence: int
@@ -105,8 +106,8 @@ class KubeletSnapshot:
 class KubeletEvidence:
     """The evidence that is necessary to end a move to DRA. Times are monotonic seconds of one process.
 
-    sequence: the register's sequence before all evidence was read. shown: for each device, when ListAndWatch sent the
-    device as Unhealthy. snapshot: the holders, read after ListAndWatch sent the device.
+    sequence: the register's sequence before all evidence was read. shown: for each device, the time at which
+    ListAndWatch sent the device as Unhealthy. snapshot: the ids that containers hold, read after that time.
     """
 
     sequence: int
@@ -118,9 +119,10 @@ class KubeletEvidence:
 class ClusterEvidence:
     """The evidence that is necessary to end a move to the plugin side. Times are monotonic seconds of one process.
 
-    sequence: the register's sequence before all evidence was read. withdrawn: for each device, when the API server
-    accepted the slice without the device. listed_at: when a consistent LIST of all claims began. allocated: for each
-    device that a claim's allocation names, the claim's namespace/name, even if the claim is not prepared.
+    sequence: the register's sequence before all evidence was read. withdrawn: for each device, the time at which the
+    API server accepted the slice without the device. listed_at: the time at which a consistent LIST of all claims
+    began. allocated: for each device that a claim's allocation names, the claim's namespace/name, even if the claim is
+    not prepared.
     """
 
     sequence: int
@@ -135,8 +137,7 @@ class ClaimEvidence:
 
     devices: the devices of one resource that the claim holds. prepared: whether the claim has files, or the kubelet
     counts the claim as prepared; namespace and name may then be unknown (""). pods: the known UIDs of the claim's pods.
-    granted: the grants of the claim's devices of all resources, as far as the evidence contains the grants; of the
-    other devices only the ids are known.
+    granted: those devices of the claim, of all resources, for which the evidence contains identity and amount.
     """
 
     driver: str
@@ -153,9 +154,9 @@ class ClaimEvidence:
 class Evidence:
     """The evidence of one resource's holders, from sources other than the register.
 
-    held: the held ids according to the kubelet's checkpoint, by id. claims: the claims in the API server, the kubelet's
-    claim state and the agent's claim files, from the most reliable source first. current: whether the kubelet wrote the
-    checkpoint at the agent's own request. Otherwise, the absence of an id proves nothing.
+    held: the held ids according to the kubelet's checkpoint, by id. claims: the claims of the API server, the kubelet's
+    claim state and the agent's claim files, the most reliable origin first. current: whether the kubelet wrote the
+    checkpoint at the agent's own request. If False, the absence of an id in `held` proves nothing.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
@@ -164,7 +165,7 @@ class Evidence:
 
     @property
     def merged(self) -> list[ClaimEvidence]:
-        """The claims, each with the combined facts of all sources."""
+        """The claims, each with the combined facts of the API server, the kubelet's claim state and the claim files."""
         merged: dict[RecordKey, ClaimEvidence] = {}
         for claim in self.claims:
             key = claim.driver, claim.uid
@@ -192,9 +193,9 @@ class Refused:
     """Why a pod or a claim does not get a device.
 
     record: the device's record. holder: the pod that holds the device, for messages. moving: whether the device is
-    moving to the requested side, so that a later try can succeed. unmoved: a resource that prevents the device's move,
-    because pods have devices of this resource by `limits` from plugin and DRA; "" if there is none. outlook: whether
-    the refused claim may get its devices soon.
+    moving to the requested side (plugin or DRA), so that a later request can succeed. unmoved: the resource that
+    prevents the device's move because of `kept_by_limits`, else "". outlook: whether the refused claim may get its
+    devices soon.
     """
 
     record: DeviceRecord
@@ -205,7 +206,7 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """The refusal as a message with the device, its side, the time of its last move, and the holder."""
+        """The refusal as a message: the device, its side (plugin or DRA), the time of its last move, and the holder."""
         record = self.record
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
         if record.since:  # `since` is 0 if the device has always had this state.
@@ -234,7 +235,7 @@ class Excluded:
 
 
 def served_by_limits(claim: Claim, resource: str) -> int:
-    """Return how many devices of a resource a claim has for a pod's `limits`: 0 unless the scheduler made the claim."""
+    """Return how many devices of a resource a claim has for a pod's `limits`; 0 if a user created the claim."""
     return sum(device.limits and not device.admin and device.resource == resource for device in claim.devices)
 
 
@@ -244,18 +245,18 @@ def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
 
 
 def kept_by_limits(now: RegisterSnapshot, devices: Iterable[RecordKey]) -> str:
-    """Return a resource that keeps these devices, of which a refused claim needs some, on the plugin side; else "".
+    """Return a resource of these devices which must not move devices to DRA now; "" if there is none.
 
-    A resource keeps its devices while pods have some of them by `limits` from the plugin, and others from DRA. After a
-    restart, the kubelet may need all remaining ids to admit its pods again, and this function does not know how many
-    ids the kubelet needs. The refused claim has no device yet, so it does not count.
+    No device of a resource moves while pods with `limits` have some devices of the resource from the plugin, and others
+    from DRA. After a restart, the kubelet may need all remaining ids to admit its pods again, and this function does
+    not know how many ids the kubelet needs. The claim that needs `devices` has no device yet, so it does not count.
     """
     leaving = sorted({of for of, device in devices if now.device(of, device).state is State.PLUGIN})
     return next((of for of in leaving if all(held_by_limits(now, of))), "")
 
 
 def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:
-    """Return why an Allocate is refused because of the device's state; None in the states PLUGIN and TO_DRA."""
+    """Return why a device's state forbids an Allocate; None in the states PLUGIN and TO_DRA, which permit it."""
     record = now.device(resource, device)
     return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
@@ -263,7 +264,7 @@ def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refus
 def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     """Return why a Prepare is refused because of the device's state or driver, or because a pod holds the device.
 
-    None if the state is DRA or TO_PLUGIN, the driver publishes the device, and no pod holds the device.
+    The result is None if the state is DRA or TO_PLUGIN, the driver publishes the device, and no pod holds the device.
     """
     record = now.device(resource, device)
     pods = now.allocations_on(resource, (device,)) if (resource, device) in now.index else ()
@@ -274,13 +275,13 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
 
 
 def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
-    """Return an error if a device of a claim has other parameters in another request or claim; else ""."""
+    """Return an error if another request or claim has a device of this claim with other parameters; else ""."""
     for device in claim.devices:
         name = device.resource, device.device
         others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
         for other in (claim, *others):
             if other is not claim and (other.driver, other.uid) == (claim.driver, claim.uid):
-                continue  # `other` is the claim's own record: its parameters are not compared.
+                continue  # `other` is the record of the claim itself.
             for theirs in other.devices:
                 same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
                 if same and theirs.parameters != device.parameters:
@@ -334,8 +335,8 @@ def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: C
 def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
     """Return whether a grant has ended although no checkpoint has ever named its pod.
 
-    The first checkpoint without the id is not enough, because the kubelet may not have recorded the pod yet. A second
-    checkpoint without the id is needed; the agent requests the two with at least WELL_APART seconds between them.
+    One checkpoint without the id is not enough, because the kubelet may not have recorded the pod yet. So two
+    checkpoints without the id are needed, requested with at least WELL_APART seconds between them.
     """
     return snapshot.current and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 
@@ -352,22 +353,22 @@ def with_outlook(
 ) -> Decision[Claim | Refused | Excluded]:
     """Return the refusal with its `outlook` (whether the claim may get its devices soon)."""
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
-    # The outlook FREE would contradict the refusal. For example, the device cannot move because pods have devices by
-    # limits both from the plugin and from DRA.
+    # FREE would contradict the refusal, so the outlook is FINAL then. For example, the device cannot move because pods
+    # have devices by limits both from the plugin and from DRA.
     return replace(decision, answer=replace(decision.answer, outlook=seen if seen.waits else Outlook.FINAL))
 
 
 def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
-    """Return whether a claim may get its devices soon. claim: the record that its grant would make.
+    """Return whether a claim may get its devices soon. claim: the record that a grant to the claim would make.
 
     A holder is about to end in these cases:
 
-    - The holder is a claim of the same driver. The scheduler gives a device to a claim only if all allocated claims
-      leave enough of the device. So the holder's claim was deallocated or deleted at the API server, for example after
-      its pod was deleted by force.
+    - The holder is a claim of the same driver. The scheduler allocates a device to a claim only if all other allocated
+      claims leave enough of the device. So the holding claim was deallocated or deleted at the API server, for example
+      after its pod was deleted by force.
     - The holder is a pod with `limits` that the kubelet's checkpoint does not name any more, or whose processes have
       ended.
-    - The holder is a grant whose pod is not known yet: the kubelet may have rejected the pod.
+    - The holder is the pod of a grant, but the pod is not known yet. The kubelet may have rejected this pod.
     - The holder is a hook that still runs after its timeout, or a failed `released`, which the agent calls again.
 
     A pod with `limits` that is being deleted does not count as about to end while the kubelet counts the pod as active.
@@ -394,7 +395,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
 
 
 def _of_side(state: RegisterSnapshot, driver: str, key: DeviceKey) -> Outlook:
-    """Return whether a claim may get a device soon, judged by the device's state and the pods that have the device."""
+    """Return whether a claim may get a device soon, by the device's state and the pods that hold the device."""
     record, resource, device = state.device(*key), *key
     allocations = state.allocations_on(resource, (device,))
     if record.state is State.QUARANTINED or record.driver not in ("", driver) or not all(map(_ends, allocations)):

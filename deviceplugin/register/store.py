@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Counts changes of the register, and lets callers wait for the next change. Belongs to one event loop."""
+    """Counts the register's changes, and lets callers wait for the next change. One instance has one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,7 +26,7 @@ class Changes:
         self._next = asyncio.Event()
 
     async def after(self, count: int, timeout: float) -> None:
-        """Wait until more than `count` changes are counted, at most `timeout` seconds."""
+        """Wait until more than `count` changes have been counted, or `timeout` seconds are over."""
         if self.count == count and timeout > 0:
             await in_time(self._next.wait(), timeout)
 
@@ -34,7 +34,7 @@ class Changes:
 class Store(Protocol):
     """Keeps the register's records: in memory, or in a file (`dra_bridge.ledger`).
 
-    changes: counts the changes of the records, and of other inputs of the register's decisions.
+    changes: counts the changes of the records, and of other facts on which the register's decisions depend.
     """
 
     changes: Changes

@@ -1,6 +1,6 @@
 """The devices for which an Allocate or Prepare waits, and the claims that were refused devices of the plugin side.
 
-While calls wait, the agent reads the evidence of the devices' holders more often.
+While an Allocate or Prepare waits, the agent reads the evidence of the devices' holders more often.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ PROMPT: Final = 0.3
 """Seconds between two reads of the evidence about awaited devices, so that a waiting call ends soon."""
 
 RETRIED: Final = 120.0
-"""Seconds after a refused Prepare in which the kubelet tries again, if the claim's pod still waits for the claim.
+"""The kubelet repeats a refused Prepare within this number of seconds, if the claim's pod still waits for the claim.
 
-The kubelet tries again after 60 to 90 s (`dra_bridge.driver.waiting`).
+The kubelet usually repeats the Prepare after 60 to 90 s (`dra_bridge.driver.waiting`).
 """
 
 
 class RefusedClaim(NamedTuple):
-    """A claim that was refused devices which are on the plugin side, or are moving to DRA.
+    """A claim whose Prepare was refused because devices of the claim are on the plugin side, or are moving to DRA.
 
-    title: the claim's namespace/name. devices: for each of the claim's devices, the sequence number of the device's
-    record at the refusal.
+    title: the claim's namespace/name. devices: for each of the claim's devices, the `sequence` of the device's record
+    at the refusal.
     """
 
     title: str
@@ -36,13 +36,13 @@ class RefusedClaim(NamedTuple):
 
 
 class Waits:
-    """The devices for which a call waits now. An instance belongs to one event loop."""
+    """The devices for which an Allocate or Prepare waits now. An instance belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: Counter[DeviceKey] = Counter()
         self._subscribers: list[Callable[[], None]] = []
         self.refused: Final[dict[RecordKey, RefusedClaim]] = {}
-        """The claims that may be prepared again soon, by (driver, claim UID). The caller removes an ended claim."""
+        """The claims refused in the last `RETRIED` seconds, by (driver, claim UID). Callers remove an ended claim."""
 
     @property
     def devices(self) -> Collection[DeviceKey]:
@@ -50,7 +50,7 @@ class Waits:
         return self._waiting.keys()
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever a call begins to wait for a device."""
+        """Call `callback` whenever an Allocate or Prepare begins to wait for a device."""
         self._subscribers.append(callback)
 
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
@@ -74,7 +74,7 @@ class Waits:
             self._waiting -= Counter(keys)  # The subtraction drops devices with a count of 0.
 
     def refuse(self, claim: RecordKey, refused: RefusedClaim) -> None:
-        """Keep a claim in `refused` for `RETRIED` seconds. Must be called in the event loop."""
+        """Keep a refused claim in the mapping `refused` for `RETRIED` seconds. Must be called in the event loop."""
 
         def expire() -> None:
             if self.refused.get(claim) is refused:
