@@ -332,10 +332,10 @@ def _manifests(options: argparse.Namespace) -> int:
 
 
 def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
-    """Return, for each driver without child sources, the CEL expression that finds a problem in claims' parameters.
+    """Return, for each driver without child sources, the CEL expression that checks the parameters in claims.
 
-    A driver with child sources has no expression, because a child source that is added later may accept other
-    parameters.
+    A child source (`DeviceSource.child_sources`) may be added later and accept other parameters, so a driver with child
+    sources has no expression.
     """
     from deviceplugin.source import DeviceSource
     from dra_bridge.parameters import expression

@@ -336,7 +336,7 @@ def failures(failed: Sequence[str]) -> list[str]:
 
 
 def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tuple[str, ...]]:
-    """Return a row for each device, with a character for each moment: p if a pod has it by `limits`, c by a claim."""
+    """Return a row for each device, with a character for each moment: p if a pod with `limits` has it, c if a claim."""
     rows: list[tuple[str, ...]] = []
     step = (ended - began) / WIDTH
     for device in sorted({holding.device for holding in holdings}):

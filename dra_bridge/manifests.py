@@ -45,9 +45,9 @@ class Deployment:
     the rest of a container's /sys is read-only. quota: number of devices of each resource that a namespace in `tenants`
     may have. tenants: the namespaces that get this ResourceQuota. kubernetes: the API server's minor version; before
     36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the
-    DeviceClasses. parameters: for each driver, the CEL expression that finds a problem in the parameters of claims and
-    classes (`parameters.expression`). An admission policy refuses claims and classes with a problem. The policy accepts
-    any parameters of a driver without an expression. flow_schema: whether the agents' requests have a priority level of
+    DeviceClasses. parameters: for each driver, the CEL expression that checks the parameters of claims and classes
+    (`parameters.expression`). An admission policy refuses claims and classes with a problem. The policy accepts any
+    parameters of a driver without an expression. flow_schema: whether the agents' requests have a priority level of
     their own at the API server. plugin_only: whether to run `deviceplugin run`, which does not use the API server.
     Without a resource that names a driver, `deviceplugin run` is used in any case.
     """
@@ -303,7 +303,7 @@ def wide_mounts(config: Config) -> list[str]:
 
 
 def _directories(config: Config) -> dict[str, str]:
-    """Return the host directories in which the agent searches devices: for each path, the type of its hostPath volume.
+    """Return the host directories where the agent looks for devices: for each path, the type of its hostPath volume.
 
     /dev is not included. The directory of a file that lists unhealthy simulated devices is created if it is missing.
     """
@@ -320,7 +320,7 @@ def _directories(config: Config) -> dict[str, str]:
 
 
 def _fixed(glob: str) -> PurePosixPath:
-    """Return the directory that contains all matches of a glob: the glob's steps before the first wildcard."""
+    """Return the directory that contains all matches of a glob: the part of the glob before the first wildcard."""
     steps = PurePosixPath(glob).parent.parts
     return PurePosixPath(*takewhile(lambda step: not re.search(r"[*?\[]", step), steps))
 

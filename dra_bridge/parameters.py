@@ -2,8 +2,8 @@
 
 The correct form of parameters is the `config_type` of the driver's device sources. An expression reads `p.parameters`.
 Its value is a text that names the first wrong field; "" if there is none. The driver would refuse all parameters that
-an expression refuses (`driver.claims.decoded_config`). Only the driver checks patterns, formats of strings, missing
-fields that the class or the claim may add, and deeply nested values. Pure functions.
+an expression refuses (`driver.claims.decoded_config`). Some checks are done only by the driver: patterns, formats of
+strings, missing fields that the class or the claim may add, and deeply nested values. Pure functions.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _object(info: Any, value: str, path: str, depth: int) -> str:
 def _union(info: Any, value: str, path: str, depth: int) -> str:
     kinds = [kind for kind in info.types if not isinstance(kind, types.NoneType)]
     # If a value may be of several types of objects, the driver chooses the type by a tag or by the fields. The
-    # expression does not make this choice, and checks nothing.
+    # expression does not make this choice, so it checks nothing.
     if sum(isinstance(kind, _OBJECTS) for kind in kinds) > 1:
         return ""
     problem = _either([_problem(kind, value, path, depth) for kind in kinds])
@@ -179,5 +179,5 @@ def _takes_more(kind: type[enum.Enum]) -> bool:
 
 
 def _text(value: str | int) -> str:
-    """Return a value as a CEL literal: its JSON in which only JSON's own special characters are escaped."""
+    """Return a value as a CEL literal: the value's JSON, with escapes only for JSON's own special characters."""
     return json.dumps(value, ensure_ascii=False)

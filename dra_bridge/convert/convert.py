@@ -63,7 +63,7 @@ class ChangedPod(NamedTuple):
 class Converted:
     """The result of a conversion. texts: the new texts of the streams. pods: the converted pod specs.
 
-    templates: the ResourceClaimTemplates of these pods, by the devices that a template requests.
+    templates: the ResourceClaimTemplates for these pods, by the devices that each template requests.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -196,7 +196,7 @@ def _devices(pod: ChangedPod, how: Conversion) -> list[ClaimedDevices]:
 
 
 def claimed(body: Mapping[str, Any], class_name: str, count: int, how: Conversion) -> ClaimedDevices:
-    """Return the devices that a claim of this object requests, with the object's namespace."""
+    """Return the request of a claim in the namespace of the object `body`, for `count` devices of a DeviceClass."""
     metadata = body.get("metadata")
     namespace = metadata.get("namespace") if isinstance(metadata, dict) else None
     return ClaimedDevices(str(namespace or how.namespace), class_name, count)
@@ -280,7 +280,10 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
 def _listed(
     text: str, tree: Tree, mapping: yaml.MappingNode, key: str, items: Sequence[str], gone: Iterable[str]
 ) -> Edit:
-    """Return the edit that adds items to a mapping's list, or adds the list. gone: keys that other edits remove."""
+    """Return the edit that adds items to the list at `key` in a mapping, or adds `key` with a new list.
+
+    gone: the keys of the mapping that other edits remove.
+    """
     if any(one.value == key for one, _ in mapping.value):
         return edits.with_items(text, tree.entry(mapping, key)[1], items)
     return edits.with_list(text, mapping, key, items, set(gone))

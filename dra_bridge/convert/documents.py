@@ -48,9 +48,9 @@ class Document:
 
     @property
     def head(self) -> int | None:
-        """The index in the text after the line `---`, where another document may begin.
+        """The index in the text, after the line `---`, at which other documents can be inserted.
 
-        None if no document may begin there, because the line has more text, or because directives come before the line.
+        None if this is impossible, because the line `---` has more text, or because directives come before this line.
         """
         if _DIRECTIVES.match(self.text):
             return None
@@ -75,7 +75,7 @@ def documents(stream: str) -> list[Document]:
 
 
 class _Redefining(yaml.SafeLoader):
-    """A YAML loader that permits a second definition of an anchor, as YAML and kubectl do. `_FAST` refuses this."""
+    """A YAML loader that accepts a second definition of an anchor, as kubectl does; libyaml's loader does not."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if not self.check_event(yaml.AliasEvent):
@@ -141,7 +141,7 @@ class Tree:
         return node
 
     def line_of(self, path: tuple[str | int, ...]) -> int:
-        """Return the number of the line, from 0, in which the node of a path begins."""
+        """Return the number of the line in which the node at a path begins. The text's first line has the number 0."""
         node = self.root
         for step in path:
             if isinstance(step, int) and isinstance(node, yaml.SequenceNode):
@@ -161,7 +161,10 @@ def _loaded(kind: Any, text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def text_end(node: yaml.Node) -> int:
-    """Return the index after the last character of a node. A block's `end_mark` is later, at the next token."""
+    """Return the index after a node's last character.
+
+    For a node in block style, `end_mark` is at the beginning of the next token instead.
+    """
     end = 0
     for one in _below(node):
         flow = isinstance(one, yaml.CollectionNode) and one.flow_style

@@ -165,7 +165,8 @@ def reversed_stream(stream: str) -> str:
     """Undo the changes that comments mark in a stream. Documents that are not YAML stay as they are."""
     bom = BOM if stream.startswith(BOM) else ""
     kept = []
-    # True after an added document was removed: its line `---` is original, and the next line `---` was added.
+    # True if the previous document was an added one and is removed now. The next line `---` was added with it, but the
+    # line `---` before it was not.
     joins = False
     for document in documents(stream.removeprefix(bom)):
         text = document.text

@@ -72,7 +72,7 @@ class PodChange:
 
 
 def objects_in(body: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the objects of a document with their paths: the document's object itself, or the items of a list."""
+    """Yield the objects of a document with their paths: the document's object itself, or the items if it is a list."""
     if not isinstance(body, dict):
         return
     items = body.get("items")

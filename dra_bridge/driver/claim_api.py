@@ -28,9 +28,9 @@ class ClusterClaims:
         self._api = api
         self._node = node
         self._without_status: dict[str, float] = {}
-        """For each driver, when the API server last refused or dropped the driver's entries (monotonic seconds).
+        """For each driver, when the API server last refused or dropped its `status.devices` (monotonic seconds).
 
-        Former drivers are included, because the agent has no right to write their entries.
+        Drivers that the configuration no longer names are included: the agent has no right to write their entries.
         """
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:

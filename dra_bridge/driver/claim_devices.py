@@ -215,8 +215,9 @@ class ClaimDevices:
         """Verify a claim's devices, then record the claim, unless other holders exclude it.
 
         operation: `operations.prepare` records the claim with its Prepare response. `operations.reserve` only reserves
-        the devices before their setup; after it, `confirm` completes the grant. verified: the devices to verify; None
-        for all. Raises ClaimError if a device cannot be granted, or is set up with other parameters.
+        the devices before their setup; after the setup, `confirm` completes the grant. verified: the devices to verify;
+        None for all devices of the claim. Raises ClaimError if a device cannot be granted, or if another claim has set
+        up a device with other parameters.
         """
         verified = sorted(record.held) if verified is None else verified
         along: set[DeviceKey] = set()
@@ -245,7 +246,7 @@ class ClaimDevices:
         if isinstance(answer, Claim):
             return
         if isinstance(answer, Refused) and answer.record.state.allocates:
-            # Begins the moves of the devices that pods hold (`dra_bridge.handover`).
+            # `dra_bridge.handover` reads the refused claims, and moves their devices to DRA even if pods hold them.
             now = self.register.snapshot
             devices = {key: now.device(*key).sequence for key in record.held}
             self.register.waits.refuse((record.driver, record.uid), RefusedClaim(record.title, devices))
@@ -279,7 +280,7 @@ class ClaimDevices:
         return [*made, *await self._answers(uid, adopted)] if adopted else made
 
     async def _answers(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Return the edits in the AllocateResponses of vendors' plugins, for requests of adopted resources' devices."""
+        """Request devices of adopted resources from vendors' plugins, and return the edits in the AllocateResponses."""
         calls: dict[object, list[RequestDevices]] = {}
         for number, group in enumerate(groups):
             source = group.served.source
@@ -330,7 +331,7 @@ class ClaimDevices:
         return extra
 
     def forget(self, uid: str) -> None:
-        """Drop this ended claim's refusal, and AllocateResponses of vendors' plugins that arrive for it from now on."""
+        """Forget an ended claim's refusal. Drop the AllocateResponses of vendors' plugins that arrive for it later."""
         self.register.waits.refused.pop((self.records.driver, uid), None)
         for served in self.served.resources:
             if isinstance(served.source, AdoptedSource):
@@ -366,7 +367,7 @@ class ClaimDevices:
 
 
 def compared_parameters(source: DeviceSource, config: Any) -> str:
-    """Return a request's parameters as JSON, which are compared among the claims that share a device.
+    """Return a request's parameters as JSON, to compare them with the parameters of other claims that share a device.
 
     Returns "" if the source has no hook `prepare`, because only this hook uses the parameters.
     """

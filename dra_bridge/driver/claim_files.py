@@ -1,8 +1,8 @@
 """The files of prepared claims: CDI specs for the container runtime, the agent's own claim files, device metadata.
 
 The agent renames a complete file into place, but does not sync it to the disk. At each start, the agent writes all
-files again from the ledger file, because a power failure may have emptied or removed files. On most nodes, /var/run is
-in memory.
+files again from the ledger file. A power failure may have emptied or removed files, and on most nodes /var/run is in
+memory, so a reboot removes the files there.
 
 The device metadata (KEP-5304) of a request is in the directory of the agent's claim files
 (`deviceplugin.register.claim_files`). The agent writes the metadata before the CDI file that mounts the metadata, and
@@ -133,7 +133,7 @@ def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[s
             {
                 "hostPath": checked_text(mount.host, "a mount"),
                 "containerPath": checked_text(mount.container, "a mount"),
-                # For a device plugin's mounts, the runtime uses the same options (CRI mounts of containerd).
+                # containerd uses the same options for the mounts of a device plugin (CRI mounts).
                 "options": ["rbind", "rprivate", "ro" if mount.readonly else "rw"],
             }
             for mount in edits.mounts
@@ -338,8 +338,9 @@ class ClaimFiles:
         For each request there is one CDI device, so that a container gets the edits of each of its requests once. In
         the response, only the request's first device has the CDI device's ID. The ID must not depend on the allocation,
         because the kubelet adds a new response to the response that it has stored (kubelet 1.36, cm/dra/claiminfo.go:
-        addDevice), and the runtime does not start a container with an unknown CDI device. The spec has the CDI device
-        under a second name as well, which contains the names of the devices as evidence of their holder.
+        addDevice), and the runtime does not start a container with an unknown CDI device. The spec also has the CDI
+        device under a second name. This name contains the names of the devices, so that the file is evidence of the
+        devices that the claim holds.
 
         Raises ClaimError if edits contradict each other, CdiError if a device node is missing or the edits cannot be
         written as CDI, LookTimeoutError if the read of a device node hangs.
@@ -386,8 +387,8 @@ class ClaimFiles:
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Call a function that reads or changes files. If this task is cancelled, first wait until the call has ended.
 
-        The wait, which has a time limit, keeps the next call for the claim from changing the claim's files at the same
-        time. Raises CdiError, also if the file system hangs.
+        Without this wait, the next call for the claim could change the claim's files at the same time. The wait has a
+        time limit. Raises CdiError, also if the file system hangs.
         """
         if self.looks.hanging:
             raise CdiError(self.looks.hanging)

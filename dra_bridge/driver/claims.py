@@ -33,8 +33,8 @@ _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
 class Awaited:
     """The event for which a refused claim waits.
 
-    devices: the devices that the claim should get, or had before. outlook: returns whether the claim may get these
-    devices soon.
+    devices: the devices that the claim should get, or had before. outlook: a function that returns whether the claim
+    may get these devices soon.
     """
 
     devices: Collection[DeviceKey]
@@ -284,7 +284,7 @@ def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]
 
 
 def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
-    """Yield the fields that the type does not have: msgspec ignores such fields, unless the type forbids them."""
+    """Yield the fields that the type does not have. By default, msgspec ignores such fields."""
     if isinstance(info, msgspec.inspect.UnionType):
         # If objects of several types are permitted, assume the type with the fewest unknown fields.
         problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]
@@ -328,8 +328,8 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     prepared. metadata: the texts of the claim's metadata files, by request. withheld: the requests whose CDI devices
     are not in the CDI file, because one of their devices is unplugged, or because another holder can open one of its
     nodes. stale: device numbers that were removed from the CDI file, but whose nodes the claim's containers may still
-    be able to open. starts: how often the kubelet had begun to start each container when `stale` was removed; None if
-    this was not read yet.
+    be able to open. starts: how often the kubelet had begun to start each container when the numbers in `stale` were
+    removed; None if these counts have not been read yet.
     """
 
     devices: tuple[PreparedDevice, ...]

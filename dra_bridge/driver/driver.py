@@ -50,7 +50,7 @@ class DriverNode:
 
     pool: the pool's name, which is the node's name. agent: the agent's name, which the claims' files state. report:
     whether to write `status.devices` of claims, which costs a GET and a PATCH for each claim. boot: the id of the
-    node's boot; "" to use the kernel's boot id. cdi_looks: runs all reads and writes of `cdi_directory`.
+    node's boot; "" to use the kernel's boot id. cdi_looks: the thread for all reads and writes of `cdi_directory`.
     """
 
     pool: str
@@ -141,7 +141,8 @@ class Driver:
     async def _answers(
         self, tasks: Mapping[ClaimRef, asyncio.Task[_T]], remaining: float | None = None
     ) -> dict[str, _T | ClaimError]:
-        # If the call is cancelled, the work that has begun continues, and the caller's next call returns its result.
+        # If the call is cancelled, the work for its claims continues, and the caller's next call for these claims
+        # returns the results.
         latest = self._call_deadline
         deadline = latest if remaining is None else min(latest, max(0.0, remaining - RESERVE))
         if tasks:

@@ -32,7 +32,7 @@ class DriverHost:
         return False
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
-        """Return, for each resource, its qualifier in the names of published devices.
+        """Return, for each resource, the qualifier that the names of its published devices contain.
 
         A resource that is missing in the result has no published devices yet.
         """
@@ -46,9 +46,10 @@ class DriverHost:
         return RunningPods()
 
     def last_running_pods(self) -> RunningPods:
-        """Return the result of the last reading of the running pods.
+        """Return the newest result of `running_pods`, without reading the pods again.
 
-        While claims wait for devices, the agent reads the pods every few seconds.
+        The result is recent enough for claims that wait for devices, because the agent then reads the pods every few
+        seconds.
         """
         return RunningPods()
 

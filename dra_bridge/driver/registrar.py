@@ -204,7 +204,7 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
     """The kubelet's directory `plugins_registry`, which is read once for all drivers of this process.
 
     own: the agent's directory with the ledger file. instance: the beginning of the random part of the sockets' names.
-    It depends on `own`, so that an agent finds the sockets of its former processes.
+    It is computed from `own`, so that an agent finds the sockets of its former processes.
     """
 
     def __init__(self, own: Path, registry: Path, poll: float = POLL) -> None:
@@ -222,8 +222,9 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
     def prepare(self) -> None:
         """Create the directory. The first call also removes the sockets of this agent's killed processes. Blocks.
 
-        No process listens at these sockets. Sockets of former drivers of this agent are included. An agent of a former
-        version had a second socket for each driver, the endpoint, in `own`.
+        A socket is removed only if no process listens at it. Sockets of drivers that this agent does not have any more
+        are removed too. In earlier versions, an agent had a second socket for each driver in `own` (the endpoint);
+        these sockets are also removed.
         """
         self.registry.mkdir(parents=True, exist_ok=True)
         with self._sweeping:
@@ -278,7 +279,7 @@ class Registrar:
         return self.statistics.registered and self._registered_by == present
 
     def follow(self) -> None:
-        """Report the health of the driver's present resources. Call this method when the resources have changed."""
+        """Report the health of the driver's present devices; to be called when the driver's resources have changed."""
         if self._health is not None:
             self._health.follow()
 
@@ -335,7 +336,8 @@ class Registrar:
                 wait = made_at + self._timing.patience - time.monotonic()
                 if wait <= 0:
                     return
-            # When the kubelet ends, it closes the streams of the resources. Then their registrations need file events.
+            # While the driver is registered, this loop needs no file events of the kubelet's directory. When the
+            # kubelet ends, it closes the ListAndWatch streams, and then `PluginRegistration` requests these events.
             polled = (self._kubelet,) if self._kubelet is not None and self.statistics.registered else ()
             await watch.wait(wait, filewatch.AT_REST, polled=polled)
         _LOG.warning("the socket was removed; making a new one", extra={"driver": self.driver.name})

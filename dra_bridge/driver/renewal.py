@@ -61,7 +61,8 @@ class _DevicesNow:
     nodes: the CDI entries of the devices' nodes. own: for each device, its identity tokens (such as device numbers)
     that no other device has. former: tokens of nodes to remove from the spec, except nodes in `nodes`. known: the
     devices' tokens in the register. lost: device numbers in the register that are neither in the spec nor numbers of
-    the devices now. away: whether a device is unplugged or is other hardware now.
+    the devices now. away: whether a device is unplugged or is other hardware now, or its nodes cannot be read or are
+    newer than the inventory.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -97,7 +98,8 @@ class ClaimRenewal:
         """The UIDs of claims whose containers may still open nodes with numbers that are not in the CDI file any
         more."""
         self._since: dict[str, float] = {}
-        """For each UID in `_leaving`, when the file was last written or `starts` were read (monotonic seconds)."""
+        """For each UID in `_leaving`, when the file was last written or `Prepared.starts` was read (monotonic
+        seconds)."""
 
     async def keep(self) -> None:
         """Renew CDI files after each change of an inventory, and try again for waiting claims, until cancelled."""
@@ -130,7 +132,8 @@ class ClaimRenewal:
             seen, tried = now, count
             if claims:
                 await asyncio.sleep(CHECK)
-            # A change of the served resources causes no notification, and matters only if there are claims.
+            # This loop is not notified of a change of the served resources. So it checks them every `CHECK` seconds
+            # while the driver has claims.
             await changes.after(count, CHECK if self._records.all() else REST)
             await asyncio.sleep(DEBOUNCE)
 
@@ -255,7 +258,7 @@ class ClaimRenewal:
         return found, error
 
     async def look_left(self, uid: str) -> bool:
-        """Record that a claim's stale numbers are not in use any more, if the containers that had them have ended.
+        """Record that a claim's stale device numbers are unused, if all containers that could open them have ended.
 
         Returns whether this was recorded. The caller has the claim's lock. Raises CdiError, ClaimError, LedgerError,
         LookTimeoutError, OSError.

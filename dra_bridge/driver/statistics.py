@@ -11,9 +11,10 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """Statistics of one kind of call (Prepare or Unprepare), counted for each claim.
+    """Statistics of Prepare or of Unprepare. A call with several claims counts once for each claim.
 
-    done: number of successful calls. failures: number of failed calls, by reason. durations: durations of all calls.
+    done: number of claims with success. failures: number of claims with an error, by reason. durations: seconds for
+    each claim.
     """
 
     done: int = 0

@@ -1,11 +1,11 @@
 """Computes which pods a kubelet restart would end now, and which moves of devices endanger pods. Pure functions.
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
-the pod that it is admitting, the kubelet ignores `limits` that are satisfied by a claim. For the pods that it has
-admitted before, it counts such `limits` (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586).
-The kubelet compares the sum of the `limits` with the Node's `status.allocatable`, or with the number of ids in its
-checkpoint if that number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The kubelet ends a running
-pod whose `limits` do not fit into this number.
+the pod that is being admitted, the kubelet ignores `limits` that are satisfied by a claim. For the pods that are
+already admitted, the kubelet counts such `limits` (removeMissingExtendedResources, lifecycle/predicate.go;
+kubernetes#124586). The kubelet compares the sum of the `limits` with the Node's `status.allocatable`, or with the
+number of ids in its checkpoint if that number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The
+kubelet ends a running pod whose `limits` do not fit into this number.
 
 So a restart can end a pod that has devices from the device plugin, if older pods have devices for their `limits`
 through DRA. After its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if the pods
@@ -24,8 +24,8 @@ from deviceplugin.register.records import Claim, RegisterSnapshot
 from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
-"""Assumed seconds from the creation of a pod to the claim that the scheduler makes for the pod's `limits`. The agent
-knows only when the claim got its devices."""
+"""Assumed seconds from the creation of a pod to the time when the scheduler's claim for the pod's `limits` gets its
+devices. The agent knows only this time, not when the pod was created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
     """Return the pods that have devices of a resource by their `limits`, with an assumed time of creation.
 
-    The assumed time is when the pod got its devices; for a claim, `AGE` seconds earlier. A pod that has waited longer
-    than `AGE` for its claim is older than assumed. A pod with devices of the device plugin has its UID as title, "" if
-    the UID is not known yet.
+    The assumed time is when the pod got its devices; for a pod with a claim, `AGE` seconds earlier. A pod that has
+    waited longer than `AGE` for its claim is older than assumed. A pod with devices of the device plugin has its UID as
+    title, "" if the UID is not known yet.
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}

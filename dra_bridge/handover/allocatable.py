@@ -135,7 +135,7 @@ class AllocatableStatus:
             await self._changes.after(seen, rest)
 
     async def _put(self, resource: str, number: int) -> bool:
-        """Write a number, or the number in `_most` if that is smaller, into the Node. Return whether this succeeded."""
+        """Write the smaller of `number` and the number in `_most` into the Node. Return whether the write succeeded."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
             if not await self._status.write(resource, number):
@@ -149,8 +149,7 @@ class AllocatableStatus:
         The result is infinite while the Node shows a larger number, and 0 or less once no such pod can arrive.
 
         began: when the lowering began (monotonic seconds). If the kubelet writes its own number every second, the lower
-        number never stays for a full second. In that case, the method uses half the grace period after twice the grace
-        period has passed since `began`.
+        number never stays for `GRACE` seconds. So after `2 * GRACE` seconds since `began`, half of `GRACE` is enough.
         """
         shown = self._numbers.get(resource)
         if shown is None:
@@ -183,7 +182,8 @@ class AllocatableStatus:
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
         """Wait until the kubelet counts these ids as healthy, at most `TAKEN` seconds.
 
-        Return the number of all ids of the resource that the kubelet counts as healthy; 0 if the time was too short.
+        Return the number of all ids of the resource that the kubelet counts as healthy, or 0 if the wait takes longer
+        than `TAKEN` seconds.
         """
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):

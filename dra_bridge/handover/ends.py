@@ -66,8 +66,8 @@ class _ClaimQuery:
     """The repeated reads of the claim that prevents the move of a device.
 
     waits: the delays between two reads of the claim. claim: the claim's namespace/name; "" if no such claim is known.
-    device: the device in the claim's allocation; None if the claim is for a pod's `limits` and has any device of the
-    resource. due: when to read the claim again (monotonic seconds).
+    device: the device to look for in the claim's allocation; None to look for any device of the resource, in a claim
+    for a pod's `limits`. due: when to read the claim again (monotonic seconds).
     """
 
     waits: Backoff
@@ -95,9 +95,10 @@ class MovesToPlugin:
     (`dra_bridge.handover.admission`).
 
     queries: the reads of claims, by (device, sequence number of the device's record), so that each move begins with a
-    new read. waits: returns the delays between two reads of a claim. limited: whether pods have, or may get, devices of
-    the resource by their `limits` through DRA. It becomes True when the ledger (the file of records) names such a pod.
-    It becomes False when the ledger file names no such pod, and either a list of claims names none or no device waits.
+    new read. waits: a function that returns the delays between two reads of a claim. limited: whether pods have, or may
+    get, devices of the resource by their `limits` through DRA. It becomes True when the ledger (the file of records)
+    names such a pod. It becomes False when the ledger file names no such pod, and either a list of claims names none or
+    no device waits.
     """
 
     moved: MovedResource
@@ -105,8 +106,8 @@ class MovesToPlugin:
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
     limited: bool = False
     _limits: _ClaimQuery | None = None
-    """The next read of the claims that give pods devices for `limits`; None while `limited` depends on the ledger file
-    alone."""
+    """The next read of the claims that give pods devices for their `limits`. None if the ledger file alone determines
+    `limited`."""
 
     async def commit(
         self,
@@ -197,7 +198,8 @@ class MovesToPlugin:
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
-            # The claim in the ledger file may be unprepared soon, so this claim is read first and without a delay.
+            # A device with a claim in the ledger file gets a new query for this claim, without a delay from earlier
+            # reads.
             if (claim := prepared.get(name)) is not None:
                 self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}

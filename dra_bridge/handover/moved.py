@@ -19,8 +19,8 @@ from dra_bridge.handover.planner import ALL, Movable, Moving
 class Allocated:
     """The devices of this node in the allocations of claims, from one consistent list of all claims.
 
-    at: when the list began (monotonic seconds). claims: for each (resource, device), the claim's namespace/name.
-    limits: those keys of `claims` whose claim the scheduler made for a pod's `limits`.
+    at: when the request for the list began (monotonic seconds). claims: for each (resource, device), the claim's
+    namespace/name. limits: those keys of `claims` whose claim the scheduler made for a pod's `limits`.
     """
 
     at: float
@@ -86,7 +86,7 @@ class DriverSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MovedResource:
-    """One resource whose devices move. moving: selects the devices that may move. name: the resource's name."""
+    """One resource whose devices may move. moving: selects the devices that may move. name: the resource's name."""
 
     endpoint: Endpoint
     inventory: Inventory

@@ -37,8 +37,9 @@ def needed_by(
 ) -> dict[DeviceKey, str]:
     """Return the devices that must move to DRA for a driver's refused claims, or go on moving; for each, the reason.
 
-    Pods may hold these devices. Otherwise pods that come and go could have a claim's device without a pause, and each
-    Prepare would find it held. A device that has moved since the claim was refused does not have to move again.
+    Devices are included even if pods hold them. Otherwise a sequence of pods could hold a claim's device without a
+    pause, and each Prepare would find it held. A device that has moved since the claim was refused does not have to
+    move again.
     """
     needed: dict[DeviceKey, str] = {}
     for claim in (claim for (of, _), claim in refused.items() if of == driver):
@@ -56,7 +57,7 @@ def needed_by(
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Selects the devices that one handover moves: devices in the slices of `driver`, and devices in no slices.
+    """Selects the devices that one handover moves: those in the slices of `driver`, and those in no driver's slices.
 
     leaving: whether to select only the devices in the slices of `driver`, because it is the resource's former driver.
     """
@@ -116,16 +117,16 @@ class Movable:
         refused: Mapping[RecordKey, RefusedClaim],
         driver: str,
     ) -> Self:
-        """Return these devices, with the devices that are held, expected and needed.
+        """Compute `held`, `expected` and `needed` from the register's snapshot `now`, and return the object.
 
-        refused: the refused claims. driver: the driver whose claims count.
+        refused: the claims whose last Prepare was refused. driver: only claims of this driver make devices needed.
         """
         held, expected = held_and_expected(now)
         needed = needed_by(now, refused, driver, together) if refused else NONE
         return cls(now, resource, states, together, held, expected | needed.keys(), needed)
 
     def with_groups(self, leaders: Iterable[str]) -> frozenset[str]:
-        """Return these leaders and the devices of this resource that must move together with them."""
+        """Return these leaders of groups, and the devices of this resource that must move together with them."""
         names: set[str] = set()
         for leader in leaders:
             for of, name in self.together[leader]:
@@ -201,9 +202,9 @@ def _choose(
 ) -> tuple[str, ...]:
     """Choose `count` of the candidates to move to a side. there: the devices that are already on this side.
 
-    Devices in the state `turning` (held devices first) are chosen first, because only their present move is reversed.
-    Then groups are chosen, in this order of preference: groups with an idle device; groups of which some devices are
-    already on this side or chosen; groups that fit into the rest of `count`.
+    Devices in the state `turning` are chosen first (the held ones before the idle ones), because for them it is enough
+    to reverse the present move. Then groups are chosen, in this order of preference: groups with an idle device; groups
+    of which some devices are already on this side or chosen; groups that fit into the rest of `count`.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []
@@ -230,7 +231,7 @@ def _choose(
                 continue
             idle_names += len(idle)
             price = (
-                not idle,  # Prefer groups with an idle device, because it can move at once.
+                not idle,  # Prefer groups with an idle device, because an idle device can move at once.
                 -begun if len(group) > 1 else 0,  # Prefer groups of which some devices have already moved.
                 len(rest) > missing,  # Avoid moving only a part of a group.
                 -min(len(idle), missing),  # Prefer groups of which most devices move at once.
@@ -281,7 +282,7 @@ class FollowingMove(NamedTuple):
 
 
 def followers(movable: Movable) -> list[FollowingMove]:
-    """Return the moves to begin for refused claims, and so that all devices of a group are on the same side.
+    """Return the moves to begin for refused claims, and the moves that bring all devices of a group to one side.
 
     A device moves to the side of its group's leader. If one device of a group moves to DRA for a claim, all devices of
     the group move to DRA.
@@ -304,7 +305,7 @@ def followers(movable: Movable) -> list[FollowingMove]:
 
 
 def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
-    """Return groups of devices that belong together: by links, or if links give no groups, by NUMA nodes."""
+    """Return groups of devices that are linked, or if links give no groups, of devices with the same NUMA nodes."""
     if links and (linked := link_groups(devices, links)):
         return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}

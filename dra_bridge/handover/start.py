@@ -63,7 +63,7 @@ class MoveStarter:
             movable = self.moved.movable()
             wanted = self._planned(movable, limited=limited)
             if not (wanted.to_dra and await self._announced(movable, wanted.to_dra)):
-                # After a wait, the next iteration chooses again, because pods may have got other devices meanwhile.
+                # If `_announced` has waited, choose again, because pods may have got other devices meanwhile.
                 break
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
         self.draining = movable.with_groups(wanted.draining)
@@ -107,14 +107,14 @@ class MoveStarter:
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
                 # No device returns to the device plugin before all pods with devices by limits through DRA have ended.
-                # With `drain` "cordon", all devices begin to move there, so that no new pod can get one through DRA.
-                # Later the moves of the devices that the share assigns to DRA are reversed.
+                # With `drain` "cordon", all devices begin to move to the device plugin, so that no new pod can get a
+                # device through DRA. Later, the moves are reversed for those devices that the share assigns to DRA.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(movable, wanted.to_dra):
             return wanted
         chosen: list[str] = []
-        # A device that a pod holds is not withdrawn now, but leaves the device plugin when it is idle.
+        # Only idle devices are withdrawn now. A device that a pod holds leaves the device plugin when it is idle.
         for name in plan(leaders, held, self.share, "wait", linked, expected).to_dra:
             if self._may_leave(movable, [*chosen, name]):
                 chosen.append(name)

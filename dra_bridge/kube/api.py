@@ -40,8 +40,8 @@ RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 def is_older(body: Object, than: Object) -> bool:
     """Return whether `body` is an older state of an object than `than`, by their resource versions.
 
-    Resource versions are compared as numbers. Kubernetes permits this since 1.35. In older versions, these numbers
-    increase as well.
+    Resource versions are compared as numbers. Kubernetes permits this since 1.35. In older versions, the API server's
+    resource versions are increasing numbers as well.
     """
     version, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, than))
     return version.isdecimal() and other.isdecimal() and int(version) < int(other)

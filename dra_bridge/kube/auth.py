@@ -26,14 +26,14 @@ from deviceplugin.looks import Looks, LookTimeoutError
 from dra_bridge.kube.kubeconfig import Credentials, Failure, KubeConfigError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""The directory with a pod's token and the cluster's CA, which the kubelet writes."""
+"""The directory into which the kubelet writes a pod's token and the cluster's CA."""
 
 NAMESPACE: Final = "dra-bridge"
 """The namespace of agents outside of pods, and the default namespace of the objects that `manifests` makes."""
 
 TOKEN_AGE: Final = 60.0
-"""Seconds after which the client reads the token's file again, as client-go does. The kubelet writes a new token long
-before the old token expires."""
+"""Seconds after which the client reads the token's file again, as client-go does. A delay is harmless, because the
+kubelet writes a new token long before the old token expires."""
 
 EXEC_TIMEOUT: Final = 120.0
 """Maximum seconds to read a kubeconfig. The time includes a login, for which a credential plugin may ask the user."""
@@ -52,10 +52,10 @@ _ANSWER: Final[msgspec.json.Decoder[Credentials | Failure]] = msgspec.json.Decod
 class Access:
     """The address of an API server, and what a client needs to connect to it.
 
-    authorize: returns the Authorization header, "" for none. Its argument: whether the server refused the last header
-    (401), so that a new header is needed. The function raises KubeConfigError or OSError if there are no credentials.
-    proxy: the URL of an HTTP proxy, "" for none. server_name: the name in the server's certificate, "" if this name is
-    the URL's host. source: the file or option from which these values come, for messages.
+    authorize: a function that returns the Authorization header, "" for none. Its argument: whether the server refused
+    the last header (401), so that a new header is needed. The function raises KubeConfigError or OSError if there are
+    no credentials. proxy: the URL of an HTTP proxy, "" for none. server_name: the name in the server's certificate, ""
+    if this name is the URL's host. source: the file or option from which these values come, for messages.
     """
 
     url: str
@@ -138,7 +138,7 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _TokenFile:
-    """Returns the Authorization header with a bearer token from a file that another program renews; "" without a file.
+    """Returns the Authorization header, with a bearer token from a file that another program renews; "" without a file.
 
     If the file cannot be read in time, the previous token is used. Raises OSError if there is no previous token, or if
     the server has refused it.

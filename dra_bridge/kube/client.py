@@ -1,8 +1,8 @@
 """The client of one API server: reads, writes and watches objects, which are dicts in the form of their JSON.
 
-Many agents use one API server, so the client never polls. After a failure, the client connects again after random waits
-of up to half a minute, so that agents which lose a server at the same time do not all return at the same time. The
-client logs once when the server becomes unreachable, and once when it responds again.
+Many agents use one API server, so the client watches objects and never polls. After a failure, the client connects
+again after random waits of up to half a minute, so that agents that lose a server at the same time do not all connect
+again at the same time. The client logs once when the server becomes unreachable, and once when it responds again.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Cluster:
         return await self._exchange(forms.CLAIM, "GET", api.RESOURCE_CLAIMS, name, namespace)
 
     async def allocated_claims(self) -> list[Object]:
-        """Return all allocated ResourceClaims at one moment, with only their allocations and the pods using them."""
+        """Return all allocated ResourceClaims at one moment, each with only its allocation and the pods that use it."""
         claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS)
         return [claim.body() for claim in claims if claim.results]
 
@@ -387,7 +387,8 @@ class Cluster:
                 position = ""
                 state.failed(error)
                 if time.monotonic() - opened >= 1.0:
-                    # The next try still comes after the first wait, because the server may end each new watch soon.
+                    # Even after a watch that was open, the next try comes after a wait, because the server may end each
+                    # watch soon.
                     backoff.reset()
                 wait = backoff.next()
                 if isinstance(error, GoneError):
@@ -402,7 +403,7 @@ class Cluster:
                         self._discovery.forget()
                     if broken:
                         wait = self._connection.apart()
-                    # The server sends the same number of seconds to all clients, so the random wait is added to it.
+                    # The server sends the same Retry-After to all clients, so this time is added to the random wait.
                     wait += min(error.retry_after, backoff.most)
                 refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
                 if refused and not warned:

@@ -119,7 +119,7 @@ class Connection:
         return await self.exchange(ApiRequest(method, path), forms.JSON)
 
     async def exchange(self, request: ApiRequest, form: Form[T], most: int | None = None) -> T:
-        """Send a request, and decode the response. form: decodes the response. most: maximum bytes of the response.
+        """Send a request, and decode the response. form: the response's encoding. most: maximum bytes of the response.
 
         Raises ApiError if the server refuses the request or does not respond, OversizedError if the response is larger
         than `most`.
@@ -187,7 +187,7 @@ class Connection:
     ) -> Response:
         """Send a request with the credentials. If the server refuses them (401), send it again with new credentials.
 
-        send: a function like `HttpClient.request`. more: its further arguments.
+        send: a function like `HttpClient.request`. more: further arguments for `send`.
         """
         sent: Mapping[str, str] | None = None
         for refused in (False, True):

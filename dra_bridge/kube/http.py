@@ -165,7 +165,10 @@ class HttpClient:
     def stream(
         self, method: str, target: str, headers: Mapping[str, str]
     ) -> contextlib.AbstractAsyncContextManager[Response]:
-        """Return a context that sends a request. In it, the body of a response with status 200 can be read by lines."""
+        """Return a context manager that sends a request.
+
+        Inside the context, the body of a response with status 200 can be read by lines.
+        """
         return self._exchange(method, target, headers, streamed=True)
 
     @contextlib.asynccontextmanager

@@ -150,8 +150,8 @@ def _content(path: str | None) -> bytes | None:
 def _user(merged: Any) -> tuple[dict[str, Any], Path]:
     """Return the user of the current context ({} if it names no user), and the path of the file with this user.
 
-    If the command of a credential plugin contains a slash, the command is relative to the directory of this file, which
-    the library does not know. So the function makes the command absolute.
+    If the command of a credential plugin contains a slash, the command is relative to the directory of this file. The
+    library does not know this directory, so the function makes the command absolute.
     """
     context = merged["contexts"].get_with_name(merged["current-context"])
     name = context["context"].safe_get("user")

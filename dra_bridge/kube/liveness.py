@@ -45,9 +45,9 @@ class Failing:
 class WatchState:
     """The known state of a watch. `Cluster.follow` keeps it up to date.
 
-    patience: seconds without data from the server after which the watch's data may be out of date. heard_at: when the
-    server last sent a list, an event or a bookmark (monotonic seconds), None if it never did. failing: the failure
-    because of which the watch is not open, None if there is none.
+    patience: the watch's data may be out of date after this number of seconds without data from the server. heard_at:
+    when the server last sent a list, an event or a bookmark (monotonic seconds), None if it never did. failing: the
+    failure because of which the watch is not open, None if there is none.
     """
 
     patience: float = float("inf")
@@ -56,7 +56,7 @@ class WatchState:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has tried to watch. An agent that waits for the end of another agent does not try."""
+        """Whether the client has tried to watch; False while an agent waits until another agent on the node ends."""
         return self.heard_at is not None or self.failing is not None
 
     def heard(self) -> None:

@@ -146,14 +146,14 @@ _DAMAGE: Final = frozenset(
         sqlite3.SQLITE_FORMAT,
         sqlite3.SQLITE_MISMATCH,
         sqlite3.SQLITE_SCHEMA,
-        # The file's header requires a newer SQLite for writes. There is no other cause: the directory is writable, and
-        # this process has the lock.
+        # The file's header requires a newer SQLite for writes. The error has no other cause here, because the directory
+        # is writable and this process has the lock.
         sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_TOOBIG,
     }
 )
-"""SQLite's error codes for a wrong content of the file, in contrast to problems of the disk or of permissions."""
+"""SQLite's error codes for a damaged or wrong file. Problems of the disk or of permissions have other codes."""
 
 
 def connected(path: str) -> sqlite3.Connection:
@@ -359,7 +359,7 @@ class Ledger:
         self._logged += 1
 
     def _copied(self) -> Copy | None:
-        """Return the copy if it is of this boot and newer than the ledger. The ledger then lacks commits."""
+        """Return the copy of the allocations if it is of this boot and newer than the ledger (which lacks commits)."""
         try:
             copy = copies.read(self.copy)
         except (OSError, msgspec.MsgspecError) as error:
@@ -401,7 +401,8 @@ class Ledger:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            # A MemoryError has no error code of SQLite: a damaged length field in the file asks for gigabytes.
+            # A MemoryError has no error code of SQLite. Its cause is a damaged length field in the file that requests
+            # gigabytes.
             code = getattr(error, "sqlite_errorcode", None)
             if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error

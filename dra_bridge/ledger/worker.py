@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 _Asked = tuple[Operation[Any], asyncio.Future[Any]]
 
 DEADLINE: Final = 5.0
-"""Seconds within which an operation must be recorded. A sync to a slow, busy disk takes one or two seconds."""
+"""Maximum seconds to record an operation. A sync to a slow, busy disk takes one or two seconds."""
 CLOSING: Final = 2.0
 """Maximum seconds to close the file. After a longer time, the kernel releases the lock when the process ends."""
 
@@ -25,10 +25,10 @@ CLOSING: Final = 2.0
 class AsyncLedger:
     """The ledger for one event loop, with a thread for its file.
 
-    An operation that changes nothing needs no thread. The event loop blocks for a short time while changes that need no
-    sync are written, because the kernel keeps such a write in memory. (In a measurement with four pods at once on two
-    busy cores, the return from a thread took longer than the rest of an Unprepare.) Operations that arrive during a
-    commit are committed together afterwards.
+    An operation that changes nothing needs no thread. Changes that need no sync are written in the event loop. The loop
+    blocks only for a short time, because the kernel keeps such a write in memory. (In a measurement with four pods at
+    once on two busy cores, the return from a thread took longer than the rest of an Unprepare.) Operations that arrive
+    during a commit are committed together afterwards.
 
     If the file system hangs, waiting operations fail after `DEADLINE` seconds, and new operations fail at once until
     the file system answers again. The operation that the thread was executing may still be recorded; the record of such

@@ -220,7 +220,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Let the driver in the resource's source publish the devices, once the devices have left other drivers."""
+        """Make the driver that the resource's source names publish the devices, once they have left other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -238,14 +238,14 @@ class Bridge(ClaimSide):
     def brought(self, resource: str, parent: str) -> None:
         """Apply the policy of a source to a resource that this source has added (`child_sources`).
 
-        parent: the resource of the source. If it is "", the resource is of a vendor's plugin and in no config, and its
-        devices leave their driver.
+        parent: the resource of the source. It is "" for the resource of a vendor's plugin that is in no config; the
+        devices of such a resource leave their driver.
         """
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """React after another plugin has registered a resource with the kubelet, and so bypasses this agent."""
+        """React after another plugin has registered a resource with the kubelet, so that it bypasses this agent."""
         for runtime in self.drivers.values():  # Drivers that the config does not name any more are included.
             runtime.contested(resource, reason)
 

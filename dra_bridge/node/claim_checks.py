@@ -114,7 +114,11 @@ class ClaimChecks:
     async def _name_from_server(
         self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
-        """Add names to claims that are known only from CDI files, and unprepare claims that no longer exist."""
+        """Complete or unprepare the claims that are known only from CDI files.
+
+        A CDI file does not have the claim's name, so the names are read from a list of all claims. Claims that are not
+        in this list no longer exist, and are unprepared.
+        """
         records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:

@@ -30,7 +30,8 @@ DEADLINE: Final = 240.0
 """Maximum seconds to list all claims: less than the 300 s for which etcd keeps the revision of the list's first page
 (kube-apiserver compacts)."""
 REST: Final = 1.0
-"""Seconds of pause after a list of claims for each second that this list took, because a list transfers all claims."""
+"""Maximum pause after a list of claims, as a multiple of the list's duration. The pause limits the load, because each
+list transfers all claims."""
 LONGEST_REST: Final = 60.0
 
 

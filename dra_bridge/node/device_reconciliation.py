@@ -40,8 +40,8 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClusterError, EvidenceSource.API_SERVER),
     (TimeoutError, EvidenceSource.API_SERVER),
 )
-"""For each type of error, the source of evidence that cannot be read. A scan itself reports the other sources that it
-cannot read."""
+"""For each type of error, the source of evidence that cannot be read. Other sources that cannot be read are reported by
+the scan for holders itself."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
 """Types of errors which mean that evidence about devices cannot be read now."""
@@ -200,7 +200,7 @@ class DeviceReconciler:
             await served.changed.wait()
 
     def forget_unlisted(self, served: ResourceRuntime) -> None:
-        """Mark unplugged devices as not reconciled, because they may have other holders when they are plugged in."""
+        """Mark unplugged devices as not reconciled: they may have other holders when they are plugged in again."""
         resource, listed = served.service.resource, served.listed.devices
         gone = {key for key in self.context.evidence.reconciled if key[0] == resource and key[1] not in listed}
         self.context.evidence.reconciled.difference_update(gone)
@@ -287,7 +287,7 @@ class DeviceReconciler:
                 backoff.reset()
 
     async def resolve(self) -> None:
-        """Try once to reconcile quarantined devices, because the evidence about them may be consistent by now."""
+        """Try once to reconcile quarantined devices, because the evidence about them may no longer be contradictory."""
         for resource, served in tuple(self.context.resources.items()):
             records = self.context.ledger.snapshot.of(resource)
             names = [

@@ -35,7 +35,7 @@ DEBOUNCE: Final = 0.2
 """Seconds from a change of claims to the update of device lists, moves and slices, so that pods that start together
 cause one update."""
 ALARMS: Final = 600.0
-"""Seconds between two Events about the same kind of writes by other programs into the driver's pool."""
+"""Minimum seconds between two Events about one kind of writes by other programs into the driver's pool."""
 
 
 class DriverRuntime:
@@ -200,7 +200,7 @@ class DriverRuntime:
                 _LOG.exception("not all components were notified of a change of devices", extra={"driver": self.name})
 
     def _notify(self) -> None:
-        """Send new device lists and slices, and wake the moves, because other devices may have to move, too."""
+        """Send new device lists and slices. Wake the moves, because other devices may have to move now."""
         for runtime in self.resources.values():
             runtime.service.endpoint.refresh()
             runtime.handover.look()
@@ -256,7 +256,7 @@ class DriverRuntime:
             runtime.handover.wake()
 
     def contested(self, resource: str, reason: str) -> None:
-        """Stop offering free devices of an adopted resource whose plugin bypasses this agent, and write an Event."""
+        """Stop offering free devices of an adopted resource whose plugin bypasses this agent. Write an Event."""
         runtime = self.resources.get(resource)
         if runtime is None or runtime.service.vendor is None or not runtime.service.endpoint.kept_back:
             return

@@ -33,7 +33,7 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 FIRST: Final = 5.0
-"""Maximum seconds that the first write of the Lease waits until the watch has listed the Lease."""
+"""Maximum seconds for which the first write of the Lease waits for the watch to list the Lease."""
 LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
 
 
@@ -56,8 +56,8 @@ class NodeLease:
         self.reports: dict[str, str] = {}
         self._seen: Object | None = None
         self._deleted = ""
-        """The UID of the last Lease whose deletion the watch has reported. The response to the create request of this
-        Lease may arrive after this report."""
+        """The UID of the last Lease whose deletion the watch has reported. The response to the request that created
+        this Lease may arrive after the report of its deletion."""
         self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property

@@ -28,10 +28,10 @@ INITIALIZED: Final = "karpenter.sh/initialized"
 class NodeWatch:
     """Follows the Node object of this node.
 
-    annotated: a function that is called when the Node's annotations change, or when a new Node has this name.
-    allocatable: receives the numbers in `status.allocatable`. annotations, uid: annotations and UID of the last read
-    Node, even if this Node was deleted since; None and "" before the first read. gone: whether no Node of this name
-    exists. state: the state of the watch.
+    annotated: a function that is called when the Node's annotations change, or when the Node was replaced by a new Node
+    of the same name. allocatable: receives the numbers in `status.allocatable`. annotations, uid: annotations and UID
+    of the last read Node, even if this Node was deleted since; None and "" before the first read. gone: whether no Node
+    of this name exists. state: the state of the watch.
     """
 
     cluster: Cluster
@@ -79,7 +79,7 @@ class NodeWatch:
         return self._known.is_set() and not self._initialized.is_set()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may be given to DRA at once; False while Karpenter has not initialized its node.
+        """Return whether new devices may be given to DRA at once: False until Karpenter has initialized its node.
 
         The method waits at most `NODE_READ` seconds for the Node to be read.
         """
@@ -91,9 +91,9 @@ class NodeWatch:
     async def known(self) -> None:
         """Wait until the Node's annotations were read, and until Karpenter has initialized its node.
 
-        The annotations may request a share: without them, an agent that starts during an outage of the API server would
-        move devices back. Karpenter waits for allocatable devices, so no device may move to DRA before Karpenter has
-        initialized the node.
+        The annotations may request a share. Without them, an agent that starts during an outage of the API server would
+        move the devices of this share back. Karpenter waits for allocatable devices, so no device may move to DRA
+        before Karpenter has initialized the node.
         """
         try:
             async with asyncio.timeout(NODE_READ):

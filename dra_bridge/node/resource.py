@@ -1,4 +1,4 @@
-"""The common state of the objects for DRA on a node: of the node, of each driver, and of each resource of a driver."""
+"""The state that the objects for DRA on a node share: for the node, each driver, and each resource of a driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
-"""Seconds for which another plugin may still get an Allocate after it was last found to bypass the agent."""
+"""Seconds for which a plugin that bypasses the agent may still get an Allocate after its last known registration."""
 
 
 def section(driver: str) -> str:
@@ -50,7 +50,7 @@ def qualifiers_of(settings: Mapping[RecordKey, Setting], driver: str) -> Mapping
 class Order:
     """The order of a resource's devices in the slices, which is computed only when the devices or their links change.
 
-    The slices are computed after each Prepare, and the order of 64 partitions takes longer to compute than a Prepare.
+    The slices are computed after each Prepare, but computing the order of 64 partitions takes longer than a Prepare.
     """
 
     _devices: frozenset[str] = frozenset()
@@ -97,9 +97,9 @@ class ResourceRuntime:
 class DriverContext(DriverHost):
     """The common state of the objects of one driver on this node.
 
-    resources: the driver's present resources, by name. evidence: which devices of the driver were compared with
-    evidence of holders, and why other devices were not. pods: finds out which pods use claims. claims: an event, set
-    when a claim was prepared or unprepared, or when a device begins to move to DRA for a claim.
+    resources: the driver's present resources, by name. evidence: the devices of the driver that were compared with
+    evidence of holders, and the reasons why others were not. pods: finds out which pods use claims. claims: an event,
+    set when a claim was prepared or unprepared, or when a device begins to move to DRA for a claim.
     """
 
     name: str
@@ -116,7 +116,7 @@ class DriverContext(DriverHost):
         self.evidence = self.node.agent.evidence.drivers.setdefault(self.name, DriverEvidence())
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
-        """Return the recorded qualifiers (prefixes of published names) by resource, as far as they are decided."""
+        """Return the recorded qualifiers (prefixes of published names) by resource, without undecided ones."""
         settings = self.ledger.snapshot.settings
         if self._names[0] is not settings:
             self._names = settings, qualifiers_of(settings, self.name)

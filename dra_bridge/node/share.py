@@ -75,7 +75,7 @@ class DriverShare:
     warned: str = ""
 
     def of(self, policy: HandoverPolicy) -> Share:
-        """Return the share in effect for a resource with this policy."""
+        """Return the share that applies to a resource with this policy."""
         return self.share if self.share is not None else policy.share
 
     def read(self, annotations: Mapping[str, str] | None, node: str) -> bool:

@@ -19,8 +19,8 @@ from dra_bridge.slices.foreign import is_own
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
-"""Maximum seconds that the first slices wait until the kubelet has registered the driver and the holders of all devices
-are known."""
+"""Maximum seconds for which the first slices wait for two events: the kubelet has registered the driver, and the
+holders of all devices are known."""
 HOLDERS: Final = 10.0
 """Minimum seconds between two reports if only the holders of devices have changed."""
 RETRY: Final = 5.0
@@ -61,7 +61,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
 
 class SliceFeed:
-    """Passes one driver's wanted slices to the publisher; returns, for moves, which devices no slice offers."""
+    """Passes one driver's wanted slices to the publisher. For moves, it knows since when no slice offers a device."""
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
@@ -70,8 +70,8 @@ class SliceFeed:
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
         self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """For each device that the slices must not have: the ticket of the first slices without it, and when the API
-        server accepted these slices (monotonic seconds; None if not yet)."""
+        """For each device that the slices must not contain: the publisher's ticket of the first slices without the
+        device, and when the API server accepted these slices (monotonic seconds; None if not yet)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
         """The last report, its text without holders, and when this report was made (monotonic seconds)."""
         self._begun = False
@@ -84,7 +84,8 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return the time since which no slice offers a device (monotonic seconds); None if a slice may offer it.
 
-        Slices of other programs are included, and the agent's own slice if another program has added the device.
+        Slices of other programs are checked too, and the agent's own slice, because another program may have added the
+        device.
         """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
@@ -113,8 +114,8 @@ class SliceFeed:
                 # A device may have been plugged in while its record was deleted, so it must be reconciled again.
                 runtime.changed.set()
             rest = first - time.monotonic()
-            # The first slices wait until the driver is registered: before, the start of a pod with a claim fails, and
-            # the kubelet tries again only a minute later. An earlier agent's slices stay until the ledger file was
+            # The first slices wait until the driver is registered. Before that, the start of a pod with a claim fails,
+            # and the kubelet tries again only a minute later. An earlier agent's slices stay until the ledger file was
             # compared with evidence.
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
@@ -143,9 +144,9 @@ class SliceFeed:
 
     def _may_publish(self) -> bool:
         if self._context.node.watch.annotations is None:
-            return False  # Wait for the Node's annotations, by which a rollout may request a pool even without devices.
-        # A driver with resources first needs the published names of their devices. A driver without resources needs no
-        # names: its slices are removed, even if the ledger file was lost together with the names.
+            return False  # The unread Node annotations may request a pool without devices (rollout).
+        # If the driver has resources, the published names of their devices are needed first. A driver without resources
+        # needs no names, because its slices are removed.
         if self._context.resources and not self._context.qualifiers():
             return False
         snapshots = [runtime.listed for runtime in self._context.resources.values()]
@@ -153,7 +154,7 @@ class SliceFeed:
         return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
     async def _begin(self) -> None:
-        """Write the report before the first slices, because these may replace a slice with an older agent's report."""
+        """Write the report before the first slices: these may replace a slice with the report of an older agent."""
         if not self._begun:
             report, _ = self._report()
             self._context.node.lease.report(self._context.name, report)
@@ -191,8 +192,8 @@ class SliceFeed:
         effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         driver = self._context.name
-        # From this annotation, an agent that has lost its ledger reads the published names. By this annotation, the
-        # admission policies recognise a slice of this agent, and permit a former driver to delete the slice.
+        # An agent that has lost its ledger reads the published names from this annotation. The annotation also marks
+        # the slice as one of this agent for the admission policies, which permit a former driver to delete it.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
         # nodes of its group have a pool. So an empty pool is published only in two cases: if a rollout requests it,

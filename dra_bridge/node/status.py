@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
-"""Advice for an update in which the old and the new agent wait for each other."""
+"""Advice for an update (maxSurge) in which the old agent's end and the new agent's start wait for each other."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
 """The effect on pods while the API server cannot be reached."""
 RENEW: Final = (
@@ -58,7 +58,7 @@ class BridgeStatus:
         new_events: list[Event] = []
         now = self._agent.register.snapshot
         before = self._seen if self._seen is not None and self._seen.sequence else now
-        # A ledger that is opened late causes no events for its first content.
+        # The records that the ledger has when it is opened cause no events.
         new_events += events(before, now, time.time())
         self._seen = now
         since = self._node.cluster.statistics.unreachable_since()

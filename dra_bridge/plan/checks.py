@@ -55,7 +55,7 @@ class ResourceUse:
     published: number of devices in ResourceSlices. by_count: for each number of requested devices, the number of pods
     that request this number by `limits`. by_limits: number of devices that scheduled pods have through the device
     plugin. by_dra: number of devices that scheduled pods with `limits` have through DRA. waiting: number of pods that
-    request the resource and have no node yet.
+    request the resource and are not scheduled yet.
     """
 
     resource: str

@@ -16,9 +16,10 @@ FIRST = 32
 def _by_version(
     view: ClusterView, kind: FindingKind, lacks: Callable[[int, Mapping[str, bool]], bool]
 ) -> Iterator[PlanFinding]:
-    """Yield a finding for each kubelet version that lacks a feature, on nodes with devices.
+    """For nodes with devices, yield a finding for each version of a kubelet that lacks a feature.
 
-    lacks: returns whether the feature is missing, by the minor version and the kubelet's feature gates.
+    lacks: a function that returns whether the feature is missing. Its arguments are the kubelet's minor version and
+    feature gates.
     """
     found = defaultdict(list)
     for node in view.device_nodes:

@@ -27,7 +27,7 @@ NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """An input of `plan` that could not be read. what: the plural of a kind, a dump, or another input. reason: why."""
+    """An input of `plan` that could not be read. what: the input, such as the plural of a kind. reason: the cause."""
 
     what: str
     reason: str

@@ -143,7 +143,7 @@ class ClusterView:
 
     @cached_property
     def by_dra(self) -> frozenset[str]:
-        """The pods (namespace/name) that get the devices of their `limits` through DRA."""
+        """The pods (namespace/name) that get the devices for their `limits` through DRA."""
         return frozenset(
             f"{part(claim, 'metadata', 'namespace')}/{pod}"
             for claim in self.objects.of("ResourceClaim")
@@ -219,7 +219,7 @@ def asked_of(pod: Body) -> dict[str, int]:
 
 
 def drivers_of(device_class: Body) -> set[str]:
-    """Return the drivers that the CEL expressions of a DeviceClass name."""
+    """Return the drivers that are named in the CEL expressions of a DeviceClass."""
     expressions = [part(one, "cel", "expression") for one in part(device_class, "spec", "selectors") or ()]
     pattern = r"""device\.driver\s*==\s*["']([^"']+)["']"""
     return {name for text in expressions for name in re.findall(pattern, str(text))}

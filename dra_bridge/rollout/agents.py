@@ -1,7 +1,7 @@
 """Reads the state of devices from each agent's `/status`, through the API server's proxy of pods and nodes.
 
-The report in an agent's Lease is not enough: it has holders only with a delay, and no health, because the API server
-could not handle a write for each such change on many nodes.
+The report in an agent's Lease is not enough, because it has holders only with a delay, and no health. The API server
+could not handle a write of the Lease for each change of holders or health on many nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dra_bridge.kube import (
 )
 
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
-"""The label of all objects of `manifests`, including agents' pods. Every user who may create pods can set the label."""
+"""The label of all objects of `manifests`, including agents' pods. The label proves nothing about a pod, because every
+user who may create pods can set it."""
 BINDING: Final = "dra-bridge"
 """The default name of the ClusterRoleBinding that `manifests` makes for the agents' ServiceAccount."""
 PORT: Final = "metrics"
@@ -99,7 +100,7 @@ _DECODER: Final = msgspec.json.Decoder(_AgentStatus)
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
-    """One device in the `/status` of its agent. holder: "" if the device has no holder, None if that is not known.
+    """One device in the `/status` of its agent. holder: "" if the device has no holder, None if its holder is unknown.
 
     withheld: why the agent offers the device to no pod or claim, "" if it offers the device. state: the device's state
     in the agent's register. waits: the event for which the device's move between plugin and DRA waits. pods: names of
@@ -209,7 +210,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    # On nodes without an agent's pod, the agent runs outside of pods, or there is no agent.
+    # On a node without an agent's pod, an agent may run outside of pods.
     units = sorted(set(nodes) - {node for _, node in asked}, key=natural)
     of_pods, of_units = await asyncio.gather(
         asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked)), _ask_units(cluster, units, turns)
@@ -258,8 +259,8 @@ async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> d
     """Ask the agents outside of pods on these nodes; return each agent's status, or the reason why there is none.
 
     Either all such agents use TLS, or none. First, at most AT_ONCE of the nodes are asked without TLS, and then with
-    TLS. The other nodes are asked only in a way by which one of the first nodes responded. So in a cluster without such
-    agents, only a few requests are sent, for any number of nodes.
+    TLS. The other nodes are then asked only in the way (with or without TLS) in which one of the first nodes responded.
+    So in a cluster without such agents, only a few requests are sent, for any number of nodes.
     """
     first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
     others = sorted(set(nodes) - set(first), key=natural)
@@ -278,7 +279,9 @@ _SCHEMES: Final = ("", "https:")
 
 
 class _UnitAnswer(NamedTuple):
-    """The response of a node's agent. told: its status, or a text that continues the sentence "no pod ... runs there".
+    """The result of a request to an agent outside of pods.
+
+    told: the agent's status, or a text for the message to the user, which begins with "no pod ... runs there".
 
     scheme: the prefix in _SCHEMES with which the agent responded, or None. refused: whether the user lacks the right to
     ask nodes.
@@ -315,7 +318,7 @@ class _Turns(NamedTuple):
 class _NoAnswer(NamedTuple):
     """The reason why a request to an agent returned no status. refused: whether the API server refused the request.
 
-    final: whether the same request would fail in both ways, with TLS and without TLS.
+    final: whether the request would fail both with TLS and without TLS.
     """
 
     reason: str

@@ -168,7 +168,7 @@ def _names(nodes: Sequence[MarkedNode]) -> tuple[str, ...]:
 
 
 def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that marks a Node; None if it is marked already. Marks by other rollouts stay."""
+    """Return the merge patch that marks a Node; None if it has this mark already. Marks by other rollouts stay."""
     marks = marks_of(driver, node["metadata"].get("annotations") or {})
     if marks.disabled and (marks.own or not marks.others):
         return None

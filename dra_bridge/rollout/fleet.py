@@ -40,7 +40,7 @@ def before_annotation(driver: str) -> str:
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
     """A node's recorded state before a rollout began with it. failed: shortened UIDs of earlier failed pods.
 
-    owner: the owner of the rollout that set the present share, see `Goal`; "" in records of older versions.
+    owner: the owner (see `Goal`) of the rollout that has set the present share; "" in records of older versions.
     """
 
     share: str | None
@@ -72,9 +72,10 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
 class NodeView:
     """The state of one driver on one node.
 
-    requested: the share in the Node's annotation. serves: whether the node has a report or ResourceSlices of the
-    driver. uid: the Node's UID. marks: the Node's annotations for the cluster autoscaler. sliced: whether the node has
-    ResourceSlices of the driver. former: whether the report is on a ResourceSlice, as older agents write it.
+    requested: the share in the Node's annotation. serves: whether there is a report on the driver for this node, or
+    ResourceSlices of the driver. uid: the Node's UID. marks: the Node's annotations for the cluster autoscaler. sliced:
+    whether the node has ResourceSlices of the driver. former: whether the report is on a ResourceSlice, as older agents
+    write it.
     """
 
     node: str
@@ -106,7 +107,7 @@ def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
 
 
 def drivers_of(slices: Iterable[Object], leases: Iterable[Object]) -> list[str]:
-    """Return the drivers for which these ResourceSlices or Leases have an agent's report, as an annotation."""
+    """Return the drivers for which an annotation of these ResourceSlices or Leases has an agent's report."""
     keys = {key for body in leases for key in body["metadata"].get("annotations") or ()}
     named = {body["spec"]["driver"] for body in slices if annotation(body["spec"]["driver"]) in _annotations(body)}
     return sorted(named | {key.removesuffix(annotation("")) for key in keys if key.endswith(annotation(""))})
@@ -144,7 +145,7 @@ def views(
         name, annotations = node["metadata"]["name"], _annotations(node)
         former = read(driver, by_node.get(name, ()))
         if former is not None and not former.resources:
-            # The slice's annotation is no report of an older agent: it has only prefixes of device names.
+            # The slice's annotation is not a report of an older agent, because it has only prefixes of device names.
             former = None
         reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
@@ -180,7 +181,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return a node's devices. claims, admins: by (pool, device name), the claims that hold or only access a device."""
+    """Return a node's devices. claims, admins: by (pool, device name), the claims that hold or only access it."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -225,7 +226,7 @@ def with_answers(view: NodeView, answers: Answers) -> NodeView:
 
 
 def problems(answers: Answers) -> list[str]:
-    """Return a sentence for each problem that agents report about themselves, with their nodes."""
+    """Return a sentence for each problem that agents report about themselves, with the nodes of these agents."""
     by_problem: dict[str, list[str]] = {}
     for node, texts in answers.problems.items():
         for problem in texts:
@@ -234,7 +235,7 @@ def problems(answers: Answers) -> list[str]:
 
 
 def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
-    """Return a sentence for each reason why holders or the health of devices are unknown."""
+    """Return a sentence for each reason why holders of devices, or the health of devices, are unknown."""
     by_reason: dict[str, list[str]] = {}
     for view in nodes:
         if any(not (device.known and device.health) for device in view.devices):
@@ -391,7 +392,7 @@ class Goal:
 
 
 def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
-    """Return a text about the other share that another owner has requested for a node; "" if there is no conflict.
+    """Return a text if another owner has requested another share for the node; "" if there is no conflict.
 
     begun: whether this run has already set the node's share. A run sets a share only once.
     """
@@ -431,9 +432,10 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 class RolloutStep:
     """The next steps of a rollout.
 
-    begin: nodes whose share is set next. forget: nodes with their former share, whose record of that share is removed
-    next. stop: failures because of which the rollout begins with no further node. over: whether nothing is left to do
-    or to wait for. held: nodes that the rollout does not wait for, because their devices have holders for too long.
+    begin: nodes whose share is set next. forget: nodes that have their former share again, and whose record (`Before`)
+    is removed next. stop: failures because of which the rollout begins with no further node. over: whether nothing is
+    left to do or to wait for. held: nodes that the rollout does not wait for, because their devices have holders for
+    too long.
     """
 
     begin: tuple[str, ...] = ()
@@ -445,10 +447,11 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of a rollout. patience: maximum seconds of a node's moves. pause: stop after the first nodes.
+    """Limits of a rollout. patience: maximum seconds for a node's moves. pause: whether to stop after the first nodes.
 
-    continue_when_held: whether the rollout continues if a node's devices have holders for longer than `patience`.
-    ignore_autoscaler: whether there is no autoscaler, so that the rollout marks no node and requests no empty pool.
+    continue_when_held: whether the rollout continues with other nodes if a node's devices are held for longer than
+    `patience`. ignore_autoscaler: whether there is no autoscaler, so that the rollout marks no node and requests no
+    empty pool.
     """
 
     max_unavailable: int = 1
@@ -471,7 +474,7 @@ def decide(
     """Return the next steps of a rollout.
 
     ages: seconds since this run first saw each node move. failing: `failing_pods` by node; pods that failed before the
-    rollout began with the node do not count. own: nodes with which this run has begun. gone: unfinished nodes of this
+    rollout began with the node do not count. own: nodes whose share this run has set. gone: unfinished nodes of this
     run whose Node was deleted or has other labels now; such a Node may return without its requested share.
     """
     by_phase: dict[Phase, list[NodeView]] = {member: [] for member in Phase}
@@ -514,7 +517,7 @@ def decide(
 
 
 def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
-    """Return, in order, the groups of nodes that begin together in a rollout, as if the moves took no time."""
+    """Return, in order, the groups of nodes with which a rollout begins together, as if the moves took no time."""
     waiting = [view for view in nodes if phase(goal, view) is Phase.WAITING]
     whole = decide(goal, waiting, replace(limits, pause=False, max_unavailable=max(1, len(waiting)))).begin
     return [whole[start : start + limits.max_unavailable] for start in range(0, len(whole), limits.max_unavailable)]
@@ -528,7 +531,7 @@ def counted_phases(goal: Goal, nodes: Sequence[NodeView]) -> str:
 
 
 def plan(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[str]:
-    """Return the order of nodes in a rollout as lines; the rollout begins with the nodes of one line together."""
+    """Return the order of nodes in a rollout as lines. The rollout begins with all nodes of a line together."""
     by_name, groups = {view.node: view for view in nodes}, order(goal, nodes, limits)
     lines = [f"it would stop: {line}" for line in decide(goal, nodes, limits).stop]
     for number, group in enumerate(groups, 1):
@@ -552,8 +555,8 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
     """Return the merge patch by which a rollout begins with a node: it sets the share and records the former share.
 
     None if the rollout has already begun with the node, or if it belongs to another owner's rollout now. node: the
-    present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. The former share that the
-    first rollout has recorded stays in the annotation until an undo restores it.
+    present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. If an earlier rollout has
+    recorded the former share already, this record stays unchanged until an undo.
     """
     annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)

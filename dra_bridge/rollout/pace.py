@@ -1,8 +1,8 @@
 """Limits how fast a rollout begins with nodes whose devices return from DRA to the device plugin.
 
-Before a device returns, its node's agent reads a consistent list of all claims of the cluster. This list is the only
-request of an agent whose size grows with the cluster. So a rollout limits how many bytes of claims all agents together
-list in a second.
+Before a device returns to the device plugin, its node's agent reads a consistent list of all claims of the cluster. No
+other request of an agent grows with the cluster. So a rollout limits how many bytes of claims all agents together list
+in a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BYTES_A_SECOND: Final = 50e6
 UNKNOWN: Final = 100e6
 """Bytes that a rollout assumes for a list of all claims if it cannot read such a list."""
 BURST: Final = 10.0
-"""Seconds. The rollout may begin at once with as many nodes as the average pace allows in this time."""
+"""The rollout may begin at once with as many nodes as the average pace allows in this number of seconds."""
 
 
 def returns(goal: Goal, view: NodeView) -> bool:
@@ -63,7 +63,8 @@ class Pace:
     def __init__(self, size: float) -> None:
         self.interval = size / BYTES_A_SECOND
         self._until = -math.inf
-        """The time (monotonic seconds) until which claim lists of the agents on counted nodes use up BYTES_A_SECOND."""
+        """The time (monotonic seconds) until which the agents' lists of claims on counted nodes last at
+        BYTES_A_SECOND."""
 
     def take(self, now: float) -> bool:
         """Return whether the rollout may begin now with a node whose devices return; if so, count the node.

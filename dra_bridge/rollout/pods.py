@@ -10,11 +10,11 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import EVENTS, NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
-"""Up to this number of nodes, each Node and the pods of each node are read by separate requests; for more nodes, all
-Nodes and all pods are listed."""
+"""For at most this number of nodes, each Node and each node's pods are read by separate requests. For more nodes, all
+Nodes and all pods of the cluster are listed."""
 _UNWELL: Final = ("status.phase=Pending,spec.nodeName!=", "status.phase=Failed")
-"""Field selectors of pods that do not run. Pending pods are listed first, so that a pod that fails between the lists is
-found."""
+"""Field selectors of pods that do not run. Pending pods are listed first, so that a pending pod that fails between the
+two lists is in the second list."""
 _UNPREPARED: Final = "involvedObject.kind=Pod,reason=FailedPrepareDynamicResources"
 UID_LENGTH: Final = 8
 """Number of characters of a pod's UID that are kept: enough to distinguish the pods of one node."""
@@ -115,7 +115,7 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 def requests_of(pod: Object) -> dict[str, int]:
     """Return the amount of each extended resource that a pod requests.
 
-    An init container counts only if it requests more than all containers: they get its devices when it has ended.
+    An init container counts only if it requests more than all containers together, because they reuse its devices.
     """
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):

@@ -1,8 +1,8 @@
-"""The agent's report on its devices, in the annotation `<driver>/handover` of the node's Lease: form, writer, reader.
+"""The agent's report on its devices in the annotation `<driver>/handover` of the node's Lease; writes and reads it.
 
-The agent has no right to write to Nodes. Older agents wrote the report on one of their ResourceSlices, which existed
-even without devices. The agent writes the report at once when a device's state changes, but less often if only a holder
-changes.
+The report is not on the Node, because the agent has no right to write annotations of Nodes. Older agents wrote the
+report on one of their ResourceSlices, and kept a ResourceSlice for the report even without devices. The agent writes
+the report at once when a device's state changes, but less often if only a holder changes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """An agent's report on one driver on one node.
 
-    requested: the share in the Node's annotation that the agent has read. If it is "", the share `kept` applies, which
-    a former Node object of this node had requested, or else the config's share. qualifiers: for each resource, the
-    prefix of its published device names; also for resources that the driver does not have any more.
+    requested: the share in the Node's annotation that the agent has read. If it is "", the share `kept` applies, or
+    else the config's share. kept: the share that a former Node object of this node had requested. qualifiers: for each
+    resource, the prefix of its published device names; also for resources that the driver does not have any more.
     """
 
     resources: dict[str, ResourceProgress]
@@ -127,7 +127,7 @@ def encoded(report: Progress) -> str:
 
 
 def without_holders(report: Progress) -> Progress:
-    """Return the report without holders and waits. The result changes only if the state of a device changes."""
+    """Return the report without holders and waits, so that the result changes only if the state of a device changes."""
     resources = {}
     for name, resource in report.resources.items():
         devices = {

@@ -9,7 +9,7 @@ from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import NodeView, Phase
 
 OTHER_ROWS = 6
-"""Number of terminal rows that stay free of single nodes' bars, for lines and for the bar of all nodes."""
+"""Number of terminal rows that are reserved for lines and for the bar of all nodes."""
 
 
 class Reporter:
@@ -65,7 +65,7 @@ class Reporter:
     def _make_room(self) -> None:
         """Show as many bars as the terminal has rows for.
 
-        Unfinished nodes come first; finished nodes have a bar only if there is no bar of all nodes.
+        Unfinished nodes come first. Finished nodes have a bar of their own only if there is no bar of all nodes.
         """
         moving = [node for node in self._tasks if node not in self._done]
         rest = [node for node in self._tasks if node in self._done] if self._total is None else []

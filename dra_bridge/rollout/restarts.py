@@ -1,6 +1,6 @@
 """Finds the pods that a restart of their node's kubelet would end. Pure functions.
 
-The result depends on the pods' ages, which agents do not know.
+The pods are found here and not by the agents, because the result depends on the pods' ages, which agents do not know.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dra_bridge.rollout.pods import requests_of
 
 
 def mixed(view: NodeView) -> list[str]:
-    """Return the resources of which some pods on a node have devices from the plugin, and other pods from DRA."""
+    """Return the resources of which some pods on a node have devices through the plugin, and others through DRA."""
     return [name for name in (view.reported.resources if view.reported is not None else ()) if _both(view, name)]
 
 
 def ended_by_restart(
     views: Iterable[NodeView], pods: Mapping[str, Sequence[Object]], said: Sequence[str] = ()
 ) -> list[str]:
-    """Return a sentence for each resource of a node whose kubelet's restart would end pods.
+    """Return a sentence for each resource of each node if a restart of the kubelet would end pods.
 
     pods: for each node with such a resource (`mixed`), all its pods. said: sentences of the agents; the function does
     not repeat the pods that these sentences name.

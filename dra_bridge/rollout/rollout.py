@@ -30,9 +30,9 @@ from dra_bridge.rollout.watched import WatchedFleet
 MANY: Final = 12
 """Number of nodes above which totals of all nodes are shown before the single nodes."""
 POLL: Final = 2.0
-"""Seconds between two lists of moving nodes' pods, in which the rollout searches failing pods."""
+"""Minimum seconds between two lists of moving nodes' pods. The rollout searches these lists for failing pods."""
 PAUSE: Final = 10.0
-"""The pause after lists of pods, as a multiple of the time that the lists took."""
+"""Minimum pause after lists of pods, as a multiple of the time that the lists took."""
 TOGETHER: Final = 50
 """Maximum number of nodes with which the rollout begins after one list of their pods. Pods that fail after this list
 count as new failures."""
@@ -242,7 +242,7 @@ async def _selected(
 ) -> tuple[list[NodeView], list[str]]:
     """Return the progress of the nodes of a label selector, and the namespaces of the agents' Leases.
 
-    check: whether the driver must exist. The read objects are not kept, because there may be thousands.
+    check: whether the driver must exist. Objects are not kept after they were read, because there may be thousands.
     """
     (leases, namespaces), nodes, slices = await asyncio.gather(
         _read_leases(cluster, namespace),
@@ -277,7 +277,7 @@ async def _owner(cluster: Cluster, goal: Goal) -> str:
 
 
 class _Rollout:
-    """One run of a rollout. Everything that another run needs to continue is in annotations of the Nodes."""
+    """One run of a rollout. Another run can continue the rollout, because its state is in annotations of the Nodes."""
 
     def __init__(self, watched: WatchedFleet, goal: Goal, limits: RolloutLimits, pace: Pace) -> None:
         self._fleet = watched
@@ -296,7 +296,8 @@ class _Rollout:
         self._next_look = -math.inf
         """The time (monotonic seconds) before which the pods are not listed again."""
         self._baseline: dict[str, frozenset[str]] = {}
-        """For each node without a recorded former share, the pods that had failed when its move was first seen."""
+        """For each node without a recorded former share, the pods that had failed when this run first saw the node
+        move."""
         self._held: Sequence[str] = ()
         self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
@@ -408,7 +409,7 @@ class _Rollout:
         self._fleet.put(node)
 
     async def _newly_failing(self, begun: Sequence[NodeView], now: float) -> dict[str, dict[str, str]]:
-        """Return the failing pods of nodes by UID, without pods that failed before.
+        """Return each node's failing pods by UID, without pods that failed before the rollout began with the node.
 
         Pods are listed at most every POLL seconds. Between two lists, the last list is used.
         """

@@ -32,7 +32,7 @@ async def read_status(
     driver or a node does not exist, ClusterError if the API server does not respond.
     """
     nodes = await read_nodes(cluster, driver, names, namespace, listed=listed)
-    # The devices of a node without Lease and slices are known only to the node's agent.
+    # If a node has neither Lease nor slices, only the node's agent knows its devices.
     asked = set(names) | {view.node for view in nodes if view.devices}
     answers, (waits, unread), contested = await asyncio.gather(
         ask_agents(cluster, asked, namespace, others=not names),

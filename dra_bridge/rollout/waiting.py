@@ -38,9 +38,9 @@ class Room:
 
 
 async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
-    """Return the pods without a node that may wait for devices of these nodes. Raises ClusterError.
+    """Return the unscheduled pods that may wait for devices of these nodes. Raises ClusterError.
 
-    All claims are listed only if some pods without a node request devices.
+    All claims are listed only if some unscheduled pods request devices.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}

@@ -32,7 +32,7 @@ class _WatchOf(NamedTuple):
 
 
 def _leave_out(kind: kube.Kind, body: Object) -> None:
-    """Remove the fields of an object that `fleet.views` does not read, because these need most of the memory."""
+    """Remove the fields of an object that `fleet.views` does not read, because most of the memory would be for them."""
     body["metadata"].pop("managedFields", None)
     if kind is RESOURCE_SLICES:
         body["spec"].pop("devices", None)
@@ -129,7 +129,7 @@ class WatchedFleet:
             self._objects[what][name] = body
 
     def views(self) -> list[NodeView]:
-        """Return the present progress of the nodes. Only the views of nodes with changed objects are made again."""
+        """Return the present progress of the nodes. A node's view is made again only if its objects have changed."""
         leases = [lease for what in self._leases for lease in self._objects[what].values()]
         slices = self._objects[self._slices].values()
         nodes = self._objects[self._nodes]
@@ -147,7 +147,7 @@ class WatchedFleet:
         return sorted((view for _, view in self._views.values()), key=lambda view: natural(view.node))
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
-        """Wait `seconds` for a change. After EXPLAIN seconds without a change, call `explain` for waiting nodes."""
+        """Wait up to `seconds` for a change. After EXPLAIN seconds without one, call `explain` for waiting nodes."""
         if (nodes := self.views()) != self._last:
             self._last, self._since = nodes, time.monotonic()
         with contextlib.suppress(TimeoutError):
