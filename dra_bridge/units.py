@@ -18,7 +18,7 @@ from deviceplugin.config import ADOPTED, Config, needed
 from dra_bridge.manifests import Deployment, Manifest, arguments, bridged, filled, manifests, privileges
 
 DURATION: Final = "720h"
-"""The requested lifetime of a token. A node that was off for longer needs a new token from an administrator."""
+"""The requested lifetime of an agent's token. After a longer outage, a node needs a new token from an administrator."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
 """Pairs: a setting of systemd units that creates directories, and the directory in which it creates them."""
@@ -110,11 +110,11 @@ def _devices(config: Config, how: Deployment) -> list[str]:
     """Return the lines of the unit about the agent's access to devices.
 
     The unit has no private /dev, because the agent lists the host's devices and gives them to containers. ProtectClock=
-    is set only together with DevicePolicy=, because it implies a device policy.
+    is set only together with DevicePolicy=, because ProtectClock= restricts the access to devices as well.
     """
     nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
     lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
-    # Configured commands, and NVIDIA's library, may need memory that is both writable and executable.
+    # Commands in the config, and NVIDIA's library, may need memory that is both writable and executable.
     if not (needed(config).commands or nvidia):
         lines.append("MemoryDenyWriteExecute=yes")
     return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]

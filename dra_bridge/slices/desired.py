@@ -27,12 +27,13 @@ MAX_DEVICES: Final = 64
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 NAMES: Final = 8
-"""Number of candidate names of each slice. If another program's slice has the first name, the next one is used."""
+"""Number of candidate names of each slice. If another program's slice has the first name, the second name is used, and
+so on."""
 
 Feature = Literal["taints", "sharing", "counters", "lists"]
-"""An optional feature of the API server. A server without the feature drops the feature's fields and returns no error.
+"""An optional feature of the API server. A server without the feature drops its fields from a slice without an error.
 
-A server without "lists" instead refuses an attribute with a list, because the attribute has no value without the list.
+A server without "lists" refuses an attribute with a list, because the attribute would have no value without the list.
 """
 CounterAmounts = Mapping[str, int | str]
 
@@ -42,9 +43,9 @@ class Offer:
     """The devices of one resource in its driver's pool.
 
     offered: the ids of the devices that claims may get; None for all devices. replicas: for each device id, the number
-    of claims that may share the device; 1 if the id is missing. order: device ids in the order in which the scheduler
-    should allocate the devices. The scheduler begins with the first device of a slice. qualifier: the prefix of the
-    devices' published names (`deviceplugin.naming`).
+    of claims that may share the device; 1 for an id that is not in the mapping. order: device ids in the order in which
+    the scheduler should allocate the devices. The scheduler begins with the first device of a slice. qualifier: the
+    prefix of the devices' published names (`deviceplugin.naming`).
     """
 
     snapshot: InventorySnapshot
@@ -70,8 +71,8 @@ class Pool:
 
     offers: one `Offer` for each resource of the driver, even if claims get none of its devices now. unhealthy: the
     effect of the taint `<driver>/unhealthy` on unhealthy devices. annotations: the slices' annotations with names under
-    `<driver>/`. Only the first slice has the values; in the other slices the values are empty. empty: whether the pool
-    has a slice even if it offers no device.
+    `<driver>/`. In all slices but the first, the values of these annotations are empty. empty: whether the pool has a
+    slice even if it offers no device.
     """
 
     driver: str
@@ -127,12 +128,12 @@ def own_name(node: str, driver: str, name: str) -> bool:
 def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[str] = ()) -> Desired | None:
     """Return the slices that this pool should have; None while a device source has not listed its devices.
 
-    Pure: the same input gives the same bodies. If the API server would refuse an attribute, a capacity or a whole
-    device, only this item is left out and reported, so that the rest of the pool is published.
+    This is a pure function, so the same input gives the same bodies. If the API server would refuse an attribute, a
+    capacity or a whole device, only this item is left out and reported, so that the rest of the pool is published.
 
-    Each device has a fixed position in one slice, even while claims cannot get it. So a change of one device's state,
-    health or taints changes only one slice, in one atomic write. without: features that the API server lacks. taken:
-    names that slices of other programs have.
+    Each device has a fixed position in one slice, also while the device is not offered to claims. So a change of one
+    device's state, health or taints changes only one slice, by one atomic write. without: features that the API server
+    lacks. taken: names that slices of other programs have.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
@@ -172,8 +173,8 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
     for number, part in enumerate(parts):
         metadata: Object = {"name": slice_name(pool.node, pool.driver, number, taken)}
         if pool.annotations:
-            # All slices have the annotations: by the annotations' names, the admission policies recognise a slice of
-            # this agent, and permit a former driver to delete the slice.
+            # All slices have the annotations, because the admission policies identify a slice of this agent by the
+            # names of its annotations, and then permit a former driver to delete the slice.
             metadata["annotations"] = dict(pool.annotations) if number == 0 else dict.fromkeys(pool.annotations, "")
         whole = {"name": pool.node, "resourceSliceCount": len(parts)}
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
@@ -250,7 +251,7 @@ def _capacity(value: int | str, replicas: int) -> Object:
 
 
 def _like(text: str, number: Fraction) -> str:
-    """Return a number as a quantity, with a binary suffix if `text` has such a suffix and no digit is lost."""
+    """Return a number as a quantity, with a binary suffix (such as Gi) if `text` has one and no digit is lost."""
     best = str(number)
     if text.endswith("i") and number:
         for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1):
@@ -260,7 +261,7 @@ def _like(text: str, number: Fraction) -> str:
 
 
 def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, CounterAmounts]:
-    """Return the counter sets of all devices by name, also of devices that claims cannot get.
+    """Return the counter sets of all devices by name, including devices that are not offered to claims.
 
     A set is left out if two devices define it differently, or if the API server would refuse it.
     """

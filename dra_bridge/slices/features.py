@@ -24,7 +24,7 @@ WITHOUT: Final[Mapping[Feature, str]] = {
     "lists": "the API server takes no lists as attributes (feature gate DRAListTypeAttributes is off): "
     "devices with several NUMA nodes have no attribute resource.kubernetes.io/numaNode",
 }
-"""For each feature, a sentence about the effect on slices if the API server lacks the feature."""
+"""For each feature, a sentence that states how the slices differ if the API server lacks the feature."""
 _FIELDS: Final[Mapping[Feature, str]] = {
     "taints": "taints",
     "sharing": "allowMultipleAllocations",
@@ -40,7 +40,7 @@ _REFUSED: Final = frozenset[Feature]({"counters", "lists"})
 class ServerFeatures:
     """The optional features that the API server has, or lacks, as far as the agent knows.
 
-    probe_again: seconds after which a missing feature is tested again, because a newer API server may answer by then.
+    probe_again: minimum seconds until a missing feature is tested again, because the API server may have been upgraded.
     """
 
     cluster: Cluster
@@ -62,7 +62,7 @@ class ServerFeatures:
         self._known.update(dict.fromkeys(features, False))
 
     def refused(self) -> None:
-        """Forget that the server has `counters` and `lists`: an API server without them may have refused a slice."""
+        """Forget that the server has `counters` and `lists`, because a server without them may have refused a slice."""
         for feature in _REFUSED:
             if self._known.get(feature):
                 del self._known[feature]
@@ -94,7 +94,7 @@ class ServerFeatures:
         body = in_version(_probe_body(pool, unknown), version)
         try:
             kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
-        except InvalidError as error:  # API servers before 1.35 refuse the slice of the test.
+        except InvalidError as error:  # API servers before 1.35 refuse the test's slice.
             logger.debug("the API server refused the dry run of a slice: %s", error)
             # A refused dry run shows nothing about features whose fields the server would drop. So these features count
             # as present until the response to a real write lacks their fields.

@@ -1,8 +1,8 @@
-"""Finds and describes foreign slices and edits: writes by other programs into a driver's pool on this node.
+"""Finds and describes foreign writes: slices and edits by other programs in a driver's pool on this node.
 
 The scheduler joins all slices of a node that name the same driver and pool, even if different programs wrote them. The
-scheduler uses the slices of the highest generation on two conditions: the first slice states their number correctly,
-and no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36,
+scheduler uses only the slices of the highest generation, and only on two conditions: the first of these slices states
+the correct number of slices, and no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36,
 structured/internal/stable/pools_stable.go, GatherPools).
 """
 
@@ -42,7 +42,7 @@ class ForeignKind(Enum):
     GENERATION = "generation"
     """Any slice in the pool whose generation is so high that the agent may have no higher number left."""
     NAME = "name"
-    """A slice outside the pool whose name the agent needs for a slice of its own."""
+    """A slice outside the pool with a name that the agent needs for a slice of its own."""
     DELETED = "deleted"
     """The agent's own slice was deleted by another program. The kubelet does this when it starts."""
 
@@ -89,7 +89,7 @@ class ForeignWrite:
 def is_own(body: Object, driver: str, node: str) -> bool:
     """Return whether a slice is the agent's own, by its name and by fields that cannot be changed.
 
-    By these criteria, an agent that now publishes fewer slices also finds the slices that it no longer needs.
+    So an agent that now publishes fewer slices also finds the slices that it no longer needs.
     """
     spec = body["spec"]
     where = (spec.get("driver"), spec.get("nodeName"), spec["pool"]["name"])

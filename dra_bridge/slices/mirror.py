@@ -12,7 +12,7 @@ from dra_bridge.slices.foreign import is_own, offered_in
 from dra_bridge.slices.plan import UNGROWABLE, annotations_of, fingerprint, generation_of
 
 MOST_NAMES: Final = 16384
-"""Maximum number of devices for which the copy remembers since when no slice offers them."""
+"""Maximum number of devices for which the copy stores the time since which no slice offers the device."""
 
 
 class SliceScope(Enum):
@@ -34,12 +34,12 @@ class Mirror:
     """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
     bodies: all slices by name, foreign slices included. listed: the scopes whose slices were listed and are watched;
-    other scopes must be listed again. generation: the highest generation that was ever written. It is one higher after
-    a write without a response. A foreign generation counts only below `UNGROWABLE`. mutations: see
-    `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the content in the server's response
-    to the agent's last write. taken: names that foreign slices have, so that the agent's slices cannot have them.
-    deletions: the scope of each slice (by UID) that the agent deleted, until the watch reports the deletion. gone: UIDs
-    of slices whose deletion the watch has reported since the last write began; the writer clears this set.
+    other scopes must be listed again. generation: the highest generation that was ever written; after a write without a
+    response, one more. Generations in foreign slices are included if they are below `UNGROWABLE`. mutations: see
+    `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the slice's content in the server's
+    response to the agent's last write. taken: names that foreign slices have, so that the agent's slices cannot have
+    them. deletions: the scope of each slice (by UID) that the agent deleted, until the watch reports the deletion.
+    gone: UIDs of slices whose deletion the watch has reported since the last write began; the writer clears this set.
     """
 
     driver: str
@@ -74,7 +74,7 @@ class Mirror:
         return next((name for name, body in self.bodies.items() if device in offered_in(body, self.node)), "")
 
     def relist(self, scope: SliceScope, *, new_watch: bool = False) -> None:
-        """Forget the slices of a scope. The caller then passes each slice of a new list to `keep`.
+        """Forget all slices of a scope. The caller then passes each slice of a new list to `keep`.
 
         new_watch: whether a new watch begins after the list.
         """
@@ -85,7 +85,7 @@ class Mirror:
             self.deletions = {uid: of for uid, of in self.deletions.items() if of is not scope}
 
     def keep(self, body: Object) -> None:
-        """Store this body as the slice's present state, unless the copy has a newer version of the slice."""
+        """Store `body` as a slice's present state, unless the copy has a newer version of the slice."""
         if self._has_newer(body):
             return
         name = body["metadata"]["name"]
@@ -176,7 +176,7 @@ class Mirror:
     def unanswered(self, body: Object) -> None:
         """Record a write to which the server did not respond.
 
-        The server may still carry out the write later. So the next write gets a newer generation.
+        The server may still execute the write later. So the next write gets a higher generation.
         """
         self.listed.clear()
         self.answers.pop(body["metadata"]["name"], None)

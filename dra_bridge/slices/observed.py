@@ -1,4 +1,4 @@
-"""Compares the slices of a driver's pool, as they were last seen, with the wanted slices, for metrics and status.
+"""Compares the slices of a driver's pool, as the agent last saw them, with the wanted slices, for metrics and status.
 
 Moves of devices do not use this comparison. A move needs slices that the API server accepted after the move began
 (`PoolState`).
@@ -19,7 +19,7 @@ from dra_bridge.slices.plan import ServerMutations, Write, generation_of, plan
 
 @dataclass(frozen=True, slots=True)
 class SeenSlices:
-    """A driver's slices as the watch and the responses to writes last showed them. The fields are those of `Mirror`."""
+    """A driver's slices as the agent last saw them, in the watch or in responses to writes. Fields: as in `Mirror`."""
 
     bodies: tuple[Object, ...] = ()
     generation: int = 0

@@ -12,8 +12,8 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
 UNGROWABLE: Final = 2**62
-"""The agent replaces or deletes an edited or foreign slice with this generation or a higher one. The API server accepts
-no generation above 2**63 - 1."""
+"""The agent replaces or deletes an edited or foreign slice whose generation is at least this number, because the API
+server accepts no generation above 2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:
@@ -64,7 +64,8 @@ def fingerprint(body: Object) -> str:
                     for consumed in device.get("consumesCounters") or ()
                 ],
                 bool(device.get("allowMultipleAllocations")),
-                # Other programs may have added fields that this package does not use, such as bindingConditions.
+                # The digest includes fields that this package does not use, such as bindingConditions, because other
+                # programs may have added them.
                 sorted((key, value) for key, value in device.items() if key not in _OF_DEVICES and value),
             ]
             for device in spec.get("devices") or ()
@@ -114,7 +115,8 @@ class Write(NamedTuple):
 
 
 ServerMutations = Mapping[str, tuple[str, str]]
-"""For each slice name, two fingerprints: of the last sent slice, and of the slice that the server stored instead."""
+"""For each slice name, two fingerprints: of the slice that was last sent, and of the slice that the server then
+stored."""
 
 Times = Mapping[tuple[str, str, str], str]
 """For each taint (device, key, effect), when the taint was added (RFC 3339)."""
@@ -140,9 +142,9 @@ def plan(
     slice of the former generation, any other slice is deleted. The scheduler accepts the lower generation, because it
     does not remember former generations.
 
-    existing: the pool's slices, foreign slices included. The plan deletes foreign slices; none of them has the name of
-    a wanted slice. owner: ownerReference of each slice. generation: the highest generation that was ever written.
-    mutations: changes that the server makes to sent slices; the plan has no writes for such changes. times:
+    existing: the pool's slices, foreign slices included. The plan deletes foreign slices; no foreign slice may have the
+    name of a wanted slice. owner: ownerReference of each slice. generation: the highest generation that was ever
+    written. mutations: changes that the server makes to sent slices; the plan does not try to undo such changes. times:
     when the taints of devices were added; the written slices have these times.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}

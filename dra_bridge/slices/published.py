@@ -18,7 +18,7 @@ from dra_bridge.slices.observed import Comparison, ObservedPool, SeenSlices, com
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """Which slices of a driver's pool the API server has accepted. `ObservedPool` has the server's present slices.
+    """The slices of a pool that the API server has accepted. `ObservedPool` has the slices that the server has now.
 
     wanted: the ticket of the newest call of `Publisher.want`. accepted: the ticket of the newest pool that the API
     server has accepted. generation, slices, devices: the accepted pool's generation, number of slices, and names of
@@ -43,8 +43,9 @@ class PoolState:
 class RateLimit:
     """Delays a driver's writes after too many recent rounds, so that conflicting agents do not flood the API server.
 
-    The first round of writes for a ticket publishes a change by this node itself, such as a move of a device. (A move
-    takes two or three tickets.) Ten times as many of these first rounds are permitted.
+    The first round of writes for a ticket (a call of `Publisher.want`) publishes a change by this node itself, such as
+    a move of a device. (A move takes two or three tickets.) So ten times as many first rounds as repeated rounds are
+    permitted.
     """
 
     def __init__(self, burst: int, per_second: float) -> None:
@@ -52,9 +53,8 @@ class RateLimit:
         self._per_second = per_second
         self._ticket = 0
         self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """Two deques with start times of recent rounds: of the repeated rounds for a ticket, and of each ticket's first
-        round.
-        """
+        """Two deques with the start times of recent rounds: of repeated rounds (index False), and of the first round of
+        each ticket (index True)."""
 
     async def round(self, ticket: int) -> bool:
         """Count a round of writes. If there were too many recent rounds, first wait, and return True."""
@@ -98,9 +98,9 @@ class PublishedDriver:
     """The publisher's state of one driver.
 
     nodeless: the watch of the driver's slices without a node, which other drivers may share. left_out: the devices and
-    fields that the slices lack, with reasons. failing: the failed tries since the last success; None after a success.
-    failures: number of failed tries by HTTP status, 0 for tries without a response. seen: the mirror's slices, for
-    reads by other threads. compared: the input and the result of the last comparison of seen and wanted slices.
+    fields that the slices lack, with reasons. failing: the failure of all tries since the last success; None after a
+    success. failures: number of failed tries by HTTP status, 0 for tries without a response. seen: the mirror's slices,
+    for reads by other threads. compared: the input and the result of the last comparison of seen and wanted slices.
     """
 
     pool: Pool
@@ -113,7 +113,8 @@ class PublishedDriver:
     reported: dict[ForeignKind, float] = field(default_factory=dict)
     """For each kind of foreign write, when a line about it was last logged (monotonic seconds)."""
     refused: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By UID of a foreign slice that could not be deleted: the reason, and when to try again (monotonic seconds)."""
+    """For the UID of each foreign slice that could not be deleted: the reason, and when to try again (monotonic
+    seconds)."""
     left_out: tuple[str, ...] = ()
     failing: Failing | None = None
     failures: Counter[int] = field(default_factory=Counter)

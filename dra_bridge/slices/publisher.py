@@ -36,7 +36,8 @@ from dra_bridge.slices.published import PublishedDriver, RateLimit, SliceWatch
 logger: Final = logging.getLogger(__name__)
 
 ROUNDS: Final = 6
-"""Maximum number of rounds of writes without a pause. If the slices still differ afterwards, the publisher waits."""
+"""Maximum number of rounds of writes in sequence. If the slices still differ from the wanted ones, the publisher
+waits."""
 DELETES: Final = 16
 """Maximum number of foreign slices that are deleted in one round of writes."""
 FEW: Final = 4
@@ -53,9 +54,9 @@ class Publisher:
     """Makes the API server's slices of this node equal to the wanted slices, and keeps them equal.
 
     A watch for all drivers reports the slices that name this node. Other watches report slices that name no node, see
-    `FEW`. The API server has indexes for all of them (registry/resource/resourceslice/strategy.go, 1.32 to 1.37).
-    The publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node
-    when it starts. A failed write is repeated until it succeeds.
+    `FEW`. The API server has indexes for these watches (registry/resource/resourceslice/strategy.go, 1.32 to 1.37). The
+    publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node when it
+    starts. A failed write is repeated until it succeeds.
 
     A driver's pool belongs to the agent. The agent undoes what other programs write into the pool, see
     `dra_bridge.slices.foreign`. The agent does not touch slices of other drivers, nodes and pools.
@@ -95,7 +96,7 @@ class Publisher:
         """The state of the watch of the slices that name the node."""
 
     def want(self, pool: Pool) -> int:
-        """Set the wanted pool of a driver. Return a number (ticket) by which `accepted` waits for this pool.
+        """Set the wanted pool of a driver. Return a ticket: the number by which `accepted` waits for this pool.
 
         Raises ValueError if the pool is for another node.
         """
@@ -276,9 +277,8 @@ class Publisher:
                 self._features.refused()
                 causes = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
                 self._problem(driver, f"the API server refuses the slices: {causes or error.message}")
-                # An admission policy may just have changed, and some API servers may not know the change yet. So the
-                # write is tried again until the pauses have reached their maximum; after that, only a change of the
-                # wanted slices can help.
+                # An admission policy may have changed a short time ago, and some API servers may not know the change
+                # yet. So the write is tried again after growing pauses, and later only seldom.
                 wait = backoff.next()
                 if wait > backoff.most / 2:
                     wait = 10 * backoff.longest()
@@ -361,7 +361,7 @@ class Publisher:
                 times=mirror.times,
             )
             writes = [write for write in writes if not self._is_foreign(write)]
-            # The pool counts as accepted even while a foreign slice exists, because such a slice may never disappear.
+            # A foreign slice does not keep the pool from being accepted, because the foreign slice may never disappear.
             clearing = self._clearing(driver)
             if not writes:
                 self._finish(driver, wanted, ticket)
@@ -492,7 +492,7 @@ class Publisher:
                 mirror.taken.add(name)
                 self._overcame(driver, ForeignKind.NAME, name, "")
             raise
-        # Fields that the server has dropped count as missing features, and fields that it has changed count as
+        # Fields that the server has dropped show that it lacks features. Fields that it has changed are recorded as
         # mutations, so that they are not sent again.
         missing = features_of(write.body) - features_of(answer)
         self._features.lacks(missing)
@@ -521,7 +521,7 @@ class Publisher:
     async def _is_taken(self, driver: PublishedDriver, name: str) -> bool:
         """Return whether a slice outside the pool has this name.
 
-        A create of the name fails then, although the agent's lists and watches do not contain the slice.
+        Such a slice is not in the agent's lists and watches, but prevents the create of another slice with this name.
         """
         try:
             found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
