@@ -7,7 +7,10 @@ from dra_bridge import run
 
 
 class Tuning(msgspec.Struct, kw_only=True):
-    """The fields of `config: [{opaque: {driver: fpga.example.com, parameters: {...}}}]`; others are an error."""
+    """The parameters in a claim's `config: [{opaque: {driver: fpga.example.com, parameters: {...}}}]`.
+
+    A parameter with another name is an error.
+    """
 
     mode: str = "balanced"
     watts: int = 75

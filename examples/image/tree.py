@@ -2,7 +2,7 @@
 
 The image has only the files that an agent loads: the running Python, its standard library without the modules that no
 agent imports, SITE (a directory of packages), the shared libraries of all these, and a program for each entry point.
-There is no shell and no pip. SITE becomes /opt/site; all other files keep the paths that they have on this machine.
+There is no shell and no pip. In the image, SITE is /opt/site; all other files have the same paths as on this machine.
 examples/Dockerfile runs this script, and the tests make their image with it.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 SITE = "/opt/site"
 PROGRAMS = {"deviceplugin": "deviceplugin.cli", "dra-bridge": "dra_bridge.cli"}
-"""Modules by the program that runs their `main`."""
+"""For each program in the image, the module whose `main` it runs."""
 LEFT_OUT = frozenset(
     [
         "curses",
@@ -38,15 +38,16 @@ LEFT_OUT = frozenset(
 )
 """Directories of the standard library that no agent imports."""
 EXTENSIONS = re.compile(r"(_curses|_curses_panel|_dbm|_gdbm|_tkinter|nis|readline|_test\w*|_xxtest\w*|xx\w*)\.")
-"""Extensions that no agent imports, some of which need further libraries."""
+"""Extension modules that no agent imports. Some of them would need further libraries in the image."""
 SYSTEM = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d/*", "/etc/debian_version", "/etc/os-release")
 """Files of the dynamic loader, and files by which scanners and the NVIDIA runtime identify a system."""
 
 
 def files(site: str, compiled: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the places in the image of files of this machine, by their paths.
+    """Return, for each file of this machine that belongs to the image, its path in the image.
 
-    compiled: an empty directory, for bytecode. environment: the image's variables, with which that is compiled.
+    site: the directory SITE. compiled: an empty directory for the bytecode. environment: the image's Python variables,
+    such as PYTHONOPTIMIZE, which determine the bytecode.
     """
     python = os.path.realpath(sys.executable)
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
@@ -59,7 +60,7 @@ def files(site: str, compiled: str, environment: Mapping[str, str]) -> dict[str,
 
 
 def texts() -> dict[str, str]:
-    """Return the programs and the files that name users: text by place in the image."""
+    """Return the texts of the programs, and of the files with the names of users and groups, by path in the image."""
     python = os.path.realpath(sys.executable)
     return {
         "/etc/passwd": "root:x:0:0:root:/:/none\nnobody:x:65534:65534:nobody:/:/none\n",
@@ -72,7 +73,10 @@ def texts() -> dict[str, str]:
 
 
 def _below(top: str, without: Collection[str] = ()) -> Iterator[str]:
-    """Yield the files below a directory, without directories of these names and without files that no agent needs."""
+    """Yield the files below a directory, without the files that no agent needs.
+
+    without: names of directories to leave out.
+    """
     for directory, names, inside in os.walk(top):
         names[:] = [name for name in names if name not in without]
         for name in inside:
@@ -81,11 +85,14 @@ def _below(top: str, without: Collection[str] = ()) -> Iterator[str]:
 
 
 def _compiled(sources: Mapping[str, str], directory: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Compile modules into a directory; return where each file of bytecode belongs, beside its module's place."""
+    """Compile modules into a directory; return, for each file with bytecode, its path in the image.
+
+    sources: for each file of this machine, its path in the image.
+    """
     modules = "\n".join(source for source in sources if source.endswith(".py"))
     python = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     python |= {**environment, "PYTHONPYCACHEPREFIX": directory}
-    # Some distributions ship templates that are no Python; nothing imports these.
+    # Some distributions contain templates with the ending .py that are not valid Python, and are never imported.
     command = [sys.executable, "-m", "compileall", "-qq", "-j", "2", "-i", "-"]
     subprocess.run(command, input=modules, env=python, text=True)
     places = {}
@@ -100,14 +107,14 @@ def _compiled(sources: Mapping[str, str], directory: str, environment: Mapping[s
 
 
 def _libraries(loading: Iterable[str]) -> set[str]:
-    """The shared libraries that these programs and extensions load, the loader included."""
+    """Return the shared libraries that these programs and extension modules load, including the dynamic loader."""
     programs = [file for file in loading if re.search(r"\.so[.\d]*$|/bin/", file)]
     done = subprocess.run(["ldd", *programs], capture_output=True, text=True)
     return set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", done.stdout, re.MULTILINE)) - set(programs)
 
 
 def main(site: str, into: str) -> None:
-    """Lay the tree out."""
+    """Copy the image's files into the directory `into`. site: the directory SITE."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
     compiled = f"{into}.compiled"
     for source, target in files(site, compiled, environment).items():

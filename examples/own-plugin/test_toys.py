@@ -1,4 +1,4 @@
-"""Run it with `pytest`; the fixtures come with the package and its extras `test` and `bridge`."""
+"""Tests of `toys`, for `pytest`. The package deviceplugin has the fixtures, with its extras `test` and `bridge`."""
 
 from toys import Toys
 

@@ -23,7 +23,7 @@ class Toys(DeviceSource):
         self.nodes = [Path(node) for node in nodes]
         self.modes = {}
 
-    def watch(self):  # these device nodes never change: one list is enough
+    def watch(self):  # one list is enough, because these device nodes never change
         yield [
             Device(
                 node.name,

@@ -1,4 +1,4 @@
-"""The measurements; see the package."""
+"""Runs the measurements of the package `tests.bench`, and prints each result with its limit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUICK = False
 
 
 def result(what: str, value: float, unit: str, limit: float | None, *, least: bool = False) -> None:
-    """Print a measurement against its limit; `least` limits are to be reached, others not to be passed."""
+    """Print and store a measurement with its limit. least: whether the limit is a minimum, not a maximum."""
     ratio = None if limit is None else (limit / value if least else value / limit)
     shown = f"{value:.3g} {unit}".strip() if value < 1000 else f"{value:,.0f} {unit}".strip()
     wanted = "" if limit is None else f"{'>=' if least else '<='} {limit:g} {unit}".strip()
@@ -51,7 +51,10 @@ def result(what: str, value: float, unit: str, limit: float | None, *, least: bo
 
 
 def config(root: Path, count: int, driver: str = "") -> list[str]:
-    """Return the arguments that serve so many simulated devices, with a driver for claims too."""
+    """Return the arguments of an agent that serves `count` simulated devices.
+
+    driver: the DRA driver for claims of the devices; "" for an agent without DRA.
+    """
     path = root / "config.yaml"
     simulated = {"count": count, "numa": 2, "unhealthy_file": str(root / "unhealthy" / "list")}
     (root / "unhealthy").mkdir(exist_ok=True)
@@ -75,17 +78,17 @@ def config(root: Path, count: int, driver: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def served(count: int, *more: str) -> Iterator[tuple[Kubelet, Process]]:
-    """Run the agent with so many devices, registered and listed."""
+    """Run the agent with `count` devices. The context begins when the kubelet has the agent's first device list."""
     with Kubelet() as node, process(*config(node.root, count), *more) as agent:
         node.wait(lambda: node.lists, "list")
         yield node, agent
 
 
-# --- what is measured ---
+# --- the measurements ---
 
 
 def restart() -> None:
-    """From the kubelet's socket to Register."""
+    """Measure the time from a new socket of the kubelet to the agent's Register."""
     with served(8) as (node, _):
         node.restart()
         times = [node.restart() * 1e3 for _ in range(20)]
@@ -94,8 +97,8 @@ def restart() -> None:
 
 
 def allocate() -> None:
-    """Allocate beside a servicer without a framework."""
-    rounds, calls, seconds = (20, 50, 0.1) if QUICK else (100, 100, 0.2)  # short turns: others disturb both alike
+    """Compare Allocate of the framework with Allocate of a servicer that is written without the framework."""
+    rounds, calls, seconds = (20, 50, 0.1) if QUICK else (100, 100, 0.2)  # short turns: both see the same load
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["dev-3"])])
     with Kubelet() as node, contextlib.ExitStack() as stack:
         rival_address = f"unix:{node.root / 'bare.sock'}"
@@ -111,7 +114,7 @@ def allocate() -> None:
             stubs.append(pb_grpc.DevicePluginStub(channel))
         answers = [stub.Allocate(request) for stub in stubs]
         for one in answers[0].container_responses:
-            one.ClearField("annotations")  # what the devices are, for the checkpoint: the bare one records nothing
+            one.ClearField("annotations")  # the devices' identities for the checkpoint; only the framework's
         assert answers[0] == answers[1], "both must do the same"
         p50 = in_turn(stubs, request, rounds, calls)
         result("Allocate p50, one caller", p50[0], "ms", None)
@@ -132,7 +135,7 @@ def allocate() -> None:
             for address, server, into, cost in zip(addresses, (ours, bare), rates, costs, strict=True):
                 before = server.cpu
                 done = together(callers, address, seconds)
-                if turn:  # the first one warms up
+                if turn:  # the first turn is a warm-up
                     into.append(done / seconds)
                     cost.append((server.cpu - before) / done)
         rate = [statistics.median(one) for one in rates]
@@ -147,7 +150,7 @@ def allocate() -> None:
 def in_turn(
     stubs: Sequence[pb_grpc.DevicePluginStub], request: pb.AllocateRequest, rounds: int, calls: int
 ) -> list[float]:
-    """Call each of two for some time, again and again; return the medians in ms."""
+    """Call Allocate `calls` times on each of two servicers, in `rounds` rounds; return both medians in ms."""
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for stub, into in zip(stubs, taken, strict=True):
@@ -159,7 +162,7 @@ def in_turn(
 
 
 def adopted() -> None:
-    """Allocate of a vendor's plugin through the agent, beside a forwarder of the same bytes."""
+    """Compare Allocate of an adopted vendor's plugin through the agent with a program that only forwards the bytes."""
     rounds, calls = (20, 50) if QUICK else (100, 100)
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["dev-3"])])
     with Kubelet() as node, contextlib.ExitStack() as stack:
@@ -188,7 +191,7 @@ def adopted() -> None:
 
 
 async def grants(count: int) -> float:
-    """Return the median of a grant in ms, of a register that keeps it in memory."""
+    """Return the median time of a grant in ms, for a register that keeps its records only in memory."""
     register, times = Register(), []
     for _ in range(count):
         began = time.perf_counter()
@@ -198,7 +201,7 @@ async def grants(count: int) -> float:
 
 
 def together(callers: Sequence[subprocess.Popen[str]], address: str, seconds: float) -> int:
-    """Have all callers call at once; return how many calls were answered."""
+    """Make all callers call Allocate at the same time; return the number of completed calls."""
     for caller in callers:
         assert caller.stdin is not None
         caller.stdin.write(f"{address} {seconds}\n")
@@ -207,7 +210,7 @@ def together(callers: Sequence[subprocess.Popen[str]], address: str, seconds: fl
 
 
 def change() -> None:
-    """From a device's change (a file that names it is renamed into place) to the list at the kubelet."""
+    """Measure the time from a change of a device's health (in a file) to the kubelet's new device list."""
     for count, limit in ((8, 20), (10_000, 150)):
         with served(count) as (node, _):
             times = []
@@ -224,7 +227,7 @@ def change() -> None:
 
 
 def start() -> None:
-    """From the start of the process to Register."""
+    """Measure the time from the start of the agent's process to Register."""
     times, cpu = [], []
     for _ in range(3 if QUICK else 10):
         with Kubelet() as node, process(*config(node.root, 8)) as agent:
@@ -236,7 +239,7 @@ def start() -> None:
 
 
 def memory() -> None:
-    """Resident memory once it is settled."""
+    """Measure the agent's resident memory after it has stopped growing."""
     for count, limit in ((8, 48), (10_000, 64)):
         with served(count) as (_, agent):
             result(f"resident, {count:,} devices", agent.settled() / MB, "MB", limit)
@@ -247,14 +250,14 @@ def memory() -> None:
 
 
 def free_address() -> str:
-    """Return an address of this machine that nobody uses."""
+    """Return an address of this machine with an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def get(address: str, path: str) -> float:
-    """Read a page as Prometheus does; return the seconds that it took."""
+    """Read a page of the agent with Prometheus' headers; return the duration in seconds."""
     began = time.perf_counter()
     connection = http.client.HTTPConnection(address, timeout=30)
     connection.request("GET", path, headers={"Accept-Encoding": "gzip", "Accept": bench_metrics.ACCEPT})
@@ -266,20 +269,20 @@ def get(address: str, path: str) -> float:
 
 
 def scrape(address: str) -> None:
-    """Read the metrics some times."""
+    """Read the metrics ten times."""
     for _ in range(10):
         get(address, "/metrics")
 
 
 def flat() -> None:
-    """What stays after many restarts and allocations."""
+    """Measure the growth of memory, threads and open files over many kubelet restarts and Allocates."""
     restarts, calls = (40, 5_000) if QUICK else (200, 50_000)
     with served(8) as (node, agent):
         for _ in range(20):
             node.restart()
         before = (agent.settled(), agent.threads, agent.descriptors)
-        # What a restart leaves behind is cyclic garbage until Python collects it, which takes some hundred restarts in
-        # a row: the highest is what a node sees in between, the lowest is what stays.
+        # A restart leaves cyclic garbage, which Python collects only after some hundred restarts. So the highest of
+        # these sizes includes garbage, and the lowest shows the lasting growth.
         sizes = []
         for _ in range(6):
             for _ in range(restarts // 2):
@@ -299,7 +302,10 @@ def flat() -> None:
 
 
 def grown(what: str, agent: Process, before: tuple[float, int, int], resident: float | None = None) -> None:
-    """Print how much it has grown; resident: if it was measured already."""
+    """Print the growth of the agent's memory, threads and open files since `before`.
+
+    resident: the present resident memory in bytes; None to measure it now.
+    """
     resident = agent.settled() if resident is None else resident
     result(f"resident, growth over {what}", max(0.0, resident - before[0]) / MB, "MB", 1.0)
     result(
@@ -311,7 +317,7 @@ def grown(what: str, agent: Process, before: tuple[float, int, int], resident: f
 
 
 def metrics() -> None:
-    """What a scrape takes on a large node, and what metrics cost in memory."""
+    """Measure the duration of a scrape on a large node, and the memory that metrics need."""
     scrapes = 1_000 if QUICK else bench_metrics.SCRAPES
     found = bench_metrics.measure(scrapes)
     result(f"scrape, 64 devices, 200 holders, {found.lines} lines, p50", found.p50_ms, "ms", 30.0)
@@ -321,14 +327,14 @@ def metrics() -> None:
 
 
 def client() -> None:
-    """The API client of the bridge."""
+    """Measure the memory and the speed of the bridge's API client."""
     measured = bench_client.measure()
     result("the bridge's modules with the API client, resident", measured.resident / MB, "MB", 62)
     result("GET of a Node over a kept connection, median", measured.seconds * 1e3, "ms", 1.5)
 
 
 def claims() -> None:
-    """A list of all claims, as a move to the plugin side reads it: few, many, and a tenant's heavy ones."""
+    """Measure the list of all claims that a move to the plugin side needs, for few, many, and large claims."""
     few = bench_claims.measure(10, 2_000)
     for what, count, size in (("10", 10, 2_000), ("30,000", 30_000, 2_000), ("200 of 500 kB", 200, 500_000)):
         listed = bench_claims.measure(count, size)
@@ -341,7 +347,7 @@ def claims() -> None:
 
 
 def bridge() -> None:
-    """The agent with both sides, which reaches the API server by a kubeconfig and serves a pod of each side."""
+    """Measure the memory of an agent with device plugin and DRA that uses a kubeconfig and serves one pod by each."""
     with FakeApiServer() as server, FakeNode(server, "n1") as node:
         made = server.create(device_class("example.com/bench", "bench.example.com"))
         file = written(node.root / "kubeconfig", server.url, {"token": "t"})
@@ -354,7 +360,7 @@ def bridge() -> None:
 
 
 def growth() -> None:
-    """The agent with so many resources, and a driver for each: what it asks of the kubelet until all are served."""
+    """Measure how an agent's start, calls to the kubelet, memory and CPU grow with the number of resources."""
     before: tuple[int, int] | None = None
     for count in (1, 16, 64):
         names = [f"example.com/r{number}" for number in range(count)]
@@ -396,7 +402,10 @@ def growth() -> None:
 
 
 def flood() -> None:
-    """What others notice of 100 clients without a token that send 300 requests for /status each, again and again."""
+    """Measure how requests of 100 clients without a token slow down other clients.
+
+    Each of the 100 clients repeatedly sends 300 requests for /status at once.
+    """
     seconds = 5 if QUICK else 20
     for count in (64, 5_000):
         address = free_address()
@@ -424,14 +433,14 @@ def flood() -> None:
 
 
 class Noticed(NamedTuple):
-    """What clients noticed. allocate: median of an Allocate. pages: how long each request took, by path. In seconds."""
+    """Durations in seconds. allocate: the median of the Allocates. pages: the duration of each request, by path."""
 
     allocate: float
     pages: dict[str, list[float]]
 
 
 def noticed(stub: pb_grpc.DevicePluginStub, address: str, seconds: float) -> Noticed:
-    """Allocate as a kubelet does, not one after the other, and read pages meanwhile."""
+    """Call Allocate with short pauses, as a kubelet does, and read pages in other threads; return the durations."""
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["sim-3"])])
     pages: dict[str, list[float]] = {"/metrics": [], "/healthz": []}
     over = threading.Event()
@@ -457,7 +466,7 @@ def noticed(stub: pb_grpc.DevicePluginStub, address: str, seconds: float) -> Not
 
 
 def hostile() -> None:
-    """Config files and calls that are made to take long."""
+    """Measure config files and calls that are made to take a long time."""
     worst, name = 0.0, ""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "config.yaml"
@@ -499,7 +508,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; return 1 when a limit is missed."""
+    """Run the measurements; return 1 if a limit is exceeded."""
     global QUICK
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
@@ -511,7 +520,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as bytecode:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = bytecode
-        # An image has bytecode: compiling at the start takes time and memory. This run leaves it.
+        # This run of the agent writes the bytecode that an image contains, so that no measured process has to compile.
         address = free_address()
         with served(8, "--metrics-address", address):
             scrape(address)

@@ -1,7 +1,7 @@
-"""One list of all claims of a cluster, as a move to the plugin side reads it: bytes, seconds, and memory at the most.
+"""Measures one list of all claims of a cluster, as a move to the plugin side needs it: bytes, seconds, peak memory.
 
-`python -m tests.bench claims` runs it. The client is a process of its own (this module as a program). The server has
-the claims encoded, so that the seconds are mostly the client's.
+`python -m tests.bench claims` runs the measurement. The client is a separate process that runs this module. The server
+encodes the claims in advance, so that the measured time is mostly the client's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ NODE = "n1"
 
 
 class Listing(NamedTuple):
-    """size: of all answers, in bytes. peak: bytes of resident memory that the list took at the most, beyond before."""
+    """The results of one list of claims.
+
+    found: number of claims with a device of this node. requests: number of GET requests. size: bytes of all responses.
+    peak: growth of the peak resident memory, in bytes.
+    """
 
     found: int
     requests: int
@@ -36,7 +40,7 @@ class Listing(NamedTuple):
 
 
 def client(url: str) -> None:
-    """Be the client: print what was measured."""
+    """List the claims of the server at `url` as the agent does; print the `Listing` as JSON."""
     import dra_bridge.node.bridge  # noqa: F401
     from dra_bridge.kube import Cluster, ListedClaim
     from dra_bridge.node.claim_lists import ClaimLists
@@ -59,13 +63,13 @@ def client(url: str) -> None:
 
 
 def highest() -> int:
-    """Return the most resident memory that this process ever had, in bytes."""
+    """Return the peak resident memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def claims(count: int, size: int) -> list[bytes]:
-    """Return claims of so many bytes as the server has them; every tenth is allocated, and ten of them here."""
+    """Return `count` encoded claims of about `size` bytes. A tenth is allocated, and ten have devices of this node."""
     made = []
     spec = b"x" * size
     for number in range(count):
@@ -80,7 +84,7 @@ def claims(count: int, size: int) -> list[bytes]:
 
 @contextlib.contextmanager
 def serving(items: Sequence[bytes]) -> Iterator[str]:
-    """Serve these claims at a URL, in parts as they are asked for."""
+    """Serve these claims, and yield the server's URL. The pages of a list have the requested number of claims."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -105,12 +109,12 @@ def serving(items: Sequence[bytes]) -> Iterator[str]:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            with contextlib.suppress(OSError):  # the client does not read what is too large
+            with contextlib.suppress(OSError):  # the client ends the connection at a page that is too large
                 self.wfile.write(body)
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            """A client that goes away is nothing to print."""
+            """Print nothing if a client ends its connection."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -123,13 +127,13 @@ def serving(items: Sequence[bytes]) -> Iterator[str]:
 
 
 def measure(count: int, size: int) -> Listing:
-    """Have so many claims of so many bytes listed."""
+    """Run a server with `count` claims of about `size` bytes, and a client; return the client's result."""
     from tests.programs import image_environment
 
     environment = {**os.environ, **image_environment()}
     with serving(claims(count, size)) as url:
         command = [sys.executable, "-m", "tests.bench.bench_claims", url]
-        for _ in range(2):  # an image has bytecode: the first run leaves it
+        for _ in range(2):  # the first run writes the bytecode that an image contains
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     return Listing(*json.loads(done.stdout))
 

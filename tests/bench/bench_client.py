@@ -1,7 +1,7 @@
-"""The API client: what it takes of memory beside the rest of the bridge, and how long a GET lasts.
+"""Measures the memory of the bridge with its API client, and the duration of a GET.
 
-`python -m tests.bench client` runs it. The client is a process of its own (this module as a
-program), the server the fake one.
+`python -m tests.bench client` runs the measurement. The client is a separate process that runs this module. The server
+is the fake API server.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ GETS = 500
 
 
 class Measured(NamedTuple):
-    """resident: bytes, with all modules of the bridge. seconds: median of a GET of one Node."""
+    """The results. resident: memory in bytes, with all modules of the bridge. seconds: median duration of a GET."""
 
     resident: float
     seconds: float
 
 
 def client(url: str) -> None:
-    """Be the client: print what was measured."""
+    """Read a Node `GETS` times; print the resident memory and the median duration."""
     import dra_bridge.node.bridge  # noqa: F401
     from dra_bridge.kube import NODES, Cluster
 
@@ -55,7 +55,7 @@ def measure() -> Measured:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": labels}})
         command = [sys.executable, "-m", "tests.bench.bench_client", server.url]
         environment = {**os.environ, **image_environment()}
-        for _ in range(2):  # an image has bytecode: the first run leaves it
+        for _ in range(2):  # the first run writes the bytecode that an image contains
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     resident, seconds = map(float, done.stdout.split())
     return Measured(resident, seconds)

@@ -1,7 +1,7 @@
-"""A scrape of 64 devices and 200 holders: how long it takes, and what memory metrics cost.
+"""Measures the duration of a scrape with 64 devices and 200 holders, and the memory that metrics need.
 
-`python -m tests.bench metrics` runs it. The agent is a process of its own (this module as a
-program), scraped as Prometheus does; each scrape renders.
+`python -m tests.bench metrics` runs the measurement. The agent is a separate process that runs this module. It is
+scraped with Prometheus' headers, and computes the metrics anew for each scrape.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ACCEPT = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
     "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,*/*;q=0.1"
 )
-"""What Prometheus 3 says."""
+"""The header Accept of Prometheus 3."""
 SETTLED = 500
-"""Scrapes after which memory must grow no more."""
+"""Number of scrapes after which the memory should not grow any more."""
 
 
 def agent() -> None:
-    """Be the agent: say the memory without metrics, then serve them until stdin ends."""
+    """Run the agent. Print its memory without metrics, then serve metrics until standard input ends."""
     import asyncio
 
     import deviceplugin.node.process
@@ -92,7 +92,7 @@ def agent() -> None:
         from deviceplugin.metrics import collectors as metrics
         from deviceplugin.metrics import web
 
-        web.LIFETIME, web.LIFETIME_FACTOR = 0.0, 0  # type: ignore[misc]  # each scrape renders
+        web.LIFETIME, web.LIFETIME_FACTOR = 0.0, 0  # type: ignore[misc]  # no cached metrics
         with metrics.serving("127.0.0.1:0", running) as server:
             print(json.dumps({"address": server.address}), flush=True)
             reading = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
@@ -115,7 +115,7 @@ def rss(pid: int | str) -> float:
 
 
 def scrape(connection: HTTPConnection, count: int, headers: dict[str, str]) -> tuple[list[float], bytes]:
-    """Scrape so often; return the milliseconds that each took, sorted, and the last answer."""
+    """Scrape `count` times; return the sorted durations in milliseconds, and the body of the last response."""
     times, body = [], b""
     for _ in range(count):
         began = time.perf_counter()
@@ -126,7 +126,11 @@ def scrape(connection: HTTPConnection, count: int, headers: dict[str, str]) -> t
 
 
 class Figures(NamedTuple):
-    """What was measured; memory is the agent's, resident, above what it has without metrics."""
+    """The results of the measurement.
+
+    lines: number of lines of a scrape. settled_mb: resident memory of the agent after `SETTLED` scrapes, in MB above
+    its memory without metrics. growth_mb: growth of the memory in MB over all further scrapes.
+    """
 
     lines: int
     p50_ms: float
@@ -136,7 +140,7 @@ class Figures(NamedTuple):
 
 
 def measure(scrapes: int = SCRAPES) -> Figures:
-    """Start an agent and scrape it so often."""
+    """Start an agent, scrape it `scrapes` times, and return the results."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.bench.bench_metrics"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

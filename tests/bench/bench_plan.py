@@ -1,6 +1,6 @@
-"""What `dra-bridge plan` takes for a thousand nodes with 8,000 pods, against its limits.
+"""Measures the time and memory of `dra-bridge plan` for 1,000 nodes with 8,000 pods, and compares them with limits.
 
-`python -m tests.bench.bench_plan` takes a minute and ends with 1 if a limit is missed. Times are CPU time.
+`python -m tests.bench.bench_plan` takes a minute. Its exit status is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tests.dra.plan.cases import BOARD, DRIVER, GROUP, device_class, node, pod
 
 NODES = 1000
 PODS = 8
-"""Of each node."""
+"""Number of pods of each node."""
 SECONDS = 10.0
 FIRST = 2.0
-"""Seconds until something is printed."""
+"""Maximum seconds until the first line of output."""
 MEGABYTES = 300.0
 
 
 def objects() -> Iterator[dict[str, Any]]:
-    """A cluster as `kubectl get -A -o json` prints it, with all that plan does not look at."""
+    """Yield a cluster's objects as `kubectl get -A -o json` prints them, with fields that `plan` does not read."""
     yield device_class()
     for number in range(NODES):
         name = f"node-{number:04}"
@@ -45,7 +45,7 @@ def objects() -> Iterator[dict[str, Any]]:
 
 
 def whole_pod(name: str, on: str, index: int) -> dict[str, Any]:
-    """A pod with the fields that the API server fills in."""
+    """Return a pod with the fields that the API server adds."""
     started = {"phase": "Running", "startTime": "2026-11-26T08:00:00Z", "podIP": "10.0.0.1"}
     body = pod(name, index % 2, on, status=started)
     body["metadata"] |= {"labels": {"app": name}, "uid": name, "creationTimestamp": "2026-11-26T08:00:00Z"}
@@ -62,7 +62,7 @@ def whole_pod(name: str, on: str, index: int) -> dict[str, Any]:
 
 
 def measured(file: Path) -> tuple[float, float, float]:
-    """Run plan on a dump; return CPU seconds, seconds until the first output, and the most memory in MB."""
+    """Run `plan` on a dump; return the CPU seconds, the seconds until the first output, and the peak memory in MB."""
     command = [sys.executable, "-m", "dra_bridge", "plan", "-f", str(file), "--driver", DRIVER]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -79,7 +79,7 @@ def measured(file: Path) -> tuple[float, float, float]:
 
 
 def write(directory: Path) -> None:
-    """Write the dumps."""
+    """Write a dump of the cluster in JSON and one in YAML."""
     whole = {"apiVersion": "v1", "kind": "List", "items": list(objects())}
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     (directory / "dump.json").write_text(json.dumps(whole))
@@ -87,13 +87,14 @@ def write(directory: Path) -> None:
 
 
 def main() -> int:
-    """Measure dumps in JSON and YAML."""
+    """Measure `plan` on dumps in JSON and YAML; return 1 if a limit is exceeded."""
     missed = 0
     if len(sys.argv) > 1:
         write(Path(sys.argv[1]))
         return 0
     with tempfile.TemporaryDirectory() as directory:
-        # In a process of its own: what this one has had of memory would count for the children that are measured.
+        # The dumps are written in another process, because the kernel counts this process's peak memory for the
+        # measured child processes as well.
         subprocess.run([sys.executable, "-m", "tests.bench.bench_plan", directory], check=True)
         for file in sorted(Path(directory).iterdir()):
             cpu, first, most = measured(file)

@@ -1,9 +1,8 @@
-"""How long choosing devices takes, against its limits and against the plain way to write it.
+"""Measures the choice of devices (`deviceplugin.topology`), and compares it with limits and with a simple algorithm.
 
-`python -m tests.bench.bench_topology` takes a minute and ends with 1 if a limit is missed. Times are
-the CPU time of the shortest of several calls, each with the scores as the caller has them; ratios
-are to a brute force over all sets in the same process, which looks at the total alone and not at
-what is left (8 devices are so few that it is the quicker of the two, for that).
+`python -m tests.bench.bench_topology` takes a minute. Its exit status is 1 if a limit is exceeded. Each time is the CPU
+time of the shortest of several calls. Ratios are to a brute force over all sets, which compares only the sets' total
+scores, and not the devices that remain. For 8 devices, the brute force is faster.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from deviceplugin.topology import numa_compact, preferred
 from tests.test_topology import TOPOLOGIES, Day, Scores, amount, climb, gpus, scores, tree
 
 LIMITS = {8: 1.0, 16: 8.0, 64: 30.0}
-"""Milliseconds, by the number of devices."""
+"""Maximum milliseconds of a choice, by the number of devices."""
 
 
 def machines(count: int) -> dict[str, Scores]:
-    """Topologies of this many devices: those that people own, regular ones and made ones."""
+    """Return the scores of several topologies with `count` devices: of real machines, regular ones, and random ones."""
     random_ = random.Random(count)
     made: dict[str, Callable[[int, int], float]] = {
         "uniform": lambda _a, _b: 1810,
@@ -47,7 +46,7 @@ def machines(count: int) -> dict[str, Scores]:
 
 
 def shortest(call: Callable[[], object], times: int) -> float:
-    """Milliseconds of CPU time of the shortest of several calls."""
+    """Return the CPU time in milliseconds of the shortest of `times` calls."""
     best = math.inf
     for _ in range(times):
         began = time.process_time()
@@ -57,12 +56,12 @@ def shortest(call: Callable[[], object], times: int) -> float:
 
 
 def plain(ids: Sequence[str], size: int, score: Scores) -> tuple[str, ...]:
-    """The plain way: the total of every set."""
+    """Return the set with the highest total score, by a comparison of all sets."""
     return max(combinations(ids, size), key=lambda some: sum(score[frozenset(pair)] for pair in combinations(some, 2)))
 
 
 def speed(count: int) -> bool:
-    """Print the slowest size of each topology; return whether all are within the limit."""
+    """Print the slowest size of request for each topology; return whether all choices are within the limit."""
     ids, limit, fine = gpus(*range(count)), LIMITS[count], True
     sizes = range(1, count + 1) if count <= 16 else (1, 2, 3, 4, 6, 8, 12, 16, 24, 31, 32, 33, 40, 48, 56, 60, 63, 64)
     against = 3 if count > 16 else 4
@@ -85,7 +84,7 @@ def speed(count: int) -> bool:
 
 
 def quality() -> bool:
-    """Print how much of the best known total is found among 64; return whether it is enough."""
+    """Print the total scores of choices among 64 devices, relative to the best known; return whether they suffice."""
     random_, ids, fine = random.Random(1), gpus(*range(64)), True
     print("\n64 devices: total, of the best of 100 climbs from random sets (limit 0.98), the lowest of five sizes")
     for name, score in machines(64).items():
@@ -99,7 +98,7 @@ def quality() -> bool:
 
 
 def days() -> bool:
-    """Print the mean score of a day's requests over that of the best partition; return whether it is no lower."""
+    """Print the mean scores of a day's choices, relative to the best partition's; return whether none is lower."""
     fine = True
     print("\nMean score of what was given over 9,000 events, of that by the best partition (limit 1), by load")
     for name, (count, score) in TOPOLOGIES.items():
@@ -121,7 +120,7 @@ def days() -> bool:
 
 
 def numa() -> None:
-    """Print the time for very many devices with NUMA nodes alone."""
+    """Print the time of a choice among 10,000 devices of which only the NUMA nodes are known."""
     devices = {f"sim-{number}": (number % 2,) for number in range(10_000)}
     print("\n10,000 devices, NUMA nodes alone")
     for size in (4, 5000):
@@ -130,7 +129,7 @@ def numa() -> None:
 
 
 def main() -> int:
-    """Measure everything."""
+    """Run all measurements; return 1 if a limit is exceeded."""
     fine = [*(speed(count) for count in LIMITS), quality(), days()]
     numa()
     print("\nAll limits are kept." if all(fine) else "\nA LIMIT WAS MISSED")

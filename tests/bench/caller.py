@@ -1,7 +1,7 @@
-"""A caller of Allocate in a process of its own: `python -m tests.bench.caller TASKS`.
+"""Calls Allocate from TASKS simultaneous tasks: `python -m tests.bench.caller TASKS`.
 
-Reads lines "ADDRESS SECONDS" from stdin, calls for that long from so many tasks at once, and answers each with how
-many calls were answered.
+For each line "ADDRESS SECONDS" of standard input, the program calls the plugin at ADDRESS for SECONDS seconds, and
+prints the number of completed calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.bench.kubelet import OPTIONS
 
 
 async def calls(address: str, seconds: float, tasks: int) -> int:
-    """Return how many calls were answered."""
+    """Call Allocate for some seconds from `tasks` tasks at the same time; return the number of completed calls."""
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         stub = pb_grpc.DevicePluginStub(channel)
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["dev-3"])])

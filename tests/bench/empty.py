@@ -1,9 +1,9 @@
-"""A driver and a plugin that do as little as a handler in Python can: what `tests.bench.peers` shows beside the agent.
+"""A DRA driver and a device plugin with minimal handlers in Python. `tests.bench.peers` compares the agent with them.
 
 `python -m tests.bench.empty DRIVER RESOURCE DIRECTORY` registers both with the kubelet. Prepare reads the claim and
-writes a CDI file without looking at either, Unprepare removes the file, Allocate answers with a device node of the
-directory. Nothing is recorded, checked or noticed, so a claim's device has as many holders as the scheduler likes.
-It reaches the API server as a pod does.
+writes a CDI file, without any check. Unprepare removes the file. Allocate returns a device node of DIRECTORY. Nothing
+is recorded or checked, so a device may get several holders. The program uses the API server with the credentials of a
+pod's service account.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ OPTIONS = (("grpc.default_authority", "localhost"),)
 
 
 class Driver(v1_grpc.DRAPluginServicer, registration_grpc.RegistrationServicer):
-    """Answers the kubelet's calls for claims."""
+    """The DRA driver: handles the kubelet's registration calls, and Prepare and Unprepare of claims."""
 
     def __init__(self, name: str, client: aiohttp.ClientSession) -> None:
         self.name, self.client = name, client
         self.socket = KUBELET / "plugins" / f"{name}.sock"
 
     async def GetInfo(self, request: object, context: object) -> registration.PluginInfo:  # noqa: N802
-        """Answer what the kubelet is to call."""
+        """Return the driver's name, endpoint and version."""
         return registration.PluginInfo(
             type="DRAPlugin", name=self.name, endpoint=str(self.socket), supported_versions=["v1.DRAPlugin"]
         )
@@ -50,13 +50,13 @@ class Driver(v1_grpc.DRAPluginServicer, registration_grpc.RegistrationServicer):
     async def NotifyRegistrationStatus(  # noqa: N802
         self, request: object, context: object
     ) -> registration.RegistrationStatusResponse:
-        """Take the kubelet's answer."""
+        """Ignore whether the kubelet accepts the driver."""
         return registration.RegistrationStatusResponse()
 
     async def NodePrepareResources(  # noqa: N802
         self, request: v1.NodePrepareResourcesRequest, context: object
     ) -> v1.NodePrepareResourcesResponse:
-        """Read each claim and write its CDI file."""
+        """Read each claim, write its CDI file, and return its devices."""
         response = v1.NodePrepareResourcesResponse()
         for claim in request.claims:
             path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
@@ -91,22 +91,22 @@ class Driver(v1_grpc.DRAPluginServicer, registration_grpc.RegistrationServicer):
 
 
 class Plugin(pb_grpc.DevicePluginServicer):
-    """Answers the kubelet's calls for limits."""
+    """The device plugin: handles the kubelet's calls for `limits`."""
 
     def __init__(self, directory: Path) -> None:
         self.paths = {path.name: str(path) for path in sorted(directory.iterdir())}
 
     async def GetDevicePluginOptions(self, request: object, context: object) -> pb.DevicePluginOptions:  # noqa: N802
-        """Want no further calls."""
+        """Return no options, so that the kubelet makes no optional calls."""
         return pb.DevicePluginOptions()
 
     async def ListAndWatch(self, request: object, context: object) -> AsyncIterator[pb.ListAndWatchResponse]:  # noqa: N802
-        """List the devices once."""
+        """Send one list of the devices."""
         yield pb.ListAndWatchResponse(devices=[pb.Device(ID=name, health="Healthy") for name in self.paths])
         await asyncio.Event().wait()
 
     async def Allocate(self, request: pb.AllocateRequest, context: object) -> pb.AllocateResponse:  # noqa: N802
-        """Answer with the device nodes."""
+        """Return the device nodes of the requested devices."""
         response = pb.AllocateResponse()
         for container in request.container_requests:
             one = response.container_responses.add()
@@ -116,7 +116,7 @@ class Plugin(pb_grpc.DevicePluginServicer):
 
 
 async def listening(path: Path, add: Callable[[Any, grpc.aio.Server], None], servicer: object) -> grpc.aio.Server:
-    """Return a server of one service at a socket."""
+    """Start and return a server of one service at a socket."""
     server = grpc.aio.server()
     add(servicer, server)
     server.add_insecure_port(f"unix:{path}")
@@ -125,7 +125,7 @@ async def listening(path: Path, add: Callable[[Any, grpc.aio.Server], None], ser
 
 
 async def main(driver: str, resource: str, directory: str) -> None:
-    """Serve until killed."""
+    """Register the driver and the plugin, and serve until the process is killed."""
     server = f"https://{os.environ['KUBERNETES_SERVICE_HOST']}:{os.environ['KUBERNETES_SERVICE_PORT']}"
     headers = {"Authorization": f"Bearer {(ACCOUNT / 'token').read_text()}"}
     tls = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=ACCOUNT / "ca.crt"), keepalive_timeout=60)

@@ -1,7 +1,8 @@
-"""Clients that ask for more than they are due: `python -m tests.bench.flood HOST:PORT CONNECTIONS REQUESTS`.
+"""Sends a flood of requests to an agent: `python -m tests.bench.flood HOST:PORT CONNECTIONS REQUESTS`.
 
-Each connection sends so many requests for /status at once, reads what comes, and is made anew when the server ends it.
-Runs until stdin ends; then prints how many connections were made.
+On each of CONNECTIONS connections, a client sends REQUESTS requests for /status at once, and reads the responses. If
+the server ends a connection, the client opens a new one. When standard input ends, the program prints the number of
+connections that were opened, and ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ REQUEST = b"GET /status HTTP/1.1\r\nHost: node\r\n\r\n"
 
 
 async def client(host: str, port: int, requests: int, made: list[int]) -> None:
-    """Be one of them."""
+    """Run one client. made: its only element counts the connections of all clients."""
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(host, port)
@@ -28,7 +29,7 @@ async def client(host: str, port: int, requests: int, made: list[int]) -> None:
 
 
 async def main(address: str, count: int, requests: int) -> int:
-    """Be all of them."""
+    """Run `count` clients until standard input ends; return the number of connections that were opened."""
     host, _, port = address.rpartition(":")
     made = [0]
     tasks = [asyncio.create_task(client(host, int(port), requests, made)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""As little of a kubelet as can be measured against: Register, the dial back and the stream of lists."""
+"""A minimal kubelet for measurements: it accepts Register, connects to the plugin, and receives the device lists."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ OPTIONS = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_
 
 
 class Kubelet(pb_grpc.RegistrationServicer):
-    """Its directory outlives its restarts. All times are of the monotonic clock."""
+    """A minimal kubelet, whose directory stays the same over its restarts. All times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # sockets need a short path
+        self.root = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # the paths of sockets must be short
         self.directory = self.root / "device-plugins"
         self.directory.mkdir()
-        claim_state.write(self.root, [])  # kubelets with DRA have it from their first start
+        claim_state.write(self.root, [])  # a kubelet with DRA writes this file at its first start
         self.changed = threading.Condition()
         self.registered: list[tuple[float, str]] = []
-        """When Register was called and with which socket."""
+        """For each call of Register: its time, and the file name of the plugin's socket."""
         self.lists: list[tuple[float, list[str]]] = []
-        """When a list arrived, and the unhealthy devices in it."""
+        """For each received device list: its time, and the ids of its unhealthy devices."""
         self._server: grpc.Server | None = None
         self._channel: grpc.Channel | None = None
         self._count = 0
 
     def start(self) -> float:
-        """Delete the plugins' sockets, begin to serve; return when kubelet.sock was there."""
+        """Delete the plugins' sockets and begin to serve. Return the time just before kubelet.sock is created."""
         for path in self.directory.iterdir():
             if stat.S_ISSOCK(path.stat().st_mode):
                 path.unlink()
@@ -65,7 +65,7 @@ class Kubelet(pb_grpc.RegistrationServicer):
         (self.directory / "kubelet.sock").unlink(missing_ok=True)
 
     def restart(self) -> float:
-        """Return the seconds from kubelet.sock's return to Register."""
+        """Restart the kubelet; return the seconds from the new kubelet.sock to Register."""
         before = len(self.registered)
         self.stop()
         began = self.start()
@@ -73,7 +73,7 @@ class Kubelet(pb_grpc.RegistrationServicer):
         return self.registered[-1][0] - began
 
     def close(self) -> None:
-        """End, and leave nothing behind."""
+        """Stop, and remove the kubelet's directory."""
         self.stop()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -85,7 +85,7 @@ class Kubelet(pb_grpc.RegistrationServicer):
         self.close()
 
     def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
-        """Take note of the time, and dial back."""
+        """Record the time, and connect to the plugin."""
         at = time.monotonic()
         self._channel = grpc.insecure_channel(f"unix:{self.directory / request.endpoint}", options=OPTIONS)
         stub = pb_grpc.DevicePluginStub(self._channel)
@@ -106,12 +106,12 @@ class Kubelet(pb_grpc.RegistrationServicer):
                     self.changed.notify_all()
 
     def wait(self, predicate: Any, what: str, timeout: float = 30.0) -> None:
-        """Wait until something is so here."""
+        """Wait until `predicate` is true, at most `timeout` seconds. what: the awaited event, for the error message."""
         with self.changed:
             if not self.changed.wait_for(predicate, timeout):
                 raise TimeoutError(f"no {what} within {timeout} s")
 
     @property
     def plugin(self) -> str:
-        """The address of the plugin that registered last."""
+        """The address of the plugin that has registered last."""
         return f"unix:{self.directory / self.registered[-1][1]}"

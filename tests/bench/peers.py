@@ -1,15 +1,15 @@
-"""``python -m tests.bench.peers`` (or `tox -e peers`): what the kubelet's calls cost beside other programs.
+"""Compares the time and CPU of the kubelet's calls with other programs: `python -m tests.bench.peers`, `tox -e peers`.
 
 The agent is compared with the Go example driver (kubernetes-sigs/dra-example-driver), with squat's
-generic-device-plugin, and with `tests.bench.empty`: a driver and a plugin in Python that do nothing but answer. All of
-them serve one real kubelet at the same time. In each round pods of one of them start at once and are deleted at once;
-rounds of all of them follow each other, each in a random order (the same ones in each run): what the node still does
-after claims of one slows down the next. The times are means of the kubelet's own histograms, as differences of sum and
-count over the rounds; the CPU seconds are those of the agent's process. Limits are of ratios within one run, and of
-the medians of several runs, so a machine that others use is good enough.
+generic-device-plugin, and with `tests.bench.empty`, a driver and a plugin in Python with minimal handlers. All programs
+serve one real kubelet at the same time. In a round, pods with devices of one program start at the same time, and are
+then deleted at the same time. Rounds of all programs follow each other in a random order, because work that remains
+after one program's round slows down the next round. The order is the same in each run. The times are means from the
+kubelet's own histograms (sum and count over the rounds). The CPU seconds are those of the program's process. The limits
+apply to the medians, over several runs, of ratios within one run. So the machine need not be idle.
 
-The peers are built as `tests.cluster.build.PEERS` says. Those that cannot be had are named, and the run goes on without
-them. It fails if a limit is missed. It needs root, Go and half an hour.
+`tests.cluster.build.PEERS` states how the other programs are built. A program that cannot be built is reported and left
+out. The exit status is 1 if a limit is exceeded. A run needs root, Go and half an hour.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.cluster.node import Cluster
 from tests.programs import ANY_CONFIG, image_environment
 
 DEVICES = Path("/dev/peers")
-"""In the node's own /dev, where device nodes usually are."""
+"""The directory of the device nodes, in the node's own /dev as usual."""
 EACH = 32
-"""Devices of each agent and side: a round never needs those of the one before it."""
+"""Number of devices of each agent and side, so large that a round never needs devices of the previous round."""
 SIZES = (4, 16)
-"""Pods that start at once."""
+"""Numbers of pods that start at the same time."""
 MAJOR = 240
-"""Of the device nodes; Linux has no driver for it."""
+"""The major number of the device nodes. Linux has no driver for this number."""
 MINOR = {"both": 0, "alone": 100, "squat": 200, "empty": 300}
 BOTH_CLAIMS, BOTH_PLUGIN, ALONE = "both sides, claims", "both sides, plugin", "plugin alone"
 GO, SQUAT = "Go example driver", "squat's plugin"
@@ -54,12 +54,17 @@ GO_DRIVER, EMPTY_DRIVER = "peer.example.com", "empty.example.com"
 _HISTOGRAM = re.compile(r"(dra_grpc_operations|kubelet_device_plugin_alloc)_duration_seconds_(sum|count)\{(.*)\} ")
 
 Times = dict[str, tuple[float, float]]
-"""By what a histogram is about: the sum of its seconds, and the count."""
+"""For each driver and method, or resource: the sum of the durations in a histogram (seconds), and their count."""
 
 
 @dataclass
 class Side:
-    """What pods get from one agent. pod: the pods' limits or claims. operations: the histograms, by operation."""
+    """The measured calls of one agent, for limits or for claims.
+
+    process: the agent's process id. pod: the limits or claims of the pods. operations: for each operation, the
+    histogram's key in `Times`. seconds: for each operation and number of pods, the sum of durations and the number of
+    calls. cpu: CPU seconds of the agent, by number of pods.
+    """
 
     name: str
     process: int
@@ -69,18 +74,18 @@ class Side:
     cpu: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def spent(self, size: int) -> float:
-        """Return the CPU milliseconds of the agent for each pod, of all rounds with so many pods."""
+        """Return the agent's mean CPU milliseconds for a pod, over all rounds with `size` pods."""
         count = max(self.seconds[operation, size][1] for operation in self.operations)
         return 1000 * self.cpu[size] / count if count else float("nan")
 
     def mean(self, operation: str, size: int) -> float:
-        """Return the mean of all rounds with so many pods, in milliseconds."""
+        """Return the mean duration of an operation in milliseconds, over all rounds with `size` pods."""
         total, count = self.seconds[operation, size]
         return 1000 * total / count if count else float("nan")
 
 
 def times(text: str) -> Times:
-    """Return what the kubelet's metrics say of the calls of drivers and plugins."""
+    """Read the durations of calls of drivers and plugins from the kubelet's metrics."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for line in text.splitlines():
         if match := _HISTOGRAM.match(line):
@@ -92,13 +97,13 @@ def times(text: str) -> Times:
 
 
 def cpu_of(process: int) -> float:
-    """Return the CPU seconds of a process so far."""
+    """Return the CPU seconds that a process has used so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class ImageBridge(Bridge):
-    """The agent with both sides as it runs in its image: with the image's variables, and no debug log."""
+    """The agent with both sides as in its image: with the image's environment variables, and without a debug log."""
 
     def start(self, *arguments: str) -> None:
         """Start the agent."""
@@ -106,13 +111,13 @@ class ImageBridge(Bridge):
         super().start("--log-level", "info", *arguments)
 
     def wait_registered(self, *, resources: bool = True) -> None:
-        """Wait for the drivers alone: that the kubelet listens to a resource is in the debug log only."""
+        """Wait only for the drivers, because the kubelet's ListAndWatch calls are only in the debug log."""
         super().wait_registered(resources=False)
 
 
 @contextmanager
 def program(cluster: Cluster, name: str, command: Sequence[str], **environment: str) -> Iterator[int]:
-    """Run an agent; give its process id."""
+    """Run an agent while the context is active; yield its process id."""
     with (cluster.logs / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
     try:
@@ -123,12 +128,12 @@ def program(cluster: Cluster, name: str, command: Sequence[str], **environment: 
 
 
 def resource(name: str, **more: Any) -> dict[str, Any]:
-    """Return a resource of our config file."""
+    """Return the entry of a resource in the agent's config file."""
     return {"name": f"example.com/{name}", "devices": [{"path": f"{DEVICES}/{name}/*"}], **more}
 
 
 def rights() -> list[dict[str, Any]]:
-    """Return the Go driver's service account and what it may do, as its own chart has it."""
+    """Return the Go driver's service account and its rights, as in the driver's own chart."""
     group, named = "rbac.authorization.k8s.io", {"metadata": {"name": "peer"}}
     rules = [
         {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get", "list", "watch"]},
@@ -149,7 +154,7 @@ def rights() -> list[dict[str, Any]]:
 
 
 def class_of(name: str, driver: str) -> dict[str, Any]:
-    """Return a class for all devices of a driver."""
+    """Return a DeviceClass for all devices of a driver."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "DeviceClass",
@@ -159,7 +164,7 @@ def class_of(name: str, driver: str) -> dict[str, Any]:
 
 
 def slice_of_empty(cluster: Cluster) -> dict[str, Any]:
-    """Return what the driver that does nothing does not publish itself."""
+    """Return the ResourceSlice of the driver in `tests.bench.empty`, which publishes no slice itself."""
     pool = {"name": cluster.node_name, "generation": 1, "resourceSliceCount": 1}
     devices = [{"name": f"d{number}"} for number in range(EACH)]
     spec = {"driver": EMPTY_DRIVER, "nodeName": cluster.node_name, "pool": pool, "devices": devices}
@@ -169,7 +174,7 @@ def slice_of_empty(cluster: Cluster) -> dict[str, Any]:
 
 @contextmanager
 def agents(cluster: Cluster) -> Iterator[list[Side]]:
-    """Run all that is compared."""
+    """Run all programs that are compared; yield a `Side` for each program and kind of request."""
     shutil.rmtree(DEVICES, ignore_errors=True)
     for name, minor in MINOR.items():
         (DEVICES / name).mkdir(parents=True)
@@ -189,8 +194,8 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
         if squat is not None:
             arguments = [squat, "--domain", "example.com", "--device", device]
             plugin = stack.enter_context(program(cluster, "squat", arguments))
-        # It gets an identity like ours: the API server treats an administrator's requests otherwise. With its default
-        # of 5 requests a second it would wait for its own limit.
+        # The Go driver uses a service account like the agent, because the API server treats an administrator's requests
+        # differently. The driver's default limit of 5 requests a second would delay its calls, so the limit is raised.
         cluster.api.apply(rights())
         kubeconfig = cluster.service_account_kubeconfig("peer", bound_to=("Node", cluster.node_name))
         go = [peer("dra-example-kubeletplugin") or "", "--node-name", cluster.node_name]
@@ -240,7 +245,10 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
 
 
 def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
-    """Start pods at once, delete them at once, and add what their calls took to the side's times."""
+    """Start `size` pods at the same time, then delete them together, and add their calls' durations to the side's.
+
+    title: the beginning of the pods' names.
+    """
     before, cpu = times(cluster.metrics()), cpu_of(side.process)
     pods = [cluster.start_pod(f"{title}-{number}", **side.pod) for number in range(size)]
     for pod in pods:
@@ -249,7 +257,7 @@ def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
         pod.delete()
     for pod in pods:
         pod.wait_gone(180.0)
-    # The controllers delete the claims afterwards: their work would slow down the next side.
+    # Wait until the controllers have deleted the claims, because this work would slow down the next round.
     cluster.wait_for(lambda: not cluster.api.list("ResourceClaim", "default"), 60.0, "no claim is left")
     after = times(cluster.metrics())
     side.cpu[size] += cpu_of(side.process) - cpu
@@ -262,7 +270,11 @@ def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """How many times as much as another program the agent may take at SIZES[0] pods. operation: "" for CPU seconds."""
+    """The maximum ratio of a side's mean to another side's mean, with SIZES[0] pods.
+
+    operation: the operation whose duration is compared; "" for the CPU seconds. beside: the name of the other side.
+    most: the maximum ratio.
+    """
 
     operation: str
     side: str
@@ -271,7 +283,7 @@ class Limit:
 
     @property
     def what(self) -> str:
-        """What is compared, for people."""
+        """A text that states the compared values."""
         return f"{self.operation or 'CPU'} of {self.side}, against {self.beside}"
 
 
@@ -294,7 +306,7 @@ LIMITS = (
 
 
 def ratios(sides: Mapping[str, Side], size: int) -> dict[Limit, float]:
-    """Return the ratios of one run, of what was measured."""
+    """Return the ratios of one run, for the limits whose two sides were measured."""
 
     def of(side: Side, operation: str) -> float:
         return side.mean(operation, size) if operation else side.spent(size)
@@ -304,10 +316,10 @@ def ratios(sides: Mapping[str, Side], size: int) -> dict[Limit, float]:
 
 
 def inside(runs: int, rounds: int) -> int:
-    """Measure on a node; return 1 when a limit is missed."""
+    """Run all measurements on a node and print them; return 1 if a limit is exceeded."""
     order, found = random.Random(1), defaultdict[tuple[Limit, int], list[float]](list)
     with Cluster() as cluster, agents(cluster) as sides:
-        for side in order.sample(sides, len(sides)):  # connections are made and programs warm up
+        for side in order.sample(sides, len(sides)):  # a warm-up, which also opens connections
             measure(cluster, side, SIZES[0], f"w{sides.index(side)}")
         for run in range(runs):
             for side in sides:
@@ -338,7 +350,7 @@ def inside(runs: int, rounds: int) -> int:
 
 
 def show(sides: Sequence[Side]) -> None:
-    """Print the figures of a run."""
+    """Print the results of a run."""
     head = "mean of the calls in ms (CPU ms of the agent per pod)"
     print(f"\n{head:<56}" + "".join(f"{n:>14} pods" for n in SIZES))
     for side in sides:
@@ -348,7 +360,7 @@ def show(sides: Sequence[Side]) -> None:
 
 
 def peer(name: str) -> str | None:
-    """Return the path of a peer's program; None if it cannot be had here."""
+    """Return the path of another program's executable; None if it cannot be built here."""
     try:
         return str(build.ensure_peer(name))
     except build.BuildError as error:
@@ -357,7 +369,7 @@ def peer(name: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build what is missing, then measure in an isolated node."""
+    """Build the missing programs, then run the measurements in an isolated node."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers")
     parser.add_argument("--runs", type=int, default=3, help="runs, of which the medians count (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each agent and size in a run (%(default)s)")

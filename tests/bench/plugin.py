@@ -1,9 +1,11 @@
-"""The two that are compared: a source served by the framework, and a bare grpc.aio servicer that does the same by hand.
+"""Device plugins for comparisons: a source in the framework, and an equal servicer that uses only grpc.aio.
 
-`python -m tests.bench.plugin framework --kubelet-root DIR`, `python -m tests.bench.plugin bare SOCKET`.
+The commands are `python -m tests.bench.plugin framework --kubelet-root DIR` and `python -m tests.bench.plugin bare
+SOCKET`.
 
-For adoption: the bare servicer, registered where an agent adopts plugins (`vendor DIRECTORY`), and a forwarder of the
-bytes of its calls (`forwarder SOCKET TO`).
+Two further commands are for measurements of adoption. `vendor DIRECTORY` runs the servicer, and registers it in the
+directory in which an agent adopts plugins. `forwarder SOCKET TO` forwards the bytes of Allocate from SOCKET to the
+plugin at TO.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ OPTIONS = (("grpc.default_authority", "localhost"),)
 
 
 class Source(DeviceSource):
-    """Devices with a node and a variable each, and one hook that names them all."""
+    """Devices that each have a device node and an environment variable."""
 
     resource = "example.com/bench"
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """List them once."""
+        """Yield the list of devices once."""
         yield [
             Device(
                 f"dev-{number}",
@@ -38,7 +40,7 @@ class Source(DeviceSource):
 
 
 async def bare(address: str, directory: str = "") -> None:
-    """Serve Allocate as one would write it for one's own devices. directory: where to register."""
+    """Serve Allocate without the framework. directory: the directory of a kubelet.sock at which to register, or ""."""
     import grpc
     import grpc.aio
 
@@ -82,7 +84,7 @@ async def bare(address: str, directory: str = "") -> None:
 
 
 async def forward(address: str, to: str) -> None:
-    """Pass the bytes of Allocate on, and nothing else."""
+    """Forward the bytes of each Allocate to the plugin at `to`; serve no other call."""
     import grpc
     import grpc.aio
 

@@ -1,4 +1,4 @@
-"""A program of ours as a child, measured through /proc."""
+"""Runs a Python program as a child process, and measures it by /proc."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.programs import image_environment
 
 
 class Process:
-    """A child, measured through /proc; Python runs with the options of the image."""
+    """A child process, measured by /proc. Python runs with the environment variables of the agent's image."""
 
     def __init__(self, *command: str) -> None:
         self.began = time.monotonic()
@@ -29,32 +29,32 @@ class Process:
 
     @property
     def resident(self) -> float:
-        """Resident memory in bytes."""
+        """The present resident memory in bytes."""
         return self._status("VmRSS") * 1024.0
 
     @property
     def highest(self) -> float:
-        """The most resident memory that it ever had, in bytes."""
+        """The peak resident memory in bytes."""
         return self._status("VmHWM") * 1024.0
 
     @property
     def cpu(self) -> float:
-        """CPU seconds so far."""
+        """The CPU seconds that the process has used so far."""
         fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def threads(self) -> int:
-        """Threads now."""
+        """The present number of threads."""
         return self._status("Threads")
 
     @property
     def descriptors(self) -> int:
-        """Open files now."""
+        """The present number of open files."""
         return len(os.listdir(f"/proc/{self.child.pid}/fd"))
 
     def settled(self) -> float:
-        """Return resident memory once it has stopped growing. Raises TimeoutError after a minute."""
+        """Wait until the resident memory is constant for 0.5 s; return it. Raises TimeoutError after a minute."""
         before, until = -1.0, time.monotonic() + 60
         while (now := self.resident) != before:
             if time.monotonic() > until:
@@ -64,7 +64,7 @@ class Process:
         return now
 
     def end(self) -> None:
-        """End it; show what it said if it ended by itself."""
+        """End the process. If it has ended by itself before, print its standard error."""
         said = b""
         if self.child.poll() is not None and self.child.stderr is not None:
             said = self.child.stderr.read()
@@ -76,7 +76,7 @@ class Process:
 
 @contextlib.contextmanager
 def process(*command: str) -> Iterator[Process]:
-    """Run a child."""
+    """Run a child process while the context is active."""
     child = Process(*command)
     try:
         yield child

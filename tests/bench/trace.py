@@ -1,21 +1,23 @@
-"""Counts the product's functions and modules that one call, or one step of a move, passes through.
+"""Counts the functions and modules of the product that one call, or one step of a move, uses.
 
     python -m tests.bench.trace
 
-An agent with both sides serves four simulated devices of a config file to the fake node, two of them to claims. On it
-one pod with a device by limits starts, then one with a claim, which ends; then the Node asks for a third device for
+An agent with both sides serves four simulated devices to the fake node, two of them for claims. One pod with a device
+by limits starts. Then a pod with a claim starts and ends. Then the Node's annotation requests a third device for
 claims.
 
-A path begins with the product's method that has the name of the call; the path of the move begins where `Handover.run`
-goes on. Counted is what runs in that task, in the tasks that it starts, and in the worker threads that these wait for,
-until all these tasks have ended: by `sys.setprofile` in each thread, and by a context variable, which tasks and
-`asyncio.to_thread` inherit. A move wakes other tasks (lists, slices), which are not counted. It also asks the task that
-makes all scans for one, and waits for the result. This scan is a path of its own, evidence, traced beside the move: it
-begins with `HolderScanner.read`, and includes all scans until the end of the move.
+A path is the code that handles one call. It begins with the product's method that has the call's name. The path of the
+move begins where `Handover.run` continues. A path includes the code in its first task, in the tasks that this task
+starts, and in the worker threads for which these tasks wait, until all these tasks have ended. The code is observed by
+`threading.setprofile`. A context variable, which tasks and `asyncio.to_thread` inherit, assigns it to the path. A move
+wakes other tasks (device lists, slices), which are not counted. A move also requests a scan for holders from another
+task, and waits for the result. This scan is traced as a separate path, "evidence". It begins with `HolderScanner.read`,
+and includes all scans until the end of the move.
 
-functions: distinct pairs of file and qualified name, in both packages without `wire` and `testing`. In Python 3.11 a
-comprehension is a function of its own. Since 3.12 it belongs to the function around it, so that the numbers are lower.
-modules: distinct files. Questions: calls of their functions; in a move their number depends on how often it waits.
+The number of functions is the number of distinct pairs of file and qualified name, in both packages without `wire` and
+`testing`. In Python 3.11, a comprehension counts as a function. Since 3.12, it is part of the surrounding function, so
+the numbers are lower. The number of modules is the number of distinct files. For each of `QUESTIONS`, the number of
+calls of its functions is printed; in a move, this number depends on how often the move waits.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ RESOURCE: Final = "example.com/sim"
 DRIVER: Final = "sim.example.com"
 CONFIG: Final = f"resources: [{{name: {RESOURCE}, driver: {DRIVER}, devices: [{{simulated: {{count: 4}}}}]}}]"
 TIMEOUT: Final = 30.0
-"""Seconds that a pod, a move, or the tasks of a call may take."""
+"""Maximum seconds for the start of a pod, a move, or the tasks of a call."""
 
 
 class Size(NamedTuple):
@@ -75,12 +77,13 @@ LIMITS: Final = {
     "move": Size(132, 29),
     "evidence": Size(283, 43),
 }
-"""Sizes that tests/test_trace.py lets no path exceed; lower them with each change that shortens a path."""
+"""The maximum sizes of the paths, which tests/test_trace.py checks. A change that shortens a path should lower its
+limit."""
 GOALS: Final = {"Allocate": Size(85, 15), "NodePrepareResources": Size(130, 22), "move": Size(175, 23)}
 
 
 def codes_of(*functions: object) -> frozenset[CodeType]:
-    """Return the code of those that are functions."""
+    """Return the code objects of those arguments that are functions."""
     return frozenset(function.__code__ for function in functions if isinstance(function, FunctionType))
 
 
@@ -101,17 +104,17 @@ _PACKAGES: Final = tuple(str(Path(str(package.__file__)).parent) + "/" for packa
 
 @functools.cache
 def is_counted(code: CodeType) -> bool:
-    """Return whether this is code of the product, apart from generated code and fakes."""
+    """Return whether code belongs to the product, without generated code (`wire`) and fakes (`testing`)."""
     file = code.co_filename
     return file.startswith(_PACKAGES) and "/wire/" not in file and "/testing/" not in file
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """What one path passes through.
+    """The code that one path has used.
 
-    begins: returns whether the path begins with this code. calls: how often each code was entered; a coroutine is
-    entered again each time that it goes on. tasks: those that it started.
+    begins: a function that returns whether the path begins with a code object. calls: how often each code object was
+    entered; a coroutine is entered again each time that it continues. tasks: the tasks that the path has started.
     """
 
     begins: Callable[[CodeType], bool]
@@ -122,17 +125,17 @@ class Trace:
 
     @property
     def size(self) -> Size:
-        """Its functions and modules."""
+        """The path's number of functions and modules."""
         names = {(code.co_filename, code.co_qualname) for code in self.calls}
         return Size(len(names), len({file for file, _ in names}))
 
     @property
     def idle(self) -> bool:
-        """Whether it has begun, and all its tasks have ended."""
+        """Whether the path has begun, and all its tasks have ended."""
         return self.begun and all(task.done() for task in tuple(self.tasks))
 
     def asked(self, question: str) -> int:
-        """Return how often a question was asked."""
+        """Return the number of calls of a question's functions (`QUESTIONS`)."""
         return sum(self.calls[code] for code in QUESTIONS[question])
 
 
@@ -140,16 +143,17 @@ _RUNNING: Final[contextvars.ContextVar[Trace | None]] = contextvars.ContextVar("
 
 
 class Tracer:
-    """Traces one path after the other, in threads that start while it is installed."""
+    """Traces paths in the threads that start while the context `installed` is active."""
 
     def __init__(self) -> None:
         self._next: tuple[Trace, ...] = ()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Have threads that start meanwhile report their calls.
+        """While the context is active, observe the calls in each thread that starts.
 
-        An operation of the ledger belongs to the path that asks for it, also if it runs together with others.
+        An operation of the ledger belongs to the path that requested it, even if the ledger executes operations of
+        several paths together.
         """
         before, do = threading.getprofile(), AsyncLedger.do
         threading.setprofile(self._called)
@@ -161,15 +165,20 @@ class Tracer:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(AsyncLedger, "do", do_here)
-                patch.setattr(looks, "PROMPT", TIMEOUT)  # On a loaded machine, a late look takes further functions.
-                patch.setattr(cgroups, "TREES", TIMEOUT)  # The search for cgroup trees is a matter of time as well.
+                patch.setattr(looks, "PROMPT", TIMEOUT)  # A late file access would use further functions.
+                patch.setattr(cgroups, "TREES", TIMEOUT)  # The search for cgroup trees depends on time as well.
                 yield
         finally:
             threading.setprofile(before)
 
     @contextmanager
     def tracing(self, *begins: Callable[[CodeType], bool]) -> Iterator[tuple[Trace, ...]]:
-        """Trace the next paths that begin so, until their tasks and this context, which waits for them, have ended."""
+        """Trace the next path of each function in `begins`.
+
+        The end of the context waits until all tasks of these paths have ended.
+
+        begins: functions that return whether a path begins with a code object.
+        """
         self._next = traces = tuple(map(Trace, begins))
         try:
             yield traces
@@ -204,7 +213,7 @@ def _noted_task(
 
 
 def traces() -> dict[str, Trace]:
-    """Run a node and trace each path; return the traces by the names of `LIMITS`."""
+    """Run a fake node and trace each path; return the traces by the paths' names in `LIMITS`."""
     source = ConfiguredSource(parse(CONFIG, "config").resources[0])
     tracer, found = Tracer(), {}
     with (
@@ -228,19 +237,19 @@ def traces() -> dict[str, Trace]:
 
 
 def named(method: str) -> Callable[[CodeType], bool]:
-    """Return what tells the code of the product's method of this name."""
+    """Return a function that returns whether a code object is of a method with this name."""
     return lambda code: code.co_name == method
 
 
 def _arrived(server: FakeApiServer, share: int) -> bool:
-    """Return whether a node's slices offer so many devices, and its agent reports that no device moves."""
+    """Return whether the node's slices offer `share` devices, and the agent reports that no device is moving."""
     (view,) = fleet.views(DRIVER, [server.get("nodes", "node")], (), leases=server.objects("leases"))
     offered = sum(len(each["spec"].get("devices", ())) for each in server.objects())
     return offered == share and view.reported is not None and fleet.finished(view)
 
 
 def main() -> int:
-    """Print the traces; return 1 if a limit is exceeded."""
+    """Print the size of each path; return 1 if a limit is exceeded."""
     exceeded = False
     for name, trace in traces().items():
         size, limit, goal = trace.size, LIMITS[name], GOALS.get(name)
