@@ -1,4 +1,4 @@
-"""Reads whether a process of a pod can still run: from pod cgroups, or from pod directories if cgroups are invisible.
+"""Reads whether a process of a pod may still run, from pods' cgroups, or from pod directories without visible cgroups.
 
 The kubelet creates a pod's cgroup before the pod's sandbox and removes the cgroup after the pod has terminated (kubelet
 1.36, cm/pod_container_manager_linux.go). The cgroup lies below a directory `kubepods` (cgroupfs driver:
@@ -32,19 +32,19 @@ _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
-"""Number of directory levels below the cgroup file system's mount point in which `kubepods` is searched."""
+"""Maximum depth below the cgroup file system's mount point at which a directory `kubepods` is found."""
 TREES: Final = 0.3
-"""Seconds between two searches for `kubepods` trees, because a search takes longer than a read of the found trees.
+"""Minimum seconds between two searches for `kubepods` trees, because a search takes longer than a read of the trees.
 
-No holder is missed: a kubelet that is restarted with another `kubepods` tree needs more time to start a pod there,
-process the pod's deletion by force, and allocate the pod's device again.
+No holder is missed for lack of a search. A kubelet that is restarted with another `kubepods` tree needs more time than
+this to start a pod there, process the pod's deletion by force, and allocate the pod's device again.
 """
 
 
 class ContainerCgroup(NamedTuple):
-    """A cgroup below a pod's cgroup that has a process.
+    """A cgroup of a container or sandbox, below its pod's cgroup, that has a process.
 
-    made: when this cgroup was created or last changed (Unix seconds).
+    made: the time at which this cgroup was created or last changed (Unix seconds).
     """
 
     name: str
@@ -54,10 +54,10 @@ class ContainerCgroup(NamedTuple):
 class PodReader:
     """Finds out, from cgroups and pod directories, which pods may have running processes. Methods block the thread.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod also counts as ended if its cgroup would not
-    be visible here, so that only the kubelet's checkpoint shows whether the pod has devices. This is safe only if no
-    devices are given to claims, because then only the kubelet allocates devices. boot: the id of the node's boot, which
-    becomes a part of each recorded id of a cgroup's directory.
+    cgroups: the path of the host's `/sys/fs/cgroup`. believe_checkpoint: whether a pod also counts as ended if its
+    cgroup would not be visible here, so that only the kubelet's checkpoint shows whether the pod has devices. True is
+    safe only on a node without claims, because then only the kubelet allocates devices. boot: the id of the node's
+    boot, which becomes a part of each recorded id of a cgroup's directory.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool, boot: str = "") -> None:
@@ -68,18 +68,19 @@ class PodReader:
         self._boot = boot
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
-        """By pod UID: the time since which each read has found processes in the pod's cgroup (monotonic seconds)."""
+        """For each pod UID, the time (monotonic seconds) of the first read in the present unbroken series of reads that
+        found processes in the pod's cgroup."""
         self.shown = PodsShown()
-        """The facts about pods after the last read. Each read updates these facts, and returns them in
+        """The facts about pods after the last call of `read`. Each call updates these facts and returns them in
         `PodProcesses`."""
         self._looking = threading.Lock()
         self._last = PodProcesses()
         self._trees: Sequence[str] = ()
         self._searched = -math.inf
-        """When the `kubepods` trees were last searched (monotonic seconds)."""
+        """The time of the last search for `kubepods` trees (monotonic seconds)."""
 
     def read(self, named: Collection[str] = ()) -> PodProcesses:
-        """Return the pods that have processes now. named: pods that a checkpoint of this kubelet names."""
+        """Return the pods that have processes now. named: the UIDs of pods that a checkpoint of this kubelet names."""
         look = self._look(named)
         if look.running is not None:
             self._cgroups_seen = True
@@ -109,7 +110,7 @@ class PodReader:
             return self._last
 
     def known(self, places: Mapping[str, frozenset[str]]) -> None:
-        """Add the places of pods (directories of their cgroups) that an earlier agent process has recorded."""
+        """Add places that an earlier agent process has recorded. places: for each pod UID, its cgroups' directories."""
         with self._looking:
             self.shown = replace(self.shown, places={**places, **self.shown.places})
 
@@ -121,7 +122,7 @@ class PodReader:
 
     @property
     def is_in_kubelets_root(self) -> bool:
-        """Whether `kubelet_root` is known to be the kubelet's root, and the last read found the same directory."""
+        """Whether `kubelet_root` is known to be the kubelet's root, and is still the same directory."""
         return self._last.root in self.shown.roots
 
     def answered(self) -> None:
@@ -135,13 +136,13 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return False if all cgroups that the last read found of a pod are gone now, else True. Only calls `stat`."""
+        """Return False if the pod's cgroups that the last read found are all gone now, else True. Only calls `stat`."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
-        """Return the cgroups with processes of a pod's containers and sandbox; None if these cgroups are not known.
+        """Return those cgroups of a pod's containers and sandbox that have processes; None if they are not known.
 
         Raises OSError if a subtree cannot be read.
         """
@@ -200,7 +201,7 @@ def place_of(directory: str, boot: str) -> str:
 def cgroup_trees(root: Path) -> list[str]:
     """Return the paths of all directories `kubepods`; empty if a subtree of `root` cannot be read.
 
-    With cgroup v1, only the hierarchy `pids` is searched, or else the first hierarchy that has such a directory.
+    With cgroup v1, only one hierarchy is searched: `pids`, or else the first hierarchy that has a directory `kubepods`.
     """
     with contextlib.suppress(OSError):
         return _trees(str(root))
@@ -227,9 +228,10 @@ def _kubepods(root: str) -> list[str]:
 
 
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the directories of a `kubepods` tree that contain pods, with UID and path of each pod.
+    """Yield (directory, pods) for each directory of a `kubepods` tree that contains cgroups of pods.
 
-    Such directories are the tree's root and the directories of the QoS classes.
+    These directories are the tree's root and the directories of the QoS classes. pods: the UID and the cgroup's path of
+    each pod.
     """
     pods: list[tuple[str, str]] = []
     classes: list[str] = []
@@ -262,13 +264,13 @@ def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
 
 
 def _populated(path: str) -> bool:
-    """Return whether a pod's cgroup has a process in it or below it; True if that cannot be read.
+    """Return whether a process is in a pod's cgroup or in a cgroup below it; True if the files cannot be read.
 
     Cgroup version 2 has the file cgroup.events. In version 1, the controller `pids` counts the processes of the whole
-    subtree. Other controllers have only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
-    pidlist_array_load), so an agent in a container sees no processes of other pods there. In that case a pod counts as
-    running while a container's cgroup exists, although the runtime sometimes fails to remove that cgroup after its last
-    process.
+    subtree. Other controllers of version 1 have only the file cgroup.procs, which leaves out processes of other PID
+    namespaces (cgroup-v1.c: pidlist_array_load), so an agent in a container sees no processes of other pods there. With
+    such a controller, a pod counts as running while a container's cgroup exists, although the runtime sometimes fails
+    to remove the cgroup after its last process.
     """
     try:
         if (events := _text(path, "cgroup.events")) is not None:

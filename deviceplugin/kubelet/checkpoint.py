@@ -1,15 +1,15 @@
 """Reads the kubelet's device manager checkpoint: the device ids of each container, and the devices granted for the ids.
 
-The kubelet writes its checkpoint on Allocate and on each ListAndWatch update, and when an endpoint is removed (kubelet
-1.36, devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). The
-checkpoint names ended pods until the first write after `UpdateAllocatedDevices`. PodResources `List` calls that
-function, which does nothing before all of the kubelet's pod sources are ready.
+The kubelet writes its checkpoint on Allocate, on each ListAndWatch update, and when a plugin disconnects (kubelet 1.36,
+devicemanager/manager.go: allocateContainerResources, genericDeviceUpdateCallback, markResourceUnhealthy). The
+checkpoint names ended pods until the first write after the kubelet's function `UpdateAllocatedDevices` has run.
+PodResources `List` calls this function, which does nothing before all of the kubelet's pod sources are ready.
 
 The checkpoint contains the plugin's AllocateResponse with each allocation (`AllocResp`; devicemanager/checkpoint). The
 agent adds an annotation to its responses that identifies the granted devices. The kubelet merges the annotations of
 several resources, so each resource has its own annotation key. Responses of other plugins have no such annotation. For
-these responses, and for responses of an earlier boot, the agent reads the present device numbers of the host paths in
-the response.
+responses of other plugins, and for responses of an earlier boot, the agent reads the present device numbers of the host
+paths in the response.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
 REWRITE: Final = 1.0
-"""Seconds to wait for the kubelet's new checkpoint after a device list was sent. Usually the write takes
-milliseconds."""
+"""Maximum seconds to wait for the kubelet's new checkpoint after a device list was sent. The kubelet usually writes it
+within milliseconds."""
 NODE_LOOK: Final = 0.5
 """Maximum seconds to wait for a stat of the device nodes that another plugin's AllocateResponse names."""
 UNHINTED: Final = 0.2
-"""Maximum seconds between two checks for a new checkpoint file. Some file systems report no events of other programs'
-writes."""
+"""Maximum seconds between two checks for a new checkpoint file, because some file systems report no events when
+another program writes a file."""
 
 
 class CheckpointError(Exception):
@@ -58,8 +58,8 @@ class CheckpointError(Exception):
 class CheckpointVersion:
     """The content of one checkpoint file.
 
-    registered: by resource, the device ids that the kubelet counts as healthy. file: the identity of the file.
-    responses: the AllocateResponse of each allocation, in base64.
+    registered: for each resource, the device ids that the kubelet counts as healthy. file: the identity of the file.
+    responses: for each allocation, its AllocateResponse in base64.
     """
 
     allocations: frozenset[Allocation]
@@ -116,12 +116,13 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
 
     The kubelet composes the content under its lock, but writes the file without the lock. So a checkpoint with an older
     state can replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer writes one file
-    at a time, so there are at most as many late writes as writers. The writers are the ListAndWatch handler of each
-    resource that the file names, and the node's status (GetCapacity). Pod admissions are no such writers: each
-    admission has written its file before the next begins. If the kubelet has lost its checkpoint, it allocates devices
-    to starting containers again, and writes a file each time; these writes are not counted here.
+    at a time, so there are at most as many late writes as writers, and one more file is certainly new. The writers are
+    the ListAndWatch handler of each resource that the file names, and the node's status (GetCapacity). A pod admission
+    is no late writer, because it has written its file before the next admission begins. If the kubelet has lost its
+    checkpoint, it allocates devices to starting containers again, and writes a file each time; these writes are not
+    counted here.
 
-    written: the different checkpoint files since the first request; after each file, the agent has requested another.
+    written: the different checkpoint files since the first request. After each file, the agent has requested another.
     """
     resources = {resource for version in written for resource in version.registered}
     return len(written) > len(resources) + 1
@@ -141,7 +142,7 @@ def annotate(
     """Add an annotation with the identities and amounts of the granted devices to an AllocateResponse.
 
     devices: the granted devices, by the kubelet's device id. since: the time of the grant (Unix seconds), which
-    identifies the grant. The kubelet's checkpoint contains the response, and so shows which container got the grant.
+    identifies the grant. The kubelet's checkpoint contains each response with the container that got it.
     """
     by_id: dict[str, object] = {}
     for device_id, wanted in devices.items():
@@ -166,8 +167,8 @@ def granted(
     """Return a device's identity and amount from the AllocateResponse in the checkpoint. May block on device nodes.
 
     If the response has no annotation of this boot, the identity consists of all device nodes in the response: the nodes
-    of all devices of the container, and control nodes. Without any annotation, the amount is not known. numbers:
-    returns the device numbers of those paths that are device nodes.
+    of all devices of the container, and control nodes. Without any annotation, the amount is not known. numbers: a
+    function that returns the device numbers of those of the given paths that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
@@ -181,7 +182,7 @@ def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bo
 
 
 def ours(wanted: Wanted) -> bool:
-    """Return whether this framework, not another plugin, granted the device. wanted: the result of `granted`."""
+    """Return whether an agent of this framework granted the device. wanted: the result of `granted` for the device."""
     return bool(wanted.key[1])
 
 
@@ -225,14 +226,14 @@ _DECODER: Final = msgspec.json.Decoder(_Annotation)
 """The decoder is made at import, because msgspec 0.22 crashes if several threads first use a type at the same time."""
 
 
-# Classes that read the checkpoint, and make the kubelet write it.
+# Classes that make the kubelet write its checkpoint, and read it.
 
 
 class DeviceLists(Protocol):
     """The operations on device lists that a checkpoint reader needs (`deviceplugin.node.agent.Agent` has them)."""
 
     def resend(self) -> bool:
-        """Send the device lists to the kubelet again; return whether a ListAndWatch stream of any resource is open."""
+        """Send all device lists to the kubelet again. Return whether a ListAndWatch stream of any resource is open."""
 
     def adopted(self, resource: str) -> bool:
         """Return whether a vendor's plugin handles the Allocates of a resource."""
@@ -241,9 +242,9 @@ class DeviceLists(Protocol):
 class KnownCheckpoint(NamedTuple):
     """The facts from the read checkpoints that the agent keeps in memory.
 
-    last: the newest read checkpoint. grants: for each allocation, the identity and amount of its device, with the
-    AllocateResponse that contains both. missing_nodes: allocations of an earlier boot whose device nodes were all
-    missing; each read of the checkpoint checks these nodes again.
+    last: the newest checkpoint that was read. grants: for each allocation, the AllocateResponse, and the device's
+    identity and amount from it. missing_nodes: the allocations of an earlier boot whose device nodes were all missing;
+    each read of the checkpoint checks these nodes again.
     """
 
     last: CheckpointVersion = CheckpointVersion(frozenset(), {})
@@ -255,9 +256,9 @@ class CheckpointReader:
     """Reads the kubelet's checkpoint, makes the kubelet write it, and remembers the identities of granted devices.
 
     The agent makes the kubelet write its checkpoint by sending a device list again (kubelet 1.36,
-    devicemanager/manager.go). known: returns the allocations that count as held; the identities of their devices stay
-    in memory. AllocateResponses of adopted resources (of a vendor's plugin) identify no device, because all of them
-    contain the same control nodes.
+    devicemanager/manager.go). The argument `known` is a function that returns the allocations that count as held; the
+    identities of their devices stay in memory. The AllocateResponses of an adopted resource, which a vendor's plugin
+    serves, identify no device, because all of them contain the same control nodes.
 
     Several threads may read at the same time: the attribute `known` is one immutable value, which only `take` replaces,
     under a lock.
@@ -275,7 +276,7 @@ class CheckpointReader:
         self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
 
     def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the device numbers of device nodes; empty if a stat hangs. The next read tries again."""
+        """Return the device numbers of device nodes; empty if a stat hangs. The next read repeats a hanging stat."""
         try:
             return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
         except LookTimeoutError:
@@ -298,7 +299,7 @@ class CheckpointReader:
         return now
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Remember the last of these checkpoints, and the identities of granted devices. May block on device nodes."""
+        """Remember the last of these checkpoints, and all granted devices' identities. May block on device nodes."""
         with self._taking:
             last, before, missing = self.known
             kept = frozenset(self._held()).union(*(version.allocations for version in checkpoints))
@@ -314,7 +315,7 @@ class CheckpointReader:
                 for allocation, (response, what) in grants.items()
                 if nodes_missing(response, allocation.resource, what, boot_id())
             )
-            # Another thread may have stored a newer checkpoint meanwhile.
+            # Another thread may have stored a newer checkpoint since `known` was read.
             is_newest = last.file is not None and identity(self._directory) == last.file
             self.known = KnownCheckpoint(last if is_newest else checkpoints[-1], grants, missing)
 
@@ -350,7 +351,7 @@ class CheckpointReader:
             await watch.wait(min(rest, UNHINTED), unwatched=filewatch.SOON)
 
     def _newer(self, before: FileIdentity | None) -> CheckpointVersion | None:
-        """Return the checkpoint if it is readable and its file is another than `before`; otherwise None."""
+        """Return the checkpoint if it is readable and its file is not the file `before`; otherwise None."""
         if identity(self._directory) == before:
             return None
         with contextlib.suppress(CheckpointError):

@@ -1,6 +1,6 @@
 """Reads the kubelet's own record of prepared claims: `<kubelet root>/dra_manager_state`.
 
-A claim is in the file from the kubelet's first NodePrepareResources call for it until the claim is unprepared. The
+The file contains each claim from the kubelet's first NodePrepareResources call until the claim is unprepared. The
 kubelet writes the file before and after NodePrepareResources and after NodeUnprepareResources (kubelet 1.36,
 cm/dra/manager.go). The file exists from the kubelet's first start on. Until the response to NodePrepareResources, the
 file names the claim without devices.
@@ -33,9 +33,9 @@ class ClaimStateMissingError(ClaimStateError):
 class PreparedClaim:
     """A claim that the kubelet counts as prepared.
 
-    The kubelet takes devices, CDI ids and requests from the drivers' responses to NodePrepareResources. devices: (pool,
-    device name, share ID or "") of each device, by driver. cdi_ids: the names of the CDI devices. requests: (driver,
-    name of the request, device name) of each device. The name of the request is "" if the driver gave none.
+    All three fields come from the drivers' responses to NodePrepareResources. devices: for each driver, (pool, device
+    name, share ID or "") of each device. cdi_ids: the names of the CDI devices. requests: (driver, request name, device
+    name) of each device; the request name is "" if the driver gave none.
     """
 
     uid: str

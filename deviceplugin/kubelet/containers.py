@@ -3,8 +3,8 @@
 A kubelet that has lost its checkpoint calls Allocate again before it restarts a container, and the call does not name
 the container. So a container counts as having no device any more if it has ended and the checkpoint does not name it.
 
-When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory of
-log links to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet keeps the last ended instance of a
+When a container has started, the kubelet creates the link `<pod>_<namespace>_<container>-<container id>.log`, which
+leads to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet keeps the last ended instance of a
 container, and removes the link together with the instance (kubelet 1.36, kuberuntime_container.go: startContainer,
 legacy.go, kuberuntime_gc.go). A cgroup without a link belongs to the pod's sandbox, or to a container that is just
 starting. A sandbox's cgroup is older than the pod's links.
@@ -25,8 +25,8 @@ from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
-"""Matches a link's name. The kubelet shortens names that exceed the limit of file names, so the container id may be
-incomplete."""
+"""Matches the name of a log link. The kubelet shortens a name that exceeds the limit of file names, so the container id
+in the name may be incomplete."""
 
 
 STARTING: Final = 300.0
@@ -34,14 +34,14 @@ STARTING: Final = 300.0
 create the container, and 2 minutes for the runtime to start it (KubeletConfiguration.runtimeRequestTimeout)."""
 
 Starts = Mapping[str, Mapping[str, int]]
-"""For each pod (UID) and container, how often the kubelet has begun to start the container."""
+"""For each pod (UID) and container (name), how often the kubelet has begun to start the container."""
 
 
 class LogLink(NamedTuple):
-    """A container that has started.
+    """The link to the log of a container that has started.
 
-    id: the runtime's id of the container, or the first characters of the id. made: when the link was created, in Unix
-    seconds.
+    id: the runtime's id of the container, or the first characters of the id. made: the time at which the link was
+    created (Unix seconds).
     """
 
     pod_uid: str
@@ -51,7 +51,7 @@ class LogLink(NamedTuple):
 
 
 def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
-    """Return the containers of these pods that have a log link. Blocks. Raises OSError if `directory` is unreadable."""
+    """Return the log links of these pods' containers. Blocks. Raises OSError if `directory` is unreadable."""
     links = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -68,14 +68,14 @@ def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
 
 
 def _container_of(cgroup: ContainerCgroup, links: Iterable[LogLink]) -> str | None:
-    """Return the container whose log link has a cgroup's id; None for a sandbox, or a container that is starting."""
+    """Return the name of the container that has a cgroup; None for a sandbox, or a container that is starting."""
     return next((link.container for link in links if link.id in cgroup.name), None)
 
 
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
     """Return whether no process of a container can run. links, running: log links and cgroups of the pod's containers.
 
-    A container without a log link may have just started. So the result for it is False.
+    The result is False for a container without a log link, because the container may have just started.
     """
     links = tuple(links)
     last = max((link.made for link in links if link.container == container), default=None)
@@ -89,7 +89,7 @@ def has_ended(container: str, links: Iterable[LogLink], running: Iterable[Contai
 
 
 def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: Path) -> frozenset[tuple[str, str]]:
-    """Return those of these containers (pod UID, name) that have certainly ended. Blocks."""
+    """Return the containers, each as (pod UID, name), that have certainly ended. Blocks."""
     uids = {uid for uid, _ in containers}
     if not uids:
         return frozenset()
@@ -107,7 +107,7 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
 
 
 class _StartsBegun(NamedTuple):
-    """How often the kubelet has begun to start a container, and when it last began (Unix seconds)."""
+    """How often the kubelet has begun to start a container, and the time of the last beginning (Unix seconds)."""
 
     times: int
     last: float
@@ -126,7 +126,7 @@ def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _StartsBegun]:
     if not directory.exists() and directory.parent.is_dir():
         return begun  # Without this directory, the kubelet has started at most the pod's sandbox, but no container.
     for name in os.listdir(directory):
-        # This time changes when a file is made in the directory, not when a container writes to a file.
+        # A directory's modification time changes when a file is made in it, not when a container writes to a file.
         last = os.stat(directory / name).st_mtime
         begun[name] = _StartsBegun(len(os.listdir(directory / name)), last)
     return begun
@@ -142,8 +142,8 @@ def restarted(
     """Return whether all of a pod's containers that the kubelet began to start before a given time have ended.
 
     before: how often the kubelet had begun to start each container before that time. begun, links, running: the present
-    starts, log links and cgroups of the pod's containers; running is None if the cgroups are not visible. waited:
-    seconds since that time, or fewer.
+    starts, log links and cgroups of the pod's containers; running is None if the cgroups are not visible. waited: the
+    seconds since that time, or a smaller number.
 
     The kubelet starts the containers of a pod one after the other, and begins to start a container again only when it
     has ended (kubelet 1.36, pod_workers.go; kuberuntime_manager.go: SyncPod). If the kubelet has
@@ -182,8 +182,9 @@ class ContainerStarts:
     def restarted(self, before: Starts, pods: Collection[str], waited: float = 0.0) -> bool:
         """Return whether all containers of these pods that the kubelet began to start before a time have ended. Blocks.
 
-        before: the result of `read` at that time; a pod without an entry in it is newer, and is not checked. waited:
-        seconds since that time, or fewer. If files or cgroups cannot be read, the result is False.
+        before: the result of `read` at that time. Pods without an entry in `before` are newer, and are not checked.
+        waited: the seconds since that time, or a smaller number. If files or cgroups cannot be read, the result is
+        False.
         """
         links: Sequence[LogLink] = ()
         with contextlib.suppress(OSError):
@@ -210,7 +211,7 @@ class LostAllocations:
         self._directory = directory
         self._noting = threading.Lock()
         self._noted: Mapping[Allocation, int | None] = {}
-        """For each lost allocation whose container had ended, the sequence number of the id's record at that time."""
+        """For each lost allocation whose container has ended, the sequence number that the id's record had then."""
 
     def ended(
         self,
@@ -220,9 +221,9 @@ class LostAllocations:
     ) -> frozenset[Allocation]:
         """Return those of the lost allocations whose containers have ended. Blocks.
 
-        A container that has ended stays in the result until a checkpoint names its allocations again, because the
-        kubelet calls Allocate before the container starts again. While the last grant of an id is in no checkpoint yet,
-        the grant may be for this container, so the container is not in the result.
+        An allocation of an ended container stays in the result until a checkpoint names the allocation again, because
+        the kubelet calls Allocate before it starts the container again. If the last grant of the allocation's id is in
+        no checkpoint yet, this grant may be for the ended container, so the allocation is left out.
 
         lost: allocations of running pods that no checkpoint names. named: the ids that checkpoints name. records: the
         register's records.

@@ -1,4 +1,4 @@
-"""Makes the device list for the kubelet: the ids of the devices, and the ListAndWatch streams that send the list."""
+"""Makes a resource's device list for the kubelet, and the ListAndWatch streams that send the list."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 _LOG: Final = logging.getLogger(__name__)
 
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
-"""Maximum bytes of a device list. The kubelet accepts no larger message, and shows a capacity of 0 (kubernetes#109304).
-"""
+"""Maximum bytes of a device list. After a larger message, the kubelet shows a capacity of 0 (kubernetes#109304)."""
 _TOO_LARGE: Final = (
     "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2  # For any number of replicas above 1, `device_of` finds the device of a replica's id.
+ANY_REPLICAS: Final = 2  # A number of replicas for `device_of`, for which all numbers above 1 have the same effect.
 
 
 class Entry(NamedTuple):
@@ -53,8 +52,8 @@ class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
     The number of replicas of a device changes only while the device has no holder. A legacy id is an id from before a
-    change of the configuration; it stays in the list as unhealthy, because a pod may hold it. held: returns whether a
-    device has a holder.
+    change of the configuration; it stays in the list as unhealthy, because a pod may hold it. held: a function that
+    returns whether a device has a holder.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class DeviceIds:
         """Return the present device list for the kubelet.
 
         A device of unknown health is listed as healthy, because only broken devices should be withdrawn from pods. Ids
-        of a device that is not offered, and legacy ids, are listed as unhealthy instead of being left out. offers:
-        returns whether a device is offered to pods. withheld: further ids to list as unhealthy.
+        of a device that is not offered, and legacy ids, are listed as unhealthy instead of being left out. offers: a
+        function that returns whether a device is offered to pods. withheld: further ids to list as unhealthy.
         """
         shown: dict[str, Entry] = {}
         numa: dict[str, tuple[int, ...]] = {}
@@ -87,11 +86,11 @@ class DeviceIds:
         return tuple(shown.values())
 
     def offered(self) -> tuple[str, ...]:
-        """Return the ids under which the devices are offered now."""
+        """Return the present ids of all listed devices, without legacy ids."""
         return tuple(name for device in self._inventory.snapshot.devices.values() for name in self.names_of(device))
 
     def replace(self, source: DeviceSource) -> None:
-        """Replace the source; ids that the new source does not offer become legacy ids."""
+        """Replace the source. The ids that do not exist with the new source become legacy ids."""
         before = {**{name: self.device_id_of(name) for name in self.offered()}, **self.legacy}
         self._source = source
         self._inventory.share(shares(source, self._inventory.snapshot.devices.values()))
@@ -100,7 +99,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in before.items() if name not in now}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Add those of the ids `names` that are not offered now to the legacy ids."""
+        """Add to the legacy ids those of the ids `names` that are not present ids of devices."""
         offered = frozenset(self.offered())
         self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
@@ -110,9 +109,9 @@ class DeviceIds:
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Add ids that pods had before the agent's start to the legacy ids.
+        """Add to the legacy ids those ids that pods had before the agent's start.
 
-        Return those of the ids whose device is not listed. These ids do not become legacy ids.
+        An id whose device is not listed does not become a legacy id. Return the ids of this kind.
         """
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
@@ -133,7 +132,7 @@ class DeviceIds:
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
-            # The id of this device has the form of a replica id, so the device gets a replica id too.
+            # The id of this device looks like a replica id, so the device gets a proper replica id too.
             return replicas_of(device.id, ANY_REPLICAS)[:1]
         return names
 
@@ -158,7 +157,7 @@ class DeviceIds:
         return (*now, *(name for name, of in self.legacy.items() if of == device))
 
     def offered_as(self, name: str) -> str:
-        """Return the device of an id in the present list; the id itself if no device has this id."""
+        """Return the id of the device that has this kubelet id now; the kubelet id itself if no device has it."""
         listed = self._inventory.snapshot.devices.get(name)
         if listed is not None and self.names_of(listed) == (name,):
             return name
@@ -167,17 +166,17 @@ class DeviceIds:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One ListAndWatch call. shown: the time (monotonic seconds) and the healthy ids of the last sent list."""
+    """One ListAndWatch call. shown: the time (monotonic seconds) and the healthy ids of the last list that it sent."""
 
     ending: bool = False
     shown: tuple[float, frozenset[str]] | None = None
 
 
 class ListStreams:
-    """The ListAndWatch streams of a resource. begun: number of streams so far.
+    """The ListAndWatch streams of a resource. begun: the number of streams that have been opened so far.
 
-    lines: returns the present device list; None before the source's first list. in_flight: the running Allocates; a
-    device list that withdraws no device is sent only after `AllocationsInFlight.pause`.
+    lines: a function that returns the present device list, or None before the source's first list. in_flight: the
+    running Allocates. A device list that withdraws no device is sent only after `AllocationsInFlight.pause`.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class ListStreams:
         self._version = 0
         """The version of the device list: a number that grows with each `refresh` and with each new stream."""
         self._made: tuple[int, tuple[Entry, ...] | None, frozenset[str]] = (-1, None, frozenset())
-        """The version for which the device list was last computed, this list, and its healthy ids."""
+        """The last computed device list, as (version of the list, list, healthy ids in the list)."""
 
     def start(self, on_end: Callable[[], None]) -> None:
         """Accept ListAndWatch streams. on_end: called when a stream ends and no other stream is open."""
@@ -215,10 +214,10 @@ class ListStreams:
         return bool(self.open)
 
     def shown(self) -> tuple[float, frozenset[str]] | None:
-        """Return when a device list was last sent to the kubelet (monotonic seconds), and the healthy ids in that list.
+        """Return (monotonic seconds, ids): the time of the last device list to the kubelet, and its healthy ids.
 
-        None without a stream, or while a stream has not sent its first list. With several open streams, the result has
-        the latest time and the ids of all streams.
+        The result is None if no stream is open, or while an open stream has not sent its first list. If several streams
+        are open, the result has the latest of their times and the healthy ids of all of them.
         """
         shown = [stream.shown for stream in self.open if stream.shown is not None]
         if not shown or len(shown) < len(self.open):
@@ -228,7 +227,7 @@ class ListStreams:
     def healthy(self) -> frozenset[str] | None:
         """Return the ids that are Healthy in the last sent device list or in the next one.
 
-        None in the same cases as `shown`.
+        The result is None in the same cases as that of `shown`.
         """
         if (shown := self.shown()) is None:
             return None
@@ -237,7 +236,7 @@ class ListStreams:
     def staying(self) -> frozenset[str] | None:
         """Return the ids that are Healthy both in the last sent device list and in the next one.
 
-        None in the same cases as `shown`.
+        The result is None in the same cases as that of `shown`.
         """
         if (shown := self.shown()) is None:
             return None
@@ -257,7 +256,7 @@ class ListStreams:
         self._wake = asyncio.Event()
 
     def resend(self) -> bool:
-        """Send the same list again, so that the kubelet writes its checkpoint; return whether a stream is open."""
+        """Send the present list again, so that the kubelet writes its checkpoint; return whether a stream is open."""
         self._resends += 1
         self._wake.set()
         self._wake = asyncio.Event()
@@ -281,7 +280,7 @@ class ListStreams:
         self.open.add(stream)
         self._none_open.clear()
         self.begun += 1
-        self._version += 1  # The new list is computed with the options that the kubelet read last.
+        self._version += 1  # The first list of a stream is computed anew, with the options that the kubelet read last.
         _LOG.debug("the kubelet listens", extra={"resource": self._resource})
         try:
             sent: tuple[Entry, ...] | None = None

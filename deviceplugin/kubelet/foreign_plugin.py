@@ -1,11 +1,11 @@
 """Detects that another plugin has registered a resource with the kubelet. The kubelet does not report this.
 
-Facts (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go): Register of an already
-registered resource succeeds. The kubelet continues to read the ListAndWatch lists of both plugins. The list that the
-kubelet read last counts, but the kubelet calls Allocate of the plugin that registered last. When the plugin that
-registered last disconnects, kubelet 1.36 counts all devices as unhealthy and the resource's plugin as stopped, even if
-another plugin has an open stream; kubelet 1.37 continues with another plugin, and with the last list that any plugin
-has sent. After each list, the kubelet writes its checkpoint.
+The kubelet works as follows (1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go). Register succeeds
+for a resource that is already registered. The kubelet then reads the ListAndWatch lists of both plugins, and uses the
+list that it read last. But it calls Allocate of the plugin that registered last. When this plugin disconnects, kubelet
+1.36 counts all devices as unhealthy and the resource's plugin as stopped, even if another plugin has an open stream.
+Kubelet 1.37 continues with another plugin, and with the last list that any plugin has sent. After each list, the
+kubelet writes its checkpoint.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ disk."""
 LISTED: Final = 1.0
 """Seconds after the creation of a plugin's socket within which the plugin's device list is in the checkpoint."""
 _TICK: Final = 0.01
-"""Seconds by which a file's modification time may be earlier than the clock showed when the file was written."""
+"""Seconds by which a file's modification time may be earlier than the time of the write on the clock."""
 _OWN: Final = re.compile(r"kubelet\.sock|.*-[0-9a-f]{8}\.sock")
-"""Names of the sockets of the kubelet and of this framework, which are not counted as other plugins' sockets.
+"""Names of the sockets of the kubelet and of this framework, which do not count as other plugins' sockets.
 
-A lock lets only one process of this framework serve a resource.
+A lock file ensures that only one process of this framework serves a resource.
 """
 _TIME: Final = re.compile(r"\d{9,}")
 """The Unix time of the plugin's start, which some plugins (GKE's, generic-device-plugin) put into their sockets' names.
@@ -41,19 +41,19 @@ Socket = tuple[str, FileIdentity]
 
 
 class SentList(NamedTuple):
-    """The healthy ids of a device list that was sent to the kubelet. at: when the list was sent (Unix seconds)."""
+    """The healthy ids of a device list that was sent to the kubelet. at: the time of the sending (Unix seconds)."""
 
     at: float
     ids: frozenset[str]
 
 
 class Finding(NamedTuple):
-    """The evidence that another plugin has registered a resource; `reason` is "" if there is none.
+    """The evidence that another plugin has registered a resource.
 
-    again: seconds after which to decide again, even if nothing has changed. sure: whether the evidence proves that
-    another plugin has registered the resource; otherwise this is only possible. A new socket alone proves this only if
-    its name is that of the adopted plugin's socket; otherwise a plugin of another resource may have registered again
-    with the same list.
+    reason: the evidence as text; "" if there is none. again: seconds after which to decide again, even if nothing has
+    changed. sure: whether the evidence is a proof. A new socket alone is a proof only if it has the name of the adopted
+    plugin's socket. Otherwise, the socket may be of a plugin that has registered another resource again with the same
+    device list.
     """
 
     reason: str = ""
@@ -65,9 +65,9 @@ class Finding(NamedTuple):
 class KubeletRecord:
     """The checkpoint's entries that concern a resource.
 
-    written: when the kubelet wrote the checkpoint (Unix seconds). registered: the healthy ids of the resource. others:
-    for each resource that other processes serve, its healthy ids. foreign: allocations of the resource whose
-    AllocateResponse is another plugin's.
+    written: the time at which the kubelet wrote the checkpoint (Unix seconds). registered: the healthy ids of the
+    resource. others: for each resource that other processes serve, its healthy ids. foreign: the allocations of the
+    resource whose AllocateResponse is from another plugin.
     """
 
     written: float
@@ -85,8 +85,8 @@ def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, t
     """Describe how the kubelet's device list differs from the agent's; "" if they are equal, None if not known yet.
 
     sent: the ids in the checkpoint before Register, then the lists that the agent has sent since, the oldest first.
-    now: Unix seconds. taken: whether the kubelet has read the last list, so that it cannot read an older list of the
-    agent any more.
+    now: the present time (Unix seconds). taken: whether the kubelet has certainly read the last list of the agent, so
+    that the kubelet's list cannot be an older list of the agent.
     """
     if not sent or record.written < sent[-1].at - _TICK:
         return None
@@ -114,11 +114,11 @@ class ForeignPluginWatch:
         """The last device list of the agent that the kubelet has certainly read; None if there is no such list."""
         self._others: Mapping[str, frozenset[str]] = {}
         self._new: dict[Socket, tuple[float, Mapping[str, frozenset[str]]]] = {}
-        """For each socket that appeared since Register: when it was created (Unix seconds), and which ids of other
-        resources were healthy before."""
+        """For each socket that appeared since Register: the time of its creation (Unix seconds), and the healthy ids of
+        other resources before that time."""
 
     def begin(self, record: KubeletRecord | None, there: frozenset[Socket]) -> None:
-        """Record checkpoint and sockets before Register: these are no evidence of a plugin that registers later."""
+        """Record the checkpoint and the sockets before Register, which are no evidence of a later plugin."""
         now = time.time()
         self._known, self._new, self._taken = there, {}, None
         # A kubelet that has just started counts no devices until a plugin sends a list.
@@ -138,7 +138,8 @@ class ForeignPluginWatch:
     ) -> Finding:
         """Return whether another plugin has registered the resource.
 
-        sent: see `contradiction`. now: Unix seconds. plugin: the name of the adopted plugin's socket, "" for none.
+        sent: the lists that the agent has sent since Register, the oldest first. now: the present time (Unix seconds).
+        plugin: the name of the adopted plugin's socket, "" for none.
         """
         now = time.time() if now is None else now
         self._new = {socket: noted for socket, noted in self._new.items() if socket in there}
@@ -151,8 +152,8 @@ class ForeignPluginWatch:
         if not sent:
             return Finding()
         last = sent[-1]
-        # Until the kubelet has read the agent's first list, however late, it may still have the list from before
-        # Register.
+        # Until the kubelet has read the agent's first list, which may take any time, it may still have the list from
+        # before Register.
         before = tuple(sent_list._replace(at=sent[0].at) for sent_list in self._before)
         differs = contradiction(record, (*before, *sent), now, self._taken == last)
         if differs:
@@ -168,7 +169,7 @@ class ForeignPluginWatch:
             due = since + (LISTED if listed else LATE)
             if sure and now < due:
                 again = min(again, due - now)
-                break  # A finding causes a new Register, and after it all present sockets count as known.
+                break  # The other sockets need no check: a finding causes a new Register, which makes them known.
             if not listed:
                 continue  # The plugin that made this socket may not have sent a device list yet.
             if record.others != others and not sure:

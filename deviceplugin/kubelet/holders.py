@@ -1,4 +1,4 @@
-"""Decides from the evidence which allocations still hold devices. No other module decides this. Pure functions.
+"""Decides from evidence which allocations still hold devices. No other module makes this decision. Pure functions.
 
 An allocation ends on two conditions: checkpoints that the kubelet wrote at the agent's requests do not name the
 allocation, and no process of its pod can run any more. If evidence is missing, late or unreadable, the state of an
@@ -24,7 +24,7 @@ from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
 class EvidenceSource(enum.Enum):
-    """The sources of evidence about the holders of devices. The values are used as values of a metric's label."""
+    """The kinds of evidence about the holders of devices. The enum's values are values of a metric's label."""
 
     CHECKPOINT = "checkpoint"
     CGROUPS = "cgroups"
@@ -37,9 +37,9 @@ class EvidenceSource(enum.Enum):
 class HoldReason(NamedTuple):
     """Why an allocation counts as held.
 
-    named: whether the kubelet's checkpoint names the allocation. certain: False if only an old checkpoint shows that
-    the allocation is held. begun: whether the allocation is the id's last grant, according to the AllocateResponse in
-    the checkpoint. Before this checkpoint, the container of the grant was not known.
+    named: whether the kubelet's checkpoint names the allocation. certain: False if an old checkpoint is the only
+    evidence that the allocation is held. begun: whether the AllocateResponse in the checkpoint shows that the
+    allocation is the id's last grant, whose container was not known before.
     """
 
     named: bool
@@ -54,8 +54,8 @@ class HolderEvidence:
 
     checkpoints: the checkpoint files that were read; empty if none was readable. current: whether the kubelet wrote the
     checkpoints after the agent's own request, and `shows_present` is true for them. problem: why no checkpoint was
-    read, or why the checkpoints are not current. ended: allocations that no checkpoint names and whose containers have
-    ended, although their pods run. begun, replaced: see `PendingGrants`.
+    read, or why the checkpoints are not current. ended: the allocations of ended containers in running pods that no
+    checkpoint names. begun, replaced: see `PendingGrants`.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -71,11 +71,11 @@ class HolderEvidence:
 class HolderSnapshot:
     """The allocations that counted as held at one moment.
 
-    at: when the reading of the evidence began (monotonic seconds). current: whether the checkpoints are new enough to
-    prove that an allocation which they do not name has ended. held: the allocations that count as held. registered: by
-    resource, the ids that the kubelet counts as healthy in any of the checkpoints; None if no checkpoint was readable.
-    problem: why the checkpoint is missing or not current; "" if neither. shown: the directories in which pods' cgroups
-    and pod directories have been seen until then.
+    at: the time at which the reading of the evidence began (monotonic seconds). current: whether the checkpoints are
+    new enough to prove that an allocation which they do not name has ended. held: the allocations that count as held.
+    registered: for each resource, the ids that are healthy in any of the checkpoints; None if no checkpoint was
+    readable. problem: why the checkpoint is missing or not current; "" if neither. shown: the directories in which
+    pods' cgroups and pod directories have been seen until that moment.
     """
 
     at: float = 0.0
@@ -100,8 +100,8 @@ class HolderSnapshot:
         """Return the ids that certainly have a holder although no checkpoint names a holder of the id.
 
         The kubelet may allocate these ids again. A holder that no checkpoint names and that has no processes has
-        probably ended, so its id is not in the result. If its device were reported as unhealthy until the end is
-        proved, new pods would fail. Before the next grant of the id, the agent reads the holder's processes again.
+        probably ended, so its id is not in the result. If such an id were reported as unhealthy until its holder has
+        provably ended, new pods would fail. Before the id's next grant, the agent reads the holder's processes again.
         """
         unnamed: set[str] = set()
         for device_id, holding in self.of(resource).items():
@@ -116,8 +116,8 @@ class HolderSnapshot:
 def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
     """Return the allocations that count as held.
 
-    before: the allocations that counted as held until now. at: when the reading of the evidence began (monotonic
-    seconds).
+    before: the allocations that counted as held until now. at: the time at which the reading of the evidence began
+    (monotonic seconds).
     """
     current = seen.current and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in seen.checkpoints))
@@ -130,8 +130,8 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             begun = allocation in seen.begun
             held[allocation] = HoldReason(True, certain or begun, "the kubelet's checkpoint names it", begun)
-        # This reason also applies if no newer checkpoint is requested, because a newer one would not prove the end
-        # either.
+        # This reason does not depend on a newer checkpoint: while processes of the pod may run, no checkpoint can prove
+        # that the allocation has ended.
         elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
@@ -145,11 +145,11 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 
 
 class PendingGrants(NamedTuple):
-    """The allocations that the AllocateResponses in the checkpoint show for grants without a known container.
+    """The allocations for pending grants (grants without a known container) that the checkpoint shows.
 
-    begun: the allocations of the containers that have these grants. replaced: earlier allocations of the same ids. If
-    the checkpoint does not name such an allocation, the kubelet had dropped it: the kubelet composed the checkpoint
-    after the last grant.
+    begun: the allocations that have these grants, by the AllocateResponses in the checkpoint. replaced: the earlier
+    allocations of the same ids. The kubelet has dropped each of these earlier allocations that the checkpoint does not
+    name, because the kubelet composed the checkpoint after the last grant.
     """
 
     begun: frozenset[Allocation]
@@ -163,8 +163,8 @@ def pending_grants(
 ) -> PendingGrants:
     """Return the allocations for pending grants (grants whose container is not known) that these checkpoints name.
 
-    records: the register's records by (resource, id). granted: returns an allocation's grant from the AllocateResponse
-    in a checkpoint.
+    records: the register's records by (resource, id). granted: a function that returns an allocation's grant from the
+    AllocateResponse in a checkpoint.
     """
     begun, replaced = set[Allocation](), set[Allocation]()
     for version in checkpoints:
@@ -180,9 +180,9 @@ def pending_grants(
 
 
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
-    """Return the sources of evidence because of which it is unknown whether these allocations have ended.
+    """Return the kinds of evidence whose lack makes it unknown whether the allocations `held` have ended.
 
-    asked: whether a checkpoint was requested.
+    asked: whether the agent requested a checkpoint for `seen`.
     """
     found = set()
     if not seen.checkpoints or (asked and not seen.current):
@@ -197,9 +197,9 @@ def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) 
 def running(
     allocations: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return, for each device id whose holding pod still has processes, the pod's UID.
+    """Return, for each device id held by a pod that still has processes, the pod's UID.
 
-    pods: UIDs of pods with processes.
+    pods: the UIDs of all pods with processes.
     """
     return {
         allocation.device_id: allocation.pod_uid
@@ -209,7 +209,7 @@ def running(
 
 
 def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collection[str]) -> list[Allocation]:
-    """Return those allocations that hold one of these device ids of the resource."""
+    """Return the allocations of these device ids of the resource."""
     return [
         allocation
         for allocation in allocations
@@ -220,13 +220,16 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 def ended(allocations: Iterable[Allocation], pods: PodProcesses) -> frozenset[Allocation]:
     """Return the allocations of pods without processes.
 
-    The caller must know that the admission of these pods has ended.
+    The caller must know that the kubelet has finished admitting these pods, because a pod has no processes before that.
     """
     return frozenset(allocation for allocation in allocations if not pods.may_run(allocation.pod_uid))
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
-    """Return whether a claim is unused on this node: the kubelet's claim state lacks it, and its pods cannot run."""
+    """Return whether a claim is unused on this node: the claim state does not name it, and its pods cannot run.
+
+    named: the UIDs of the claims in the kubelet's claim state.
+    """
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 
@@ -247,9 +250,9 @@ def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> 
 class UnrecordedEvidence(NamedTuple):
     """The input of `unrecorded`. Two inputs are equal if no evidence has changed between them.
 
-    held: allocations that count as held. named: allocations in the checkpoint. answers: grants read from the
-    AllocateResponses in the checkpoint. copied: grants read from other agents' copies of their allocations. unscanned:
-    allocations that appeared in a copy after the last scan. observed: resources whose allocations the register has
+    held: the allocations that count as held. named: the allocations in the checkpoint. answers: the grants in the
+    AllocateResponses of the checkpoint. copied: the grants in other agents' copies of their allocations. unscanned: the
+    allocations that appeared in a copy after the last scan. observed: the resources whose allocations the register has
     compared with evidence. records: the register's records of these allocations.
     """
 
@@ -264,9 +267,9 @@ class UnrecordedEvidence(NamedTuple):
 
 
 def grant_of(answer: Wanted | None, copied: Wanted | None) -> Wanted | None:
-    """Return the grant of an allocation by the AllocateResponse and an agent's copy; None if neither has it.
+    """Return an allocation's grant, combined from the AllocateResponse and an agent's copy; None if neither has it.
 
-    Only the copy has the device nodes that the holder has been able to open since the grant.
+    Only the copy has the further device nodes that the holder has been able to open since the grant.
     """
     if answer is None or copied is None:
         return answer or copied
@@ -274,13 +277,13 @@ def grant_of(answer: Wanted | None, copied: Wanted | None) -> Wanted | None:
 
 
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
-    """Return the uses of devices by allocations without a register record: of other plugins, or with lost records.
+    """Return the uses of devices by allocations that are not in the register: of other plugins, or with lost records.
 
-    title: returns a pod's name by its UID, for messages.
+    title: a function that returns a pod's name by its UID, for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
-    # An AllocateResponse of another boot names the nodes of all devices of a container. So the nodes of a recorded
-    # device are not counted for another allocation of the container.
+    # An AllocateResponse of another boot names the nodes of all devices of a container. So nodes of a recorded device
+    # are left out of the other allocations of the container.
     recorded: dict[tuple[str, str], Tokens] = {}
     for allocation in allocations:
         if (record := seen.records.get(allocation[2:])) is not None:
@@ -312,14 +315,14 @@ def kubelet_snapshot(
 ) -> KubeletSnapshot:
     """Return the part of a scan's result that is about one resource, as input of the register.
 
-    sequence: the register's sequence before the scan. device_of: returns the device of an id that the kubelet knows.
-    granted: returns an allocation's grant from the AllocateResponse in the checkpoint. title: returns a pod's name by
-    its UID, for messages.
+    sequence: the register's sequence before the scan. device_of: a function that returns the device of an id that the
+    kubelet knows. granted: a function that returns an allocation's grant from the AllocateResponse in the checkpoint.
+    title: a function that returns a pod's name by its UID, for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # Messages name the most certain holder. If the checkpoint names this holder, the messages give no reason.
+        # Messages about the id name its most certain holder, and no reason if the checkpoint names this holder.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

@@ -2,8 +2,8 @@
 
 Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
 or removed from the configuration. For each of these claims, the agent's own file names the claim's devices. There are
-also claims of vendors' drivers. Their devices are known only by the device nodes in the claims' CDI files, because the
-drivers have other names for devices.
+also claims of vendors' drivers. The devices of a vendor's claim are known only by the device nodes in the claim's CDI
+file, because the vendor's driver has other names for devices.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 ENDING: Final = 1.0
-"""Seconds between two checks of whether pods still run after the kubelet's claim state has dropped their claims."""
+"""Seconds between two checks of whether the pods of claims that the kubelet's claim state no longer names still run."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
 """Nanoseconds within which two changes of a directory may leave the same modification time."""
-_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # CDI node type to node kind.
+_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # The node kind of each CDI node type.
 
 
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
     """Return the device nodes that a claim's containers got through drivers other than `excluded`. Reads CDI files.
 
     The name of a claim's CDI file contains the CDI kind and the claim's UID (the convention of the CDI library). The
-    containers got nodes with the device numbers in the file. If the file has no number for a node, the node's present
-    number counts.
+    containers got nodes with the device numbers in the file. If the file has no number for a node, the result has the
+    node's present number.
     """
     ours = tuple(cdi.qualified(driver, "") for driver in excluded)
     nodes: set[str] = set()
@@ -62,7 +62,7 @@ def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = c
 def _is_ours(claim: PreparedClaim, driver: str) -> bool:
     """Return whether a claim's CDI ids show that an agent of this project prepared this driver's devices for the claim.
 
-    A claim whose containers get no edits has no CDI ids, and so looks like a claim of another vendor's driver.
+    The result is False for a claim whose containers get no edits, because such a claim has no CDI ids.
     """
     kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
     names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids)
@@ -79,9 +79,10 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 class _Held(NamedTuple):
     """The devices that claims of drivers outside this process hold, as far as known.
 
-    unknown: why claims of any driver may hold any device. lost: why a claim that an agent of this project prepared may
-    hold any device: its file is missing. drivers: for each driver with a claim whose devices are unknown, why they are
-    unknown. sources: the sources of evidence whose failure makes holders unknown.
+    unknown: why unknown claims may hold devices (files cannot be read); "" if the claims are known. lost: why a claim
+    that an agent of this project prepared may hold any device (its file is missing or damaged); "" if there is no such
+    claim. drivers: for each driver with a claim whose devices are unknown, the reason. sources: the kinds of evidence
+    whose failure makes holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -93,11 +94,11 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers that no agent serves now, from the agent's claim files and the kubelet's claim state.
+    """The claims of drivers that this process does not run, from claim files and the kubelet's claim state.
 
-    A claim with such a file holds the file's devices while the claim state names the claim, while the claim state
-    cannot be read, or while processes of the claim's pods may run. The methods other than `refresh` return results of
-    the last `refresh`. boot: the id of the node's boot.
+    A claim with a claim file holds the file's devices while the claim state names the claim, while the claim state
+    cannot be read, or while processes of the claim's pods may run. Only `refresh` reads files; the other methods return
+    results of the last `refresh`. boot: the id of the node's boot.
     """
 
     kubelet_root: Path
@@ -108,12 +109,12 @@ class OrphanedClaims:
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
     _read_for: frozenset[str] = field(default=frozenset(), init=False)
-    """The drivers that this process had at the last read of claim files. The read left out these drivers' claims."""
+    """The drivers of this process at the last read of claim files, which left out the claims of these drivers."""
     _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
     _remembered: dict[tuple[str, str], ClaimFile] = field(default_factory=dict, init=False)
-    """The last read files of claims that the claim state names, by driver and claim UID."""
+    """For each claim in the claim state, by (driver, claim UID): the last content of the claim's file."""
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
@@ -135,12 +136,12 @@ class OrphanedClaims:
     def lost(self) -> str:
         """Return why a claim that an agent of this project prepared may hold any device; "" if there is no such claim.
 
-        Such a claim is in the claim state, its file is lost or damaged, and no agent serves its driver.
+        Such a claim is in the claim state, its file is missing or damaged, and this process does not run its driver.
         """
         return self._held.lost
 
     def unknown(self) -> frozenset[EvidenceSource]:
-        """Return the sources of evidence whose failure makes the devices of claims of other drivers unknown."""
+        """Return the kinds of evidence whose failure makes it unknown which devices claims of other drivers hold."""
         return self._held.sources
 
     def uses(self) -> tuple[Use, ...]:
@@ -155,7 +156,7 @@ class OrphanedClaims:
         """Read the kubelet's claim state and the claim files again, if they have changed. Blocks.
 
         served: the drivers of this process, whose claims are left out. If the file system hangs, the known uses stay
-        valid, because no agent can write other claim files to this file system meanwhile.
+        valid, because no agent can write claim files to a hanging file system.
         """
         now = time.monotonic()
         state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
@@ -196,7 +197,8 @@ class OrphanedClaims:
         files = () if isinstance(self._files, OSError) else self._files
         current = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in claims for driver in claim.devices}
-        # When a claim is unprepared, its file is removed before the kubelet drops the claim from its claim state.
+        # When a claim is unprepared, its file is removed before the kubelet drops the claim from its claim state. Until
+        # then the last content of the file counts.
         self._remembered = {key: file for key, file in (self._remembered | current).items() if key in named}
         foreign = [file for key, file in (self._remembered | current).items() if key[0] not in served]
         unnamed = [file for file in foreign if (file.driver, file.uid) not in named]

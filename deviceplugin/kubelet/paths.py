@@ -15,8 +15,8 @@ class Paths:
     The device plugin directory is /var/lib/kubelet/device-plugins with any --root-dir of the kubelet, but the path of
     the PodResources socket depends on --root-dir (kubernetes#68567; the paths of k3s, k0s and microk8s differ). So both
     paths can be set separately. pod_log_dir: the kubelet's podLogsDir, with a directory `<namespace>_<name>_<uid>` for
-    each pod. container_log_dir: the directory of the links that `deviceplugin.kubelet.containers` reads; a constant in
-    the kubelet's source. cdi_dir: the directory in which the container runtime finds CDI specs.
+    each pod. container_log_dir: the directory of the links to container logs (`deviceplugin.kubelet.containers`), a
+    constant in the kubelet. cdi_dir: the directory in which the container runtime finds CDI specs.
     """
 
     kubelet_root: Path = Path("/var/lib/kubelet")

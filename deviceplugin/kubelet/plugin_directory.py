@@ -22,7 +22,8 @@ from deviceplugin.looks import Looks
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 GATHER: Final = 0.02
-"""Seconds for which changes are collected before a read, because the kubelet replaces its checkpoint often."""
+"""Seconds for which file events are collected before one read of the directory, because the kubelet often replaces its
+checkpoint there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,8 @@ def contents(directory: Path) -> DirectoryContents:
 class PluginDirectory(DirectoryWatch[DirectoryContents]):
     """Watches the kubelet's device plugin directory.
 
-    turn: a lock that a resource holds while it registers, so that registrations do not overlap. The kubelet connects to
-    the plugin during a registration, and leaks memory when registrations follow each other too fast
-    (kubernetes#124716).
+    turn: a lock that a resource holds while it registers. Without the lock, registrations would overlap, and the
+    kubelet leaks memory when registrations follow each other too fast (kubernetes#124716).
     """
 
     def __init__(self, path: Path, poll: float = POLL) -> None:
@@ -75,5 +75,5 @@ class PluginDirectory(DirectoryWatch[DirectoryContents]):
 
     @property
     def kubelet(self) -> FileIdentity | None:
-        """The identity of kubelet.sock at the last read; None if there was no such socket. Any thread may read it."""
+        """The identity of kubelet.sock at the last read; None if the socket did not exist. Thread-safe."""
         return self.latest.kubelet if self.latest is not None else None

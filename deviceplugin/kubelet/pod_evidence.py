@@ -1,13 +1,13 @@
 """Decides whether a process of a pod can still run, from present and earlier cgroups and pod directories. Pure.
 
-A place is a directory in which cgroups or directories of pods are listed. The absence of a pod from a place is evidence
-only if the place would contain the pod. The place can be wrong or old (`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were
-changed), belong to another kubelet, or be hidden by a mount or a cgroup namespace. So the rules are: (1) The absence of
-a pod's cgroup is evidence if the cgroup was seen before, in a directory that is still listed. (2) For a pod that was
-never seen, the absence is evidence if pods of this kubelet have run in directories that are listed now, and no pod runs
-outside of them. (3) Otherwise the pod's directory decides, which the kubelet removes after the pod was deleted and has
-ended. Its absence is evidence if this kubelet's pods have their directories in the listed place. (4) Otherwise the pod
-may run.
+A place is a directory in which cgroups or directories of pods are listed. The absence of a pod from a place proves that
+the pod has ended only if the place would contain the pod. But a place can be wrong or old (`cgroupsPerQOS`,
+`cgroupRoot`, `--root-dir` were changed), belong to another kubelet, or be hidden by a mount or a cgroup namespace. So
+the rules are: (1) A pod has ended if its cgroup was seen before in a directory that is still listed, and is absent now.
+(2) A pod whose cgroup was never seen has ended if pods of this kubelet have run in directories that are listed now, and
+no pod runs outside of them. (3) Otherwise the pod's directory decides, which the kubelet removes after the pod was
+deleted and has ended. Its absence is a proof if this kubelet's pods have their directories in the listed place. (4)
+Otherwise the pod may run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 HIDDEN: Final[frozenset[str]] = frozenset()
-"""The set of places (empty) of a pod that the kubelet counted as running although the visible cgroups did not contain
-it."""
+"""The value of `PodsShown.places`, an empty set, for a pod that ran although no visible cgroup contained the pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +25,9 @@ class PodsShown:
     """Facts about this kubelet's pods, from all reads of cgroups and pod directories until now.
 
     places: for each pod's UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays
-    HIDDEN, because a cgroup that the kubelet creates later for the pod does not contain its processes. trusted: the
-    directories of cgroups in which pods of this kubelet have run. roots: the parent directories of this kubelet's pod
-    directories. cgroups: whether the cgroups that are visible now would contain the cgroup of a pod that was never
+    HIDDEN, because a cgroup that the kubelet creates later for the pod does not contain the pod's earlier processes.
+    trusted: the directories of cgroups in which pods of this kubelet have run. roots: the parent directories of this
+    kubelet's pod directories. cgroups: whether the visible directories would contain the cgroup of a pod that was never
     seen. directories: whether the visible pod directories are those of this kubelet.
     """
 
@@ -44,7 +43,7 @@ class PodsShown:
         return frozenset(uid for uid, places in self.places.items() if not places)
 
     def of(self, uids: Collection[str]) -> frozenset[tuple[str, str]]:
-        """Return (UID, place) of these pods, as the register records the places; the place of a hidden pod is ""."""
+        """Return (UID, place) for each place of these pods, for the register; the place of a hidden pod is ""."""
         known = {uid: self.places[uid] for uid in uids if uid in self.places}
         return frozenset((uid, place) for uid, places in known.items() for place in places or {""})
 
@@ -73,13 +72,14 @@ _NEITHER: Final = "neither cgroups nor pod directories are visible"
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """The UIDs of pods with processes at one moment, and the facts about pods from earlier reads (`shown`).
+    """The UIDs of pods with processes at one moment, and the facts about pods from all reads until then (`shown`).
 
-    running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
-    None if no pod directories are visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places:
-    the directories of these cgroups. visible: the directories that were listed. root: the parent of the pods'
-    directories, "" if it is not visible. checkpoint_decides: whether a pod also counts as ended if the visible cgroups
-    would not contain it while it runs. The kubelet's checkpoint then decides alone.
+    running: the pods with a process in their cgroup; None if no cgroup tree is visible. directories: the pods with a
+    directory; None if no pod directories are visible. empty: the pods whose cgroup has no process. paths: the cgroups
+    of each pod. places: for each pod, the parent directories of its cgroups. visible: the directories of cgroups that
+    were listed. root: the parent of the pods' directories, "" if it is not visible. checkpoint_decides: whether the
+    kubelet's checkpoint alone decides about pods that the visible cgroups would not contain; such a pod then counts as
+    ended here.
     """
 
     running: frozenset[str] | None = None
@@ -95,7 +95,7 @@ class PodProcesses:
     def may_run(self, pod_uid: str) -> str:
         """Return why a process of this pod may still run, as text; "" if no process can run.
 
-        The pod's directory does not distinguish a completed pod from a pod that was deleted by force and still runs.
+        If the pod's directory is the only evidence, a completed pod counts as running until the directory is removed.
         """
         if self.running is not None and pod_uid in self.running:
             return "processes of its pod run"
@@ -126,7 +126,7 @@ class PodProcesses:
         return not (self.running is not None and pod_uid in self.running) and not self.shows(pod_uid)
 
     def is_undecided(self, pod_uid: str) -> bool:
-        """Return whether newer evidence may show that this pod runs outside of the visible cgroups."""
+        """Return whether a later read may still show that this pod runs outside of the visible cgroups."""
         return self.running is not None and pod_uid not in self.running and pod_uid not in self.shown.places
 
     @property
@@ -145,8 +145,8 @@ class PodProcesses:
 def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collection[str]) -> PodsShown:
     """Return the facts about pods after another read of cgroups and pod directories.
 
-    before: the facts until then. look: the result of the read. own: the UID of the agent's pod, or "". named: pods that
-    a checkpoint of this kubelet names.
+    before: the facts before this read. look: the result of this read. own: the UID of the agent's pod, or "". named:
+    the UIDs of pods that a checkpoint of this kubelet names.
     """
     of_kubelet = {*named, own} - {""}
     there = look.directories or frozenset()
@@ -169,10 +169,10 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
 def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
     """Return the pods that ran between two reads of the cgroups although neither read found a cgroup of the pod.
 
-    named: pods in a checkpoint that the kubelet composed between the reads, after it had dropped ended pods. The
-    kubelet creates a pod's cgroup before the pod's directory, and keeps the cgroup until the pod has ended (kubelet
-    1.36, kubelet.go: SyncPod, SyncTerminatedPod). So if a pod has a directory, the first read should already find its
-    cgroup.
+    before, after: the results of the two reads. named: the pods in a checkpoint that the kubelet composed between the
+    reads, after it had dropped ended pods. The kubelet creates a pod's cgroup before the pod's directory, and keeps the
+    cgroup until the pod has ended (kubelet 1.36, kubelet.go: SyncPod, SyncTerminatedPod). So the first read must find
+    the cgroup of each pod that has a directory, if the cgroup is visible at all.
     """
     if before.running is None or after.running is None:
         return frozenset()
@@ -181,10 +181,10 @@ def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) ->
 
 
 def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
-    """Describe which pods' cgroups are not visible, the effects, and the options to set; "" if all are visible.
+    """Return a message about pods whose cgroups are not visible: the pods, the effects, and the options to set.
 
-    look: the last read of the cgroups. cgroups: the mount point of the cgroup file system. title: the known names of
-    pods, by UID.
+    The result is "" if all pods' cgroups are visible. look: the last read of the cgroups. cgroups: the mount point of
+    the cgroup file system. title: the known names of pods, by UID.
     """
     if look.running is None:
         what = f"no pod cgroups (kubepods) are visible in {cgroups}"

@@ -12,8 +12,7 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.looks import Looks, LookTimeoutError
 
 SHORTLY: Final = 1.0
-"""Maximum seconds for a read of the log directories in a thread that also reads other evidence.
-"""
+"""Maximum seconds for a read of the log directories in a thread that reads other evidence too."""
 
 
 class PodNames:
@@ -25,7 +24,7 @@ class PodNames:
         self._directory = directory
 
     async def update(self, uids: Collection[str]) -> None:
-        """Read the names of these pods, and remove all other names from `known`."""
+        """Read the names of these pods into the attribute `known`, and remove the names of all other pods from it."""
         if not self.known.keys() >= set(uids):
             with contextlib.suppress(LookTimeoutError):
                 self.known |= await self.now(uids)

@@ -1,12 +1,12 @@
 """Calls the kubelet's PodResources service, to get the names of pods, and to make the kubelet forget ended pods.
 
-`List` proves nothing about the holders of devices: its response is empty after the kubelet's start. The response also
-lacks pods that were deleted by force, and init containers that are not sidecars (kubelet 1.36,
+`List` proves nothing about the holders of devices, because its response lacks holders: it is empty after the kubelet's
+start, and never contains pods that were deleted by force, or init containers that are not sidecars (kubelet 1.36,
 apis/podresources/server_v1.go).
 
-`List` makes the device manager compute its allocated devices again, and the devices that a running Allocate has chosen
-are not yet among these allocated devices (kubernetes#137534). So the agent calls `List` only while no Allocate is
-running (`AllocationsInFlight`).
+`List` makes the kubelet's device manager compute its set of allocated devices again. This set then lacks the devices
+that a running Allocate has chosen, and the kubelet may allocate them twice (kubernetes#137534). So the agent calls
+`List` only while no Allocate is running (`AllocationsInFlight`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 LIST_TRIES: Final = 20
-"""Maximum number of tries of one `List`: the kubelet refuses calls while its clients together make over 100 a
+"""Maximum number of tries of one `List`. The kubelet refuses calls while all its clients together make over 100 calls a
 second."""
 CHANNEL_OPTIONS: Final = (
     # Without this option, a socket's path becomes a percent-encoded authority, which Go servers refuse.
@@ -56,16 +56,16 @@ class _MethodsByName:
 
 
 def methods_by_name(server: grpc.aio.Server) -> grpc.aio.Server:
-    """Return the server as an argument for the generated functions that add services to a server.
+    """Return a wrapper of a server, as an argument for the generated functions that add services to a server.
 
-    These functions also register each method with gRPC's core, and then grpcio 1.85 keeps a task and a prepared call
-    for each method. Without this registration, a server finds a method by its name.
+    The generated functions also register each method with gRPC's core, and then grpcio 1.85 keeps a task and a prepared
+    call for each method. The wrapper prevents this registration; the server then finds a method by its name.
     """
     return cast("grpc.aio.Server", _MethodsByName(server))
 
 
 def unix_address(path: str | Path) -> str:
-    """Return a Unix socket's address for gRPC, in which a percent sign begins a character's code (RFC 3986)."""
+    """Return a Unix socket's address for gRPC. A percent sign in the path is encoded, as RFC 3986 demands."""
     return f"unix:{quote(str(path))}"
 
 
@@ -117,13 +117,13 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
 
 
 class AllocationsInFlight:
-    """Keeps `List` from running during allocations. The whole process has one object of this class."""
+    """Counts running calls of Allocate and GetPreferredAllocation, so that other work can wait for their end."""
 
-    # Seconds for which a GetPreferredAllocation still counts as running after its end. The kubelet calls Allocate some
-    # milliseconds after the response.
+    # Seconds for which a GetPreferredAllocation still counts as running after its end, because the kubelet calls
+    # Allocate some milliseconds after the response.
     AFTER_PREFERENCE: Final = 0.5
-    # Seconds for which an Allocate still counts as running after its end. The kubelet records the allocation some
-    # milliseconds after the response.
+    # Seconds for which an Allocate still counts as running after its end, because the kubelet records the allocation
+    # some milliseconds after the response.
     AFTER_ALLOCATE: Final = 0.05
     # When pods start together, their calls follow each other within milliseconds. `pause` waits BETWEEN_CALLS seconds
     # for the next call, and LONGEST_PAUSE seconds in all.
@@ -158,7 +158,7 @@ class AllocationsInFlight:
     async def pause(self) -> None:
         """Wait until no call has run for BETWEEN_CALLS seconds, but for at most LONGEST_PAUSE seconds.
 
-        Callers with work that can wait use this method, so that the calls of the kubelet are not delayed.
+        Callers whose work can wait use this method, so that their work does not delay the calls of the kubelet.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self.LONGEST_PAUSE):
@@ -185,13 +185,14 @@ class PodResources:
         self.answers: bool | None = None
         """Whether the kubelet answered the last `List`; None if the socket does not exist, or no call was made yet."""
         self.silent_since: float | None = None
-        """When the first unanswered `List` began (Unix seconds); None if the kubelet has answered the last call."""
+        """The time at which the first unanswered `List` began (Unix seconds); None if the last call was answered."""
         self._idle: list[grpc.aio.Channel] = []
 
     async def list(self) -> PodResourcesReport | None:
         """Call `List`, which makes the kubelet forget ended pods, and return the response.
 
-        None if the call fails: the caller may go on, because no decision about holders depends on the response.
+        The result is None if the call fails. The caller may go on, because no decision about holders depends on the
+        response.
         """
         for _ in range(LIST_TRIES):
             began = time.time()

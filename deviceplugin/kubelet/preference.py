@@ -11,15 +11,15 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
 
 MANY: Final = 64
-"""Number of devices without links above which `choice` compares NUMA nodes as groups, not devices pair by pair."""
+"""If more than this number of devices have no links, `choice` compares NUMA nodes instead of pairs of devices."""
 
 
 def avoiding(
     avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
 ) -> tuple[list[str], list[str]]:
-    """Return `available` and `must_include`, changed so that avoided devices are chosen only if the others are too few.
+    """Return (available, must_include), changed so that an avoided device is chosen only if the others are too few.
 
-    size: the number of devices that the container gets.
+    avoided: device ids. available, must_include: kubelet ids. size: the number of ids that the container gets.
     """
     if not avoided:
         return available, must_include
@@ -37,8 +37,8 @@ def choice(
     must_include: list[str],
     size: int,
 ) -> list[str]:
-    """Return the ids that the source's policy chooses for a container. size: number of ids."""
-    # This module is imported only when it is needed, because vendors' plugins choose devices themselves.
+    """Return the ids that the source's policy chooses for a container. size: the number of ids to choose."""
+    # `topology` is imported only when it is needed: an agent with vendors' plugins alone does not need the module.
     from deviceplugin import topology
 
     devices = snapshot.devices
@@ -58,7 +58,7 @@ def choice(
 def as_names(
     ids: Iterable[str], available: Iterable[str], must_include: Iterable[str], device_of: Callable[[str], str]
 ) -> list[str] | None:
-    """Convert the devices that a hook prefers to available kubelet ids; None if one of the devices is not available."""
+    """Convert the device ids from the hook `prefer` to available kubelet ids; None if a device is not available."""
     chosen = list(dict.fromkeys(must_include))
     free: dict[str, list[str]] = {}
     for name in available:

@@ -3,12 +3,12 @@
 The kubelet loses registrations when it restarts, and sometimes without a restart. Every event wakes the same loop. The
 next step is a pure function of the present state (`next_step`), so a restart of the kubelet needs no code of its own.
 
-Facts (kubelet 1.36.3): at its start, the kubelet deletes every socket in the device plugin directory (kubelet.sock
-last), and then creates kubelet.sock. The kubelet connects to the plugin before it answers Register. When an old
-ListAndWatch ends after the same resource was registered again, the kubelet drops the new registration, so the agent
-ends the old stream first. A recreated kubelet.sock does not prove that plugins' sockets were deleted. Kubelet 1.37.1
-refuses a socket whose disconnection it has not noticed, and after the first such try it refuses the socket for ever
-(handler.go, connectClient). So each Register has its own socket.
+At its start, the kubelet (1.36.3) deletes every socket in the device plugin directory (kubelet.sock last), and then
+creates kubelet.sock. The kubelet connects to the plugin before it answers Register. When an old ListAndWatch ends after
+the same resource was registered again, the kubelet drops the new registration, so the agent ends the old stream first.
+A recreated kubelet.sock does not prove that plugins' sockets were deleted. If a Register names a socket whose
+disconnection kubelet 1.37.1 has not noticed, the kubelet refuses this socket for ever (handler.go, connectClient). So
+each Register has a socket of its own.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
 """Minimum seconds between two checks for another plugin of the resource, which read the kubelet's checkpoint."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""The value for LOOK while claims may get devices, because another plugin may allocate the same devices to pods."""
+"""The number of seconds instead of LOOK while another plugin might allocate devices of claims to pods."""
 REST: Final = 1.0
-"""Seconds between two reads of the plugin directory while the kubelet listens. File events are not needed then, because
-the end of the kubelet closes the stream. For each pod, the kubelet's checkpoint would cause three events or more."""
+"""Seconds between two reads of the plugin directory while a ListAndWatch is open. File events are not used then: the
+end of the kubelet closes the stream, and each new checkpoint would cause three events or more."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
@@ -71,7 +71,7 @@ def slug(resource: str) -> str:
 
 
 def socket_name(resource: str, directory: str, instance: str) -> str:
-    """Return a socket's file name. instance: its unique part. Raises RegistrationError if the path is too long."""
+    """Return a socket's file name with the unique part `instance`. Raises RegistrationError if the path is too long."""
     try:
         return socket_path(directory, slug(resource), f"-{instance}.sock").name
     except ValueError as error:
@@ -82,9 +82,9 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 class Seen:
     """The state from which `next_step` decides. ready: whether the resource has a device list.
 
-    kubelet: the file kubelet.sock. served: whether the agent's socket exists. live: whether a ListAndWatch stream is
-    open. listened: whether a stream was opened since the last Register. registered: kubelet.sock at the last Register.
-    since: seconds since the last Register. foreign: the evidence of another plugin's later Register.
+    kubelet: the file kubelet.sock now. served: whether the agent's socket exists. live: whether a ListAndWatch stream
+    is open. listened: whether a stream was opened since the last Register. registered: the file kubelet.sock at the
+    last Register. since: seconds since the last Register. foreign: the evidence of another plugin's later Register.
     """
 
     kubelet: FileIdentity | None
@@ -132,7 +132,7 @@ class InstanceLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has locked the present lock file, not only a former file that was deleted."""
+        """Whether this process has locked the lock file that exists now; a lock on a deleted file does not count."""
         return self._fd is not None and leads_to(self.path, self._fd)
 
     def acquire(self) -> bool:
@@ -149,13 +149,13 @@ class InstanceLock:
             return False
         except OSError as error:
             raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
-        with contextlib.suppress(OSError):  # The lock works without this text, which is for messages.
+        with contextlib.suppress(OSError):  # The text in the lock file is only for messages.
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
     def owner(self) -> str:
-        """Return the text in the lock file, by which the process that has the lock describes itself."""
+        """Return the text that the process with the lock has written into the lock file to describe itself."""
         try:
             return self.path.read_text(errors="replace").strip() or "unknown"
         except OSError:
@@ -176,14 +176,14 @@ class RegistrationStatistics:
     failures: int = 0
     kubelet_restarts: int = 0
     foreign: int = 0
-    """How often it was certain that another plugin had registered the resource."""
+    """How often the agent has found proof that another plugin had registered the resource."""
     registered: bool = False
     awaits_kubelet: bool = False
-    """Whether the registration waits only for the kubelet, because device list and socket are ready."""
+    """Whether device list and socket are ready, and only the kubelet is missing for the registration."""
     contested: str = ""
     """The evidence that another plugin has registered the resource; "" after this agent has registered again."""
     error: str = ""
-    """Why the resource is not registered: the last Register's error, or that kubelet.sock is missing; else ""."""
+    """Why the resource is not registered: an error of the last Register, or the lack of kubelet.sock; else ""."""
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class RegistrationTiming:
 class SocketServer:
     """Serves an endpoint on a socket in the device plugin directory while this process has the resource's lock.
 
-    No socket name is used twice, so that a server's stop() cannot unlink another server's socket.
+    No two sockets have the same name, so that a server's stop() cannot unlink another server's socket.
     """
 
     def __init__(self, endpoint: Endpoint, directory: Path, timing: RegistrationTiming, looks: Looks) -> None:
@@ -252,7 +252,7 @@ class SocketServer:
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self, now: DirectoryContents | None = None) -> str:
-        """Return the name of a served socket that no Register has named yet. Starts a server if there is none.
+        """Return the name of a served socket that no Register has named yet. Start a server if there is no such socket.
 
         now: the directory's content if it was just read. Raises RegistrationError.
         """
@@ -307,7 +307,7 @@ class SocketServer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An accepted Register. at: its time (monotonic seconds). streams: number of ListAndWatch calls before it."""
+    """An accepted Register. at: its time (monotonic seconds). streams: the number of earlier ListAndWatch calls."""
 
     kubelet: FileIdentity | None
     at: float
@@ -335,14 +335,14 @@ class PluginRegistration:
         self._server = SocketServer(endpoint, directory.path, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
-        self._last_kubelet: FileIdentity | None = None  # The kubelet.sock of the last successful Register.
+        self._last_kubelet: FileIdentity | None = None  # The file kubelet.sock at the last successful Register.
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
-        """A function that makes the loop decide the next step now, for example after a change of hooks."""
+        """A function that makes the loop decide its next step now, for example after a change of the source's hooks."""
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
-        """Serve and register until cancelled, then drain and remove the socket. Raises RegistrationError."""
+        """Serve and register until cancelled, then remove the socket and wait for calls. Raises RegistrationError."""
         try:
             with reading({self._directory: self._part}) as watch:
                 self.wake = self.endpoint.wake = watch.wake
@@ -352,7 +352,7 @@ class PluginRegistration:
             await self._close()
 
     def _part(self, contents: DirectoryContents) -> object:
-        """Return the content that decides the next step. It does not contain the sockets of other resources."""
+        """Return those contents on which the next step depends; the sockets of other resources are left out."""
         return contents.kubelet, contents.checkpoint, contents.foreign, self._server.is_in(contents)
 
     async def _loop(self, watch: DirectoryReader) -> None:
@@ -371,13 +371,13 @@ class PluginRegistration:
     async def _next(self, watch: DirectoryReader) -> None:
         """Execute the next step, then wait for a change. Raises LookTimeoutError if a read of the directory hangs."""
         timing = self._timing
-        # While a ListAndWatch stream is open, the kubelet is the same as at the last read.
+        # No new read is needed while a ListAndWatch stream is open, because the kubelet cannot have restarted.
         now = await (self._directory.seen() if self.endpoint.streams.live else self._directory.now())
         seen = self._seen(now, await self._look(now))
         step = next_step(seen, timing.patience)
         self.statistics.awaits_kubelet &= step is not Step.WAIT_FOR_DEVICES
         if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
-            # The source has other hooks now, and the kubelet reads the options for hooks only at Register.
+            # The options have changed, for example because of new hooks. The kubelet reads options only at Register.
             step = Step.REGISTER
         if step is Step.REGISTER:
             await self._register_or_pause(watch, seen)
@@ -397,13 +397,13 @@ class PluginRegistration:
                 self._log_once("directory", missing, logging.WARNING)
             if not seen.served and has_directory:
                 try:
-                    # Serve the socket before the kubelet creates kubelet.sock; the kubelet first deletes all other
-                    # sockets.
+                    # Serve the socket already, so that Register can follow at once when the kubelet creates
+                    # kubelet.sock.
                     await self._server.serve()
                 except RegistrationError:
                     if await self._has_directory():
                         raise
-                    return  # The directory was removed meanwhile.
+                    return  # The directory was removed while the server was started.
             self.statistics.awaits_kubelet = True
         elif step is Step.REST and seen.since >= timing.patience:
             self.backoff.reset()
@@ -426,7 +426,7 @@ class PluginRegistration:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
         record = await self.endpoint.host.recorded()
-        # The sent lists are read last, because the record may contain a list that was sent while the record was read.
+        # `sent` is read after the record, because the record may contain a list that was sent while it was read.
         sent = self.endpoint.streams.sent
         return self._foreign.found(record, contents.foreign, sent, plugin=self.endpoint.plugin_socket)
 
@@ -466,7 +466,7 @@ class PluginRegistration:
                 delay = min(delay, LOOK_FOR_CLAIMS)
             await self._pause(watch, delay, seen.kubelet)
         elif again:
-            self.backoff.tries = 1  # The next Register follows without a pause; each further Register waits longer.
+            self.backoff.tries = 1  # This Register causes no pause. Each further Register causes a longer pause.
 
     def _tell(self, finding: Finding) -> None:
         """Log, and report to the host, that another plugin has registered the resource or may have registered it."""
@@ -525,14 +525,14 @@ class PluginRegistration:
         options = self.endpoint.options
         try:
             async with self._directory.turn:
-                # Check the socket last: a starting kubelet deletes all sockets, perhaps while another resource
-                # registered. After Register, the kubelet would try for 10 s to connect to a deleted socket.
+                # Check the agent's socket just before Register: a starting kubelet deletes all sockets, perhaps while
+                # this coroutine waited for `turn`. The kubelet would try for 10 s to connect to a deleted socket.
                 now = await self._directory.now()
                 kubelet, name = now.kubelet, await self._server.serve(now)
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
-                # Each Register has a new channel. A channel that had failed for long took 3 s to recover, a new channel
-                # takes 1 ms.
+                # Each Register has a new channel, which takes 1 ms. A channel that had failed for long took 3 s to
+                # recover.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
                     self._server.used = True
@@ -543,7 +543,7 @@ class PluginRegistration:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
             self.statistics.failures += not gone
-            self.statistics.awaits_kubelet = gone  # If kubelet.sock is from before a reboot, no kubelet listens on it.
+            self.statistics.awaits_kubelet = gone  # No kubelet listens on a kubelet.sock from before a reboot.
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self.statistics.error = f"the kubelet {text}"
@@ -582,13 +582,14 @@ class PluginRegistration:
     async def _close(self) -> None:
         """Remove the socket, wait for running calls, then end the streams.
 
-        The streams end last, because the kubelet then closes its connection and fails pods whose Allocate is running.
+        The streams end last, because at their end the kubelet closes its connection, and fails pods with a running
+        Allocate.
         """
         self.statistics.registered = False
         await self._server.remove_socket()
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
-        self.endpoint.streams.stop()  # Otherwise the agent would wait for a stream that the kubelet is just beginning.
+        self.endpoint.streams.stop()  # `end` then does not wait for a stream that the kubelet is just beginning.
         await self.endpoint.streams.end(self._timing.stream)
         await self._server.end()
 

@@ -14,8 +14,8 @@ from deviceplugin.register.records import Allocation
 
 FIRST_REQUEST: Final = 0.5
 MOST_REQUEST: Final = 10.0
-"""FIRST_REQUEST and MOST_REQUEST: the least and most seconds between two requests for a checkpoint about the same
-allocations. Each request doubles the delay."""
+"""FIRST_REQUEST and MOST_REQUEST are the minimum and maximum seconds between two requests for a checkpoint about the
+same allocations. Each request doubles the delay."""
 
 
 class RequestSchedule:
@@ -38,9 +38,10 @@ class RequestSchedule:
         self._scan_wanted.set()
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]]) -> bool:
-        """Return whether this scan makes the kubelet write a checkpoint.
+        """Return whether this scan must request a newer checkpoint from the kubelet.
 
-        now: the holders according to evidence read without a request. wanted: see `HolderTracker.scan`.
+        now: the holders by the evidence that the scan has read so far. pods: the pods' processes in this evidence.
+        wanted: see `HolderTracker.scan`.
         """
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)
@@ -51,7 +52,7 @@ class RequestSchedule:
             return True
         asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
         if asking != self._asked_for:
-            # An allocation that the kubelet no longer names has probably ended, so a checkpoint is requested at once.
+            # An allocation that the checkpoint no longer names has probably ended, so a new one is requested at once.
             dropped = any(not named for _, named in asking - self._asked_for)
             self._asked_for, self._delay = asking, FIRST_REQUEST
             self._next = now.at if dropped else now.at + FIRST_REQUEST

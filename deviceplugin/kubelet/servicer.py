@@ -44,15 +44,15 @@ _LOG: Final = logging.getLogger(__name__)
 _EDITS: Final = operator.attrgetter("container_edits")
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
-SHOWN_IDS: Final = 8  # Maximum number of ids that an error names.
-KEPT_FAILURES: Final = 256  # Number of containers whose failed start is remembered, so that it is logged once.
+SHOWN_IDS: Final = 8  # Maximum number of ids in one error message.
+KEPT_FAILURES: Final = 256  # Number of containers whose failed start is remembered, so that each error is logged once.
 
 
 @dataclass(slots=True)
 class ServicerStatistics:
     """Statistics of one resource's endpoint. Counters only grow. Durations are in seconds.
 
-    waits: how long Allocates have waited for the end of former holders.
+    waits: the durations for which Allocates have waited for the end of former holders.
     """
 
     allocations: int = 0
@@ -93,13 +93,13 @@ class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet
 
 
 class EndpointHost:
-    """The operations of a resource's service that its endpoint needs. The defaults apply without a service."""
+    """The operations of a resource's service that its endpoint needs. The default methods here do nothing."""
 
     def granted(self) -> None:
-        """Called after device ids were granted to a container."""
+        """Note that device ids were granted to a container; called after each grant."""
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Call `released` for those of these devices whose former holders have ended; called before each grant."""
+        """Before a grant of these ids, call the hook `released` for the devices whose former holders have ended."""
 
     def draining(self) -> Collection[str]:
         """Return the ids of devices that new pods should get only if there are not enough other devices."""
@@ -110,7 +110,7 @@ class EndpointHost:
         return None
 
     def contested(self, reason: str) -> None:
-        """Called when another plugin has certainly registered the resource. reason: the evidence."""
+        """Note that another plugin has certainly registered the resource. reason: the evidence."""
 
     async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the mounts of the files that describe a container's devices. Raises LookTimeoutError, OSError."""
@@ -118,10 +118,7 @@ class EndpointHost:
 
 
 class Endpoint(DevicePluginServicer):
-    """The servicer of one resource.
-
-    It stays the same object when the server, the registration or the source is replaced.
-    """
+    """The gRPC servicer of one resource. The object outlives its server, its registration and its source."""
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
 
@@ -142,7 +139,7 @@ class Endpoint(DevicePluginServicer):
         self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
-        """The kubelet's running calls. They fail if a ListAndWatch stream ends."""
+        """The kubelet's running calls of this resource, which fail if a ListAndWatch stream of the resource ends."""
         self._asked_for: Counter[str] = Counter()
         """For each device with a running Allocate, the number of requested ids. The kubelet would crash if a device
         list lacked these ids."""
@@ -157,8 +154,8 @@ class Endpoint(DevicePluginServicer):
         self._ending = EndingHolders()
         self._register = register or Register()
         self._numbers_change = False
-        """Whether any listed or held device is, or was, a USB device or behind a symlink. A restarted container may get
-        another device node of such a device."""
+        """Whether any device, listed or held now or before, is a USB device or has a symlink as path. A restarted
+        container may get another device node of such a device."""
         self._listed(inventory.snapshot)
         inventory.subscribe(self._listed)
 
@@ -176,8 +173,8 @@ class Endpoint(DevicePluginServicer):
     def options(self) -> pb.DevicePluginOptions:
         """The plugin's options for the kubelet.
 
-        PreStartContainer is requested only while pods may have devices, and only if the source has the hook `reset`,
-        USB devices or symlinks.
+        They request PreStartContainer only while pods have, or may get, devices from the plugin, and only if the source
+        has the hook `reset`, USB devices, or devices behind symlinks.
         """
         needed = "reset" in self.source.hooks or self._numbers_change
         starts = needed and self._register.snapshot.serves_pods(self.resource)
@@ -195,9 +192,9 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids of devices for claims. They stay registered, as unhealthy, while the vendor's plugin is away.
+        """The ids of devices for claims, which stay registered as unhealthy while the vendor's plugin is away.
 
-        Otherwise, another plugin could register them and allocate them to pods.
+        If this agent did not register them, another plugin could register them and allocate them to pods.
         """
         return frozenset()
 
@@ -207,26 +204,26 @@ class Endpoint(DevicePluginServicer):
         return ""
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Called before Register. registered: ids that the kubelet counts as healthy."""
+        """Prepare the device list for a Register. registered: the ids that the kubelet counts as healthy before it."""
 
     async def calls_ended(self, timeout: float) -> bool:
         """Wait until no kubelet call about a pod is running; return whether all calls ended within `timeout` seconds.
 
-        When a ListAndWatch stream ends, the kubelet also closes the connection on which it makes these calls (1.36.3).
+        When a ListAndWatch stream ends, the kubelet (1.36.3) also closes the connection on which it makes such calls.
         """
         return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
         """Replace the resource's source.
 
-        Ids that the new source does not offer stay in the device list as unhealthy until no pod has them.
+        An id that does not exist with the new source stays in the device list as unhealthy until no pod has the id.
         """
         self.source = source
         self.ids.replace(source)
         self.refresh()
 
     def refresh(self) -> None:
-        """Send the device list on every stream if it has changed; register again if the options have changed."""
+        """Send the device list to the kubelet if the list has changed; register again if the options have changed."""
         if self._announced is not None and self._announced != self.options:
             self.wake()
         self.streams.refresh()
@@ -250,7 +247,7 @@ class Endpoint(DevicePluginServicer):
             async for message in lists:
                 self.statistics.lists_sent += 1
                 yield message
-                del message  # Free the message: it may have megabytes, and the next may follow hours later.
+                del message  # Free the memory: a message may have megabytes, and the next may follow hours later.
 
     async def Allocate(  # noqa: N802
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
@@ -266,8 +263,8 @@ class Endpoint(DevicePluginServicer):
     ) -> _T:
         """Check and count an Allocate; return the response of `answer`, which grants all devices or none.
 
-        answer: a function that grants the devices and returns the response. Its arguments: the ids of each container,
-        and the device of each id.
+        answer: a function that grants the devices and returns the response. Its arguments are the ids of each
+        container, and the device of each id.
         """
         began = time.perf_counter()
         with self._calls.busy(0.0), self._allocations.busy():
@@ -315,7 +312,7 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreferredAllocationResponse:
         """Return which devices a container should get.
 
-        This call never returns an error, because the kubelet would reject the pod.
+        This call never returns an error, because at an error the kubelet would reject the pod.
         """
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
@@ -335,8 +332,8 @@ class Endpoint(DevicePluginServicer):
     ) -> pb.PreStartContainerResponse:
         """Reset a container's devices before its start.
 
-        Refuses the start if an id now stands for other hardware than at the grant, or for hardware that another holder
-        has.
+        Return an error, so that the container does not start, if an id now stands for other hardware than at the grant,
+        or for hardware that another holder has.
         """
         listed = self.inventory.snapshot.devices
         of = {name: self.ids.device_id_of(name) for name in request.devices_ids}
@@ -398,9 +395,9 @@ class Endpoint(DevicePluginServicer):
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
     def checked(self, names: Sequence[str]) -> dict[str, Device]:
-        """Return one container's devices by id.
+        """Return the devices of one container's ids, by id.
 
-        Raises Refusal if an id occurs twice, or its device cannot be allocated.
+        Raises Refusal if an id occurs twice, or the device of an id does not exist or is unhealthy.
         """
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
@@ -420,7 +417,7 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Read the evidence again. Raises Refusal if another pod still holds an id, or the holder cannot be recorded.
+        """Read the evidence again. Raise Refusal if another pod still holds an id, or the holder cannot be recorded.
 
         If the kubelet counts the holder as ended, this method waits for the end of the holder's processes. All
         Allocates together wait at most PATIENCE seconds for one holder (`allocation_wait`).
@@ -443,7 +440,7 @@ class Endpoint(DevicePluginServicer):
                 self.statistics.waits.add(time.monotonic() - began)
         for name, why in held.items():
             self._register.waits.expect([(self.resource, self.ids.device_id_of(name)) for name in held], EXPECTED)
-            self.refresh()  # The kubelet needs the new device list before it chooses devices for the next pod.
+            self.refresh()  # The kubelet should have the new device list before it chooses devices for the next pod.
             raise self._refusal("held", f"device {name} is still held: {why}")
 
     def _unanswered(self, error: LookTimeoutError) -> Refusal:
@@ -453,11 +450,11 @@ class Endpoint(DevicePluginServicer):
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
     async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> float:
-        """Record a grant of ids; return its time (Unix seconds). Call `_refuse_held` before.
-
-        Raises Refusal if another holder excludes the grant, or if the device is for claims now.
+        """Record a grant of ids; return its time (Unix seconds). The caller must have called `_refuse_held` before.
 
         ids: the device of each id. asked: for each id, the identity and amount for which the response was made.
+
+        Raises Refusal if another holder excludes the grant, or if a device is for claims now.
         """
         try:
             # PreStartContainer waits for a running `reset`. Allocate does not wait for it, because that would delay all
@@ -480,7 +477,7 @@ class Endpoint(DevicePluginServicer):
         asked: a mapping to which this method adds the identity and amount of each id.
         """
         by_name, by_id = self.checked(names), dict[str, Device]()
-        for name, device in by_name.items():  # A scan or reload may change devices while `edits` runs.
+        for name, device in by_name.items():  # Noted before `edits` runs, because a scan or reload may change devices.
             asked[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = in_order(by_id.values())
@@ -521,12 +518,12 @@ class Endpoint(DevicePluginServicer):
                 if chosen is not None:
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
-        except Exception:  # An exception here must not make the kubelet reject pods.
+        except Exception:  # The kubelet would reject the pod if the call failed.
             _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _still_used(self, available: Collection[str]) -> set[str]:
-        """Return the devices of ids that the kubelet counts as free although processes of former holders run."""
+        """Return the devices of those available ids whose former holders still have running processes."""
         recorded = self._register.snapshot.allocations
         names = [name for name in available if (self.resource, name) in recorded]
         if self._holders is None or not names:

@@ -17,13 +17,13 @@ from deviceplugin.unwatched import Unwatched
 
 
 class Withheld(NamedTuple):
-    """Why a device is offered to no pod and to no claim, as text.
+    """Why a device is offered to no pod and to no claim. reason: the cause as text.
 
-    kind: "excluded" (a holder of the same hardware under another id or resource excludes it), "foreign" (a pod has the
-    device, or may have it, through another plugin of the same resource), "held" (processes of its former pod run),
-    "unknown" (evidence is missing, or a claim of a driver outside this process has the device) or "unreleased"
-    (`released` has failed). for_pods: True if the device would otherwise be offered to pods by `limits`; False if it
-    would be offered to claims.
+    kind: "excluded" (a holder has the same hardware under another id or resource), "foreign" (a pod has the device, or
+    may have it, through another plugin of the same resource), "held" (processes of its former pod run), "unknown"
+    (evidence is missing, or a claim of a driver outside this process has the device) or "unreleased" (the hook
+    `released` has failed). for_pods: True if the device is on the side for pods' `limits`; False if it is on the side
+    for claims.
     """
 
     kind: Literal["excluded", "foreign", "held", "unknown", "unreleased"]
@@ -35,9 +35,9 @@ class Withheld(NamedTuple):
 class VendorConnection:
     """The connection to the vendor's plugin of an adopted resource.
 
-    since: when the plugin connected or disconnected, or when the wait for it began (Unix seconds). lists: whether the
-    plugin has sent a device list since it connected. unanswered: when the oldest unanswered call to the plugin began
-    (Unix seconds), None if there is no such call.
+    since: the time at which the plugin connected or disconnected, or the wait for the plugin began (Unix seconds).
+    lists: whether the plugin has sent a device list since it connected. unanswered: the time at which the oldest
+    unanswered call to the plugin began (Unix seconds), None if there is no such call.
     """
 
     connected: bool
@@ -50,10 +50,10 @@ class VendorConnection:
 class ResourceStatus:
     """The present state of one resource. holders: the holders of each kubelet device id.
 
-    withheld: by device id, why the device is not offered. held_twice: devices whose holders, under all ids, together
-    have more than the whole device. elsewhere: for each held id whose device is not listed any more, the present
-    (resource, device) of the granted hardware, if the plugin's AllocateResponse identifies it. vendor: the connection
-    to the vendor's plugin; None if the resource is not adopted.
+    withheld: for each device id that is not offered, the reason. held_twice: the devices whose holders, under all ids,
+    together have more than the whole device. elsewhere: for each held id whose device is not listed any more, the
+    (resource, device) under which the granted hardware is listed now, if it is known. vendor: the connection to the
+    vendor's plugin; None if the resource is not adopted.
     """
 
     resource: str
@@ -75,14 +75,14 @@ class ResourceStatus:
 class AgentStatus:
     """The present state of the agent.
 
-    scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before the first
-    scan. config_error: why the config file is refused, or applied only in part; "" if the whole file is applied.
-    former_config: whether the file was invalid at the agent's start, so that an earlier version is in use.
+    scanned_at: the time at which a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before
+    the first scan. config_error: why the config file is refused, or applied only in part; "" if the whole file is
+    applied. former_config: whether the file was invalid at the agent's start, so that an earlier version is in use.
     kubelet_answers: whether the kubelet answered the last PodResources call; None if there is no socket.
-    kubelet_silent: since when the kubelet has answered no PodResources call (Unix seconds). blind: messages about pods
-    whose cgroups are not visible, with the options to set. unknown: for each source of evidence, how often this
-    evidence did not show whether a holder had ended. unwatched: the directories without file events, by cause.
-    cgroup_root: the directory of the node's cgroups.
+    kubelet_silent: the time since which the kubelet has answered no PodResources call (Unix seconds). blind: messages
+    about pods whose cgroups are not visible, with the options to set. unknown: for each kind of evidence, how often
+    the evidence did not show whether a holder had ended. unwatched: the directories without file events, by cause.
+    cgroup_root: the mount point of the node's cgroup file system.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -107,7 +107,7 @@ def unready(status: AgentStatus) -> Iterable[str]:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # This must not delay readiness, because a vendor's plugin can register only while the agent runs.
+            continue  # A missing vendor's plugin must not delay readiness: it can register only while the agent runs.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"
@@ -120,11 +120,11 @@ def unready(status: AgentStatus) -> Iterable[str]:
 
 
 def unserved(status: AgentStatus) -> Iterator[str]:
-    """Yield a text for each thing that a starting kubelet would lack: a socket, a device list, or known holders.
+    """Yield a text for each resource that is not ready for a starting kubelet: no socket, device list or known holders.
 
     Resources of adopted plugins are left out, because most of these plugins run in pods, which the kubelet has to start
-    first. Devices that are offered to claims are left out as well: the kubelet admits no pod with such a device, and
-    only its checkpoint shows which of these devices pods hold.
+    first. Unknown holders of devices for claims are left out as well: the kubelet admits no pod with such a device by
+    `limits`, and only the checkpoint of a running kubelet shows which of these devices pods hold.
     """
     for resource in status.resources:
         if resource.vendor is not None:

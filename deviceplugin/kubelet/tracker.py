@@ -1,4 +1,4 @@
-"""Finds out from evidence on the node which pods hold devices, for all resources of this process.
+"""Finds out, from files of the kubelet and cgroups, which pods hold devices, for all resources of this process.
 
 A scan reads the kubelet's checkpoint and the pods' cgroups. If a newer checkpoint might show that an allocation has
 ended, the scan calls PodResources `List`, which makes the kubelet drop the allocations of ended pods (kubelet 1.36,
@@ -45,16 +45,16 @@ _LOG: Final = logging.getLogger(__name__)
 _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
-"""Seconds by which a log directory that is made after a grant may seem older than the grant, if the clock was set."""
+"""Maximum seconds by which a log directory made after a grant may seem older than the grant, if the clock was set."""
 ADMISSION: Final = 0.5
-"""For this number of seconds after a grant of an id, an Allocate for the pod's next container may request the id again.
+"""Seconds after a grant of an id within which an Allocate for another container of the pod may request the id again.
 
 The kubelet calls Allocate for one container of a pod after another, and between two calls only writes its checkpoint
 (kubelet 1.36, devicemanager/manager.go: Allocate).
 """
 GRANT_REWRITE: Final = 4.0
-"""Seconds in which the kubelet should write its checkpoint while an Allocate waits. The time is long, because a refusal
-fails a pod."""
+"""Maximum seconds for which an Allocate waits for a new checkpoint of the kubelet. The time is long, because after it
+the Allocate is refused, and its pod fails."""
 
 
 def is_recent(record: AllocationRecord) -> bool:
@@ -65,9 +65,9 @@ def is_recent(record: AllocationRecord) -> bool:
 class HolderTracker:
     """Reads from the node which pods hold devices by `limits`. The register stores the result.
 
-    scan_wanted: an event that is set when a scan is due at once. copies: reads the copies that other agents write of
-    their allocations. claim_uses: whether to call `List` at each scan, to read which containers use claims, for
-    metrics. believe_checkpoint: see `PodReader`.
+    scan_wanted: an event that is set when a scan is due at once. copies: the reader of the copies that other agents
+    write of their allocations. claim_uses: whether each scan calls PodResources `List`, to get the containers that use
+    claims, for metrics. believe_checkpoint: see `PodReader`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HolderTracker:
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
         self.read_at: float | None = None
-        """When a scan last read the checkpoint (monotonic seconds); None before the first scan."""
+        """The time at which a scan last read the checkpoint (monotonic seconds); None before the first scan."""
         self.claim_uses: frozenset[ClaimUse] = frozenset()
         """The devices that containers use through claims, from the last response to `List`."""
         self.all_pods_listed = False
@@ -100,7 +100,7 @@ class HolderTracker:
         """Runs all reads of other agents' copies and of claim files. It has one thread, because each read of the copies
         returns only the changes since the last read."""
         self._present = SharedCall(lambda: self.looks.at("checkpoint", self._checkpoint.newest, brief=True))
-        """Reads the checkpoint once for simultaneous requests by the registrations of all resources."""
+        """Reads the checkpoint. Simultaneous calls, by the registrations of several resources, share one read."""
         self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
@@ -108,8 +108,8 @@ class HolderTracker:
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
-        """The reason of each refusal since the last scan, by (resource, id). Only refusals for a holder with running
-        processes are recorded."""
+        """For each (resource, id) of which an Allocate was refused since the last scan, because processes of the id's
+        holder run: the reason."""
         self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
         """The register's allocation records, and the `Allocation` values that were made from these records."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
@@ -121,8 +121,8 @@ class HolderTracker:
         self._unscanned: frozenset[Allocation] = frozenset()
         """Allocations that appeared in another agent's copy after the last scan."""
         self._begun: frozenset[str] = frozenset()
-        """UIDs of pods with devices whose admission has ended: pods that were known at the agent's start, or were seen
-        running."""
+        """UIDs of pods with devices that the kubelet has finished admitting: pods that were known at the agent's start,
+        or were seen running."""
         self._former: frozenset[str] = frozenset()
         """UIDs of pods with devices that were known at the agent's start. After a reboot, these pods have directories
         before they have cgroups."""
@@ -130,18 +130,18 @@ class HolderTracker:
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
         self.observed: frozenset[str] = frozenset()
-        """The resources whose allocations the register has compared with evidence since the resource was added."""
+        """The resources whose allocations were compared with evidence at least once since the resource was added."""
         self._unanswered = ""
         """Why the last request for a checkpoint failed; "" if the kubelet wrote the checkpoint."""
         self.problems: tuple[str, ...] = ()
-        """Which pods of this node the last scan could not see, as text for messages."""
+        """Messages about the pods of this node whose cgroups the last scan could not see."""
         self.unknown: Counter[EvidenceSource] = Counter()
-        """For each source of evidence, how often this evidence did not show whether a holder had ended."""
+        """For each kind of evidence, the number of scans in which it did not show whether a holder had ended."""
 
     async def start(self) -> None:
         """Record the allocations in the checkpoint and in other agents' copies, before the agent serves any device.
 
-        The caller must have read these copies before.
+        The caller must have called `AllocationCopies.read` and `note_copies` before.
         """
         records = self._register.snapshot.allocations.values()
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
@@ -159,7 +159,7 @@ class HolderTracker:
     def _known(self) -> frozenset[Allocation]:
         """The allocations in the register, and the allocations by other plugins that the last scan has found."""
         records = self._register.snapshot.allocations
-        of, allocations = self._recorded  # Other threads replace the tuple, so both elements are read from one tuple.
+        of, allocations = self._recorded  # One read of the attribute, because other threads may replace the tuple.
         if of is not records:
             held = set[Allocation]()
             for record in records.values():
@@ -170,11 +170,11 @@ class HolderTracker:
         return allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return allocations (without container names) of the pods that may hold the grants without a known holder.
+        """For grants without a known holder, return allocations, without container names, of all possible holders.
 
-        The kubelet's checkpoint lists the resources that the kubelet knows. If the checkpoint lacks a grant's resource
-        before this process has registered, the kubelet has lost its checkpoint since the grant, and its new checkpoint
-        does not name the holder. A pod whose log directory is older than the grant is not the holder.
+        This is only needed if the kubelet has lost its checkpoint since the grant, so that its new checkpoint does not
+        name the holder. A sign of this is that the checkpoint lacks the grant's resource before this process has
+        registered. A pod whose log directory is older than the grant is no possible holder.
         """
         possible: set[Allocation] = set()
         registered = {resource for version in seen.checkpoints for resource in version.registered}
@@ -199,11 +199,11 @@ class HolderTracker:
 
         Called before an Allocate is granted. Reads the checkpoint again.
 
-        The kubelet allocates an id again only when it counts the former holder as ended. This can be wrong in three
-        cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
-        called PodResources List during the pod's Allocate (kubernetes#137534). In the last case the present checkpoint
-        still names the pod; in the others it does not. If a named pod has no cgroup, the pod is the new holder itself:
-        its init container had the device before.
+        The kubelet allocates an id again only when it counts the former holder as ended. The kubelet can be wrong in
+        three cases: the holding pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or
+        a client called PodResources List during the pod's Allocate (kubernetes#137534). Only in the last case the
+        present checkpoint still names the pod. If a named pod has no cgroup, the Allocate is for the pod itself, whose
+        init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
@@ -218,7 +218,7 @@ class HolderTracker:
             named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
-            # An id may have several holders, and a pod that has ended may have a cgroup for some time.
+            # All holders are checked: an id may have several, and an ended pod may have an empty cgroup for some time.
             for holder in allocations:
                 if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
                     refused[holder.device_id] = (
@@ -259,8 +259,8 @@ class HolderTracker:
         self._newest()
         named, found = self._checkpoint.known.last.allocations, set[str]()
         for holder in self._known | named:
-            # If the kubelet has lost the allocations of the container that it now allocates for, the former instance of
-            # that container has ended.
+            # If the kubelet has lost a container's allocations, and now allocates for this container again, the former
+            # instance of the container has ended.
             lost = holder.container and holder not in named
             if lost or (holder.resource == resource and holder.device_id in device_ids):
                 found.add(holder.pod_uid)
@@ -269,7 +269,7 @@ class HolderTracker:
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
-        """Return the allocations of these ids, the running pod's UID by id, and the UIDs of pods with empty cgroups."""
+        """Return the allocations of these ids, each id's running pod (UID), and the UIDs of pods with empty cgroups."""
         read, pods = self._newest(), self.pods.read()
         allocations = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
         uids = {allocation.pod_uid for allocation in allocations}
@@ -279,8 +279,8 @@ class HolderTracker:
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
         """Return two sets: the allocations of these ids whose pods have ended, and the other allocations.
 
-        Called before an Allocate. The other allocations belong to pods that run, or that the kubelet may just be
-        admitting. A pod in admission can be the new holder itself, whose init container had the device before.
+        Called before an Allocate is granted. The other allocations belong to pods that run, or that the kubelet may
+        just be admitting. The Allocate may be for such a pod itself, if the pod's init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not of_ids(self._known_or(await self.looks.at("holders", self._newest, brief=True)), resource, wanted):
@@ -294,8 +294,8 @@ class HolderTracker:
         # The kubelet and the runtime create a pod's log and pod directories after the pod's admission.
         begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
-        # A short-lived pod may have ended, and its directories been removed, before any scan saw the pod. So after
-        # ADMISSION seconds without directories, a pod counts as ended.
+        # A short-lived pod may have ended, and its directories may be gone, before any scan saw the pod. So a pod
+        # without directories counts as in admission for only ADMISSION seconds after the grant.
         records = self._register.snapshot.allocations
         admitted = {
             allocation
@@ -310,8 +310,8 @@ class HolderTracker:
     def _newest(self) -> list[CheckpointVersion]:
         """Return the present checkpoint in a list, empty if it cannot be read. Blocks.
 
-        This checkpoint still names a holder that the kubelet has just dropped, because the kubelet writes its
-        checkpoint after Allocate.
+        During an Allocate, this checkpoint still names a holder that the kubelet has just dropped, because the kubelet
+        writes its checkpoint after Allocate.
         """
         with contextlib.suppress(CheckpointError):
             return [self._checkpoint.newest(nodes=True)]
@@ -350,19 +350,19 @@ class HolderTracker:
         )
 
     async def reread(self) -> None:
-        """Read the checkpoint if it has changed; it may name new allocations."""
+        """Read the checkpoint again if the file has changed, because it may name new allocations."""
         with contextlib.suppress(CheckpointError):
             await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     def note_copies(self) -> bool:
-        """Add the allocations in newly read copies to the known allocations; return whether there are any."""
+        """Add the allocations in newly read copies to the known allocations. Return whether there are any."""
         if copied := self._copies.changed():
             self._copied = {**self._copied, **copied}
             self._unscanned |= copied.keys()
         return bool(copied)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
-        """Return the UIDs of the pods in the response of `List`: the pods that the kubelet counts as active.
+        """Return the UIDs of those running pods that the kubelet counts as active (in the response of `List`).
 
         running: the UIDs of all pods whose processes run.
         """
@@ -375,7 +375,7 @@ class HolderTracker:
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with the names in the kubelet's log directories. Blocks shortly."""
+        """Return these pods, with the names from the kubelet's log directories. Blocks for a short time."""
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
@@ -397,13 +397,13 @@ class HolderTracker:
         return (self._checkpoint.known.grants.get(allocation) or ("", None))[1]
 
     def foreign(self) -> tuple[Use, ...]:
-        """Return the uses of devices by allocations without a register record: of other plugins, or with lost records.
+        """Return the uses of devices by allocations of other plugins, and by allocations whose records were lost.
 
         The returned object stays the same until a use changes.
         """
         reader, records = self._checkpoint.known, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
-        # Each grant changes the register's records, but only changes of these allocations' records need a new decision.
+        # Each grant changes the register's records, but only changed records of these allocations change the result.
         recorded: dict[RecordKey, AllocationRecord] = {}
         for holder in (*held, *named, *unscanned):
             if (record := records.get(holder[2:])) is not None:
@@ -434,11 +434,11 @@ class HolderTracker:
         return reasons
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Read the evidence now; return None if an Allocate ran meanwhile: its grant may be newer than the evidence.
+        """Read the evidence now. Return None if an Allocate ran meanwhile, because the evidence may lack its grant.
 
-        wanted: (resource, device id) of each id that a caller needs without a holder. The scan makes the kubelet write
-        its checkpoint in three cases: a wanted id has no holder with running processes; the processes of a holder have
-        ended; or, periodically, a holder has had no processes yet.
+        wanted: the (resource, device id) pairs for which a caller waits until they have no holder. The scan makes the
+        kubelet write its checkpoint in three cases: a wanted id has no holder with running processes; the processes of
+        a holder have ended; or, periodically, a holder has had no processes yet.
         """
         await self.in_flight.wait()
         at = time.monotonic()
@@ -450,7 +450,7 @@ class HolderTracker:
             report = report or await self._list()
             written, self._unanswered = await self._checkpoint.written()
             seen = await self.looks.at("evidence", self._read, written, self._unanswered, timeout=LONG)
-            if report is not None:  # The response shows that the kubelet has dropped the ended pods.
+            if report is not None:  # The kubelet has answered `List`, and so has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
@@ -477,7 +477,7 @@ class HolderTracker:
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
         """Mark, in the evidence, running pods whose cgroups are not visible.
 
-        before: the cgroups before the checkpoints were written.
+        before: the result of the read of the cgroups before the checkpoints were written.
         """
         if not seen.current:
             return seen
@@ -489,7 +489,7 @@ class HolderTracker:
         """Store which pods' cgroups are not visible, and log a warning if all were visible at the last scan."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
-        if problem and not self.problems:  # The text is logged only once, because the pods in it change.
+        if problem and not self.problems:  # A changed text is not logged again, because the pods in it change often.
             _LOG.warning("%s", problem)
         self.problems = tuple(filter(None, [problem]))
 
@@ -516,7 +516,7 @@ class HolderTracker:
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await self._names.now(running)
-        # If two running pods have the same name, one of them was deleted by force, and the response does not show
-        # which.
+        # If two running pods have the same name, one of them was deleted by force. The response does not show which of
+        # the two is active, so neither counts.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)
