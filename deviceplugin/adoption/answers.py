@@ -1,9 +1,9 @@
 """Converts a vendor plugin's AllocateResponse to edits of a claim's containers. Pure functions.
 
-Facts: if several items of a response have the same container path, environment variable or CDI name, the kubelet uses
-only the first (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The runtime reads an
+If several items of a response have the same container path, environment variable or CDI name, the kubelet uses only the
+first (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The container runtime reads each
 annotation whose key begins with `cdi.k8s.io/` as a list of CDI devices, in addition to the field for CDI devices
-(containerd 2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI cannot express other annotations.
+(containerd 2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI edits cannot contain other annotations.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _T = TypeVar("_T")
 CDI: Final = "cdi.k8s.io/"
 """The first characters of the annotation keys whose values name CDI devices."""
 _ALL: Final = "rwm"
-"""The permissions of a device node (read, write, mknod) if a response states none; CDI and runtimes have the same
-default."""
+"""The permissions of a device node (read, write, mknod) if the response states none. CDI and container runtimes have
+the same default."""
 
 
 class AnswerError(Exception):
-    """Raised when a plugin does not respond, or its response has fields that containers with claims cannot get."""
+    """Raised when a plugin does not respond, or its response has fields that a claim's containers cannot get."""
 
 
 def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
     """Return the edits in the AllocateResponse for one container. dropped: patterns of annotations to leave out.
 
-    Raises AnswerError if the bytes are no such response, or have fields that CDI cannot express.
+    Raises AnswerError if the bytes are no AllocateResponse for one container, or have fields without equivalent in CDI.
     """
     try:
         (response,) = pb.AllocateResponse.FromString(answer).container_responses
@@ -63,7 +63,7 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
 
 
 def _first(items: Iterable[_T], keys: Iterable[str]) -> Iterator[_T]:
-    """Yield the items; of items with equal keys, only the first. keys: the key of each item."""
+    """Yield the items, but only the first of several items with equal keys. keys: the key of each item."""
     seen = set()
     for key, item in zip(keys, items, strict=True):
         if key not in seen:

@@ -1,11 +1,11 @@
 """Follows the vendors' plugins that register in the agent's directory: sockets, device lists, calls to the plugins.
 
-Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the sockets in its directory,
-then creates kubelet.sock. During Register the kubelet connects to the plugin's endpoint and calls
-GetDevicePluginOptions; it ignores the options in Register itself. The endpoint that registered last for a resource
-replaces the former endpoints. A plugin supports only one reader of its device list: a second ListAndWatch stream takes
-updates from the first, or ends the plugin's process (NVIDIA, AMD, Intel, KubeVirt and others). So the agent opens one
-stream for each endpoint, which stays open as long as the plugin runs.
+The agent acts as the kubelet does (1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the
+sockets in its directory, then creates kubelet.sock. During Register the kubelet connects to the plugin's endpoint and
+calls GetDevicePluginOptions; it ignores the options in the Register request. The endpoint that registered last for a
+resource replaces the former endpoints. A plugin supports only one reader of its device list: a second ListAndWatch
+stream takes updates from the first, or ends the plugin's process (NVIDIA, AMD, Intel, KubeVirt and others). So the
+agent opens one stream for each endpoint, and keeps it open as long as the plugin runs.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TURN: Final = 20.0
 """Maximum seconds for which a hanging call to one plugin delays calls to other plugins. This is less than the time for
 which a claim waits for a response."""
 KEPT: Final = 45.0
-"""Seconds for which a plugin's unused response for a claim is kept for the next Prepare: as long as the kubelet waits
-for a call."""
+"""Seconds for which a plugin's unused response for a claim is kept for the claim's next Prepare. The kubelet waits
+equally long for a Prepare."""
 GRACE: Final = 300.0
 """Seconds for which devices stay in the agent's list as Unhealthy after the vendor's plugin has removed them, or has
 ended."""
@@ -90,8 +90,8 @@ _UNANSWERED: Final = {
 class VendorCallError(Exception):
     """Raised when a plugin refuses a call (with the plugin's message) or does not respond (with the agent's message).
 
-    code: the status code for the kubelet (UNAVAILABLE after a lost connection, as gRPC clients report it). unanswered:
-    whether the plugin did not respond. details: gRPC's message.
+    code: the gRPC status code for the kubelet; UNAVAILABLE after a lost connection. unanswered: True if the plugin did
+    not respond, False if it refused the call. details: gRPC's message.
     """
 
     def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
@@ -106,10 +106,10 @@ class AdoptionError(Exception):
 
 @dataclass(eq=False)
 class VendorPlugin:
-    """An endpoint that a plugin has registered. devices: the plugin's last device list.
+    """An endpoint that a vendor's plugin has registered. devices: the plugin's last device list.
 
-    alive: whether the plugin's ListAndWatch stream is open. since: when the plugin registered, or when this stream
-    ended (Unix seconds).
+    alive: whether the plugin's ListAndWatch stream is open. since: the time at which the plugin registered, or at which
+    this stream ended (Unix seconds).
     """
 
     resource: str
@@ -121,12 +121,12 @@ class VendorPlugin:
     alive: bool = True
     since: float = field(default_factory=time.time)
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
-    """For each claim (UID, device ids), the call of `VendorPlugins.allocate_claim`, until its response is used or
-    dropped."""
+    """For each (claim UID, device ids), the running or ended Allocate of `VendorPlugins.allocate_claim`. The entry is
+    removed when the response is used or dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A lock that a call to the plugin holds until the plugin has responded, even if the plugin hangs."""
+    """A lock that a call to this plugin holds until the plugin has responded, even if the plugin hangs."""
     pending: dict[object, float] = field(default_factory=dict)
-    """For each running call, when the call began (Unix seconds)."""
+    """For each running call, the time at which the call began (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
@@ -143,7 +143,8 @@ class VendorPlugin:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            # `_follow` has closed the channel. If this handler were cancelled, the kubelet would never get a response.
+            # The call was cancelled because `_follow` has closed the channel. The kubelet must get a response, so this
+            # handler must not end as cancelled.
             raise VendorCallError(
                 self, method, grpc.StatusCode.UNAVAILABLE, "the plugin has ended its ListAndWatch stream"
             ) from error
@@ -151,10 +152,10 @@ class VendorPlugin:
             del self.pending[this]
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
-        """Call the plugin once earlier calls have ended, or after `TURN` seconds. Raises VendorCallError.
+        """Wait for the end of earlier calls, but at most `TURN` seconds, then call the plugin. Raises VendorCallError.
 
         The wait is limited, because the plugin may hang in an Allocate for a claim, and the kubelet admits no other pod
-        until this call has a response.
+        before it has the response to this call.
         """
         async with contextlib.AsyncExitStack() as stack:
             with contextlib.suppress(TimeoutError):
@@ -169,9 +170,9 @@ class VendorPlugin:
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Store the plugin's new device list, and drop the responses for claims that this list makes out of date.
+        """Store the plugin's new device list. Drop the responses for claims with ids that have left or joined the list.
 
-        An id may stand for other hardware after it has left the list and returned.
+        An id that has left the list and returned may stand for other hardware, so such a response is out of date.
         """
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
@@ -182,7 +183,7 @@ class VendorPlugin:
             del self.claimed[key]
 
     def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
-        """Drop the responses that have one of these keys and are for any of these ids: they are out of date."""
+        """Drop the responses that have one of these keys and are for any of these device ids."""
         for key in keys:
             if not set(key[1]).isdisjoint(ids):
                 del self.claimed[key]
@@ -200,8 +201,8 @@ class VendorPlugin:
 class VendorPlugins(RegistrationServicer):
     """Serves a kubelet.sock in a directory of the agent, and follows the plugins that register there.
 
-    The subdirectory `plugins_registry` stands for the kubelet's directory with that name. registered: called with the
-    name of a resource whenever a plugin has registered the resource.
+    The subdirectory `plugins_registry` stands for the kubelet's directory with that name. registered: a function that
+    is called with the name of a resource whenever a plugin has registered the resource.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -209,10 +210,11 @@ class VendorPlugins(RegistrationServicer):
         self._looks = Looks(str(directory))
         self.registered: Callable[[str], None] = lambda resource: None
         self._turn = asyncio.Lock()
-        """A lock that is held while any plugin allocates, but for at most `TURN` seconds.
+        """A lock that an Allocate of any plugin holds, but for at most `TURN` seconds.
 
-        The kubelet calls only one plugin at a time, and plugins rely on that. The agent cannot find out which endpoints
-        belong to one process: in a pod, SO_PEERCRED has no pid for a process of another pod.
+        The kubelet calls only one plugin at a time, and a plugin process with several endpoints relies on that. The
+        agent cannot find out which endpoints belong to one process: in a pod, SO_PEERCRED has no pid for a process of
+        another pod. So the lock is for all plugins together.
         """
         self._plugins: dict[str, VendorPlugin] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -221,7 +223,7 @@ class VendorPlugins(RegistrationServicer):
         self._began = time.time()
 
     def connection(self, resource: str) -> VendorConnection:
-        """Return whether a resource's plugin is connected, and since when. Any thread may call this method."""
+        """Return the state of the connection to a resource's plugin. Any thread may call this method."""
         plugin = self._plugins.get(resource)
         if plugin is None:
             return VendorConnection(False, self._began)
@@ -240,17 +242,17 @@ class VendorPlugins(RegistrationServicer):
     def bypassed(self, resource: str) -> None:
         """Record that a vendor's plugin has registered a resource with the kubelet instead of the agent.
 
-        From now on, the agent does not wait for this plugin, until the plugin registers with the agent.
+        The agent does not wait for this plugin any more, until the plugin registers with the agent.
         """
         self._bypassed.add(resource)
         self._notify()
 
     def registered_elsewhere(self, resource: str) -> bool:
-        """Return whether a resource's plugin has registered with the kubelet, and not with the agent afterwards."""
+        """Return whether the last registration of a resource's plugin was with the kubelet, not with the agent."""
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
-        """Let the plugin allocate devices to one container after another; return its responses joined into one.
+        """Let the plugin allocate devices to one container after another. Return its responses joined into one.
 
         wanted: the device ids of each container. Raises VendorCallError if the plugin refuses, or is gone.
         """
@@ -263,7 +265,8 @@ class VendorPlugins(RegistrationServicer):
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         """Run `work`, which calls a plugin, while no other plugin is called.
 
-        A hanging call delays calls to all plugins for `TURN` seconds, and then only calls to its own plugin.
+        A hanging call delays the calls to all plugins for `TURN` seconds. After that it delays only calls to the same
+        plugin.
         """
         ended = False
 
@@ -287,10 +290,10 @@ class VendorPlugins(RegistrationServicer):
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
         """Let the plugin allocate devices to a claim, and call PreStartContainer if required; return the response.
 
-        Allocate has no deadline. The call continues after its caller has timed out. If the same claim needs the same
-        devices again within `KEPT` seconds, it gets the response of this call. uid: the claim's UID. ids: the device
-        ids. The response is dropped as out of date if meanwhile the claim has ended, or a device was allocated to
-        another holder or has left the list.
+        The plugin's Allocate has no deadline: it continues after the caller of this method has timed out. If the same
+        claim needs the same devices again within `KEPT` seconds, it gets the response of that Allocate. The response is
+        dropped as out of date if the claim has ended, a device was allocated to another holder, or a device has left
+        the list. uid: the claim's UID. ids: the device ids.
 
         Raises VendorCallError if the plugin refuses or is gone, TimeoutError if there is no response within `timeout`
         seconds, ConnectionError if the agent ends, LookupError if the response is out of date.
@@ -330,7 +333,7 @@ class VendorPlugins(RegistrationServicer):
 
         async def work() -> bytes:
             if plugin.claimed.get(key) is not mine:
-                # No caller needs the response any more, or a device has left the plugin's list.
+                # No caller needs the response any more, or the response would be out of date.
                 raise LookupError
             answer = await plugin.allocate(ids)
             if plugin.options.pre_start_required:
@@ -354,7 +357,7 @@ class VendorPlugins(RegistrationServicer):
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:
-        """Lock the directory, because plugins can register with only one of two agents with the same directory."""
+        """Lock the directory for this agent, because plugins cannot register with two agents in one directory."""
         until = time.monotonic() + TAKEOVER
         while not await self._looks.at("sockets", lock.acquire):
             if time.monotonic() > until:
@@ -365,9 +368,9 @@ class VendorPlugins(RegistrationServicer):
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
 
-        A gRPC server that stops unlinks the path of its socket, which may be a newer server's by then. So the server
-        gets a path of its own, and kubelet.sock is a hard link to it, which replaces a former kubelet.sock by a rename.
-        For plugins, this is a creation of kubelet.sock (inotify).
+        A gRPC server that stops unlinks the path of its socket, which may belong to a newer server by then. So the
+        server's socket has a path of its own, and kubelet.sock is a hard link to it. The link replaces a former
+        kubelet.sock by a rename, which plugins see as a creation of kubelet.sock (inotify).
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"
         own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
@@ -401,8 +404,9 @@ class VendorPlugins(RegistrationServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
         """Register a plugin's endpoint as the kubelet does, with the same refusals.
 
-        The plugin's socket is in the agent's directory or in `plugins_registry`. If the file DEPRECATION does not
-        exist, the Kubernetes sample plugin registers only the name of its socket, wherever the socket is.
+        The plugin's socket is in the agent's directory or in `plugins_registry`. The name in the request does not show
+        in which of the two: the Kubernetes sample plugin registers only the name if the file DEPRECATION does not
+        exist.
         """
         places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
         try:
@@ -423,7 +427,7 @@ class VendorPlugins(RegistrationServicer):
             raise RefusedError(str(error)) from error
         file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
-            # The same server of the plugin has registered again; its only stream stays open.
+            # The same server of the plugin has registered again, so its stream stays open.
             former.options = await self._options(former)
             _LOG.info("the vendor's plugin registered again at %s", socket.name, extra=extra)
         else:
@@ -454,7 +458,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.DevicePluginOptions.FromString(answer)
 
     async def _follow(self, plugin: VendorPlugin) -> None:
-        """Read a plugin's device lists until its stream ends; ignore them once the plugin has been replaced."""
+        """Read a plugin's device lists until its stream ends. Ignore the lists after the plugin has been replaced."""
         why = "ended the stream"
         try:
             async for message in plugin.lists():
@@ -464,7 +468,7 @@ class VendorPlugins(RegistrationServicer):
         except grpc.aio.AioRpcError as error:
             why = f"{error.details() or error.code()}"
         except asyncio.CancelledError:
-            why = ""  # The agent itself ends.
+            why = ""  # The task is cancelled only when the agent ends, which needs no log line.
             raise
         finally:
             plugin.alive, plugin.since = False, time.time()

@@ -1,4 +1,4 @@
-"""Serves a resource of a vendor's plugin (adopted): a source with its devices, and an endpoint that forwards calls."""
+"""Serves the resource of a vendor's plugin: a source with the plugin's devices, and an endpoint that forwards calls."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class VendorDevice(Device):
 
 
 ANSWER: Final = 25.0
-"""Seconds that a claim waits for the plugin's response: less than the driver's 30 s for a claim and the kubelet's 45 s
-for a call.
+"""Seconds for which a claim's Prepare waits for the plugin's response. The number is less than the driver's limit of
+30 s for a claim, and the kubelet's limit of 45 s for a call.
 """
 
 
@@ -41,9 +41,9 @@ class Adopted:
 
     attributes, capacity: the attributes and capacity of each device; `{id}` in a text is replaced by the device's id.
     together: whether the plugin gets one Allocate for all requests of a claim. dropped_annotations: patterns of
-    annotations to leave out of the plugin's responses. pre_start_once: whether one PreStartContainer, when a claim is
-    prepared, is enough for the plugin. ids: a regular expression for the ids of the plugin that is known to serve
-    claims, "" for any; a device with another id belongs to another plugin.
+    annotations to leave out of the plugin's responses. pre_start_once: whether the plugin needs only one
+    PreStartContainer for a claim, at Prepare. ids: a regular expression for the device ids of the plugin that is known
+    to work with claims, "" for any ids. If an id does not match, another plugin serves the resource.
     """
 
     driver: str | None = None
@@ -56,7 +56,7 @@ class Adopted:
 
 
 class AdoptedSource(DeviceSource):
-    """Lists the devices of a resource as the vendor's plugin that registered with the agent lists them."""
+    """The source of an adopted resource: lists the devices in the device list of the vendor's plugin."""
 
     def __init__(self, resource: str, plugins: VendorPlugins, adopted: Adopted | None = None) -> None:
         self.resource = resource
@@ -83,10 +83,10 @@ class AdoptedSource(DeviceSource):
         )
 
     async def answer(self, devices: Sequence[Device], uid: str) -> ContainerEdits:
-        """Let the plugin allocate devices to a request of a claim (UID); return the edits for the containers.
+        """Let the plugin allocate devices to a claim's request; return the edits for the containers. uid: the claim's.
 
-        A repeated request waits for the running call instead of calling the plugin again. Raises AnswerError if there
-        is no response, or the response has fields that CDI cannot express.
+        While an Allocate for the same claim and devices is running, a repeated call of this method waits for its
+        response. Raises AnswerError if there is no response, or the response has fields without equivalent in CDI.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
@@ -139,7 +139,7 @@ class AdoptedSource(DeviceSource):
 def _missing(mounts: Sequence[Mount]) -> str:
     """Return the first host path of these mounts that does not exist; "" if all exist.
 
-    An agent in a pod has only the host's /dev, so it checks no other paths.
+    Only paths in /dev are checked, because an agent in a pod sees no other directory of the host.
     """
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     hosts = (mount.host for mount in mounts if not in_pod or mount.host.startswith("/dev/"))
@@ -152,7 +152,7 @@ def _is_there(path: str) -> bool:
 
 
 class VendorIds(DeviceIds):
-    """Passes the ids of a vendor's plugin unchanged: even an id that looks like a replica's id is a device's id."""
+    """The kubelet ids of a vendor's devices. Each is the device's own id, even if it looks like a replica's id."""
 
     def device_id_of(self, name: str) -> str:
         """Return the id itself."""
@@ -170,7 +170,7 @@ class VendorIds(DeviceIds):
 class AdoptedEndpoint(Endpoint):
     """Forwards the kubelet's calls to the vendor's plugin, and the plugin's responses to the kubelet, byte for byte.
 
-    The register grants or refuses the devices, as for any other resource.
+    The register grants or refuses the devices before an Allocate is forwarded, as for any other resource.
     """
 
     IDS = VendorIds
@@ -178,7 +178,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The plugin's options. PreStartContainer is requested only while pods may have the resource's devices."""
+        """The options of the vendor's plugin, but without PreStartContainer while no pod may have devices."""
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)
@@ -188,20 +188,20 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin is connected. If not, the agent ends its stream, as the plugin's own stream would end.
+        """Whether the plugin is connected. Otherwise the agent ends its own ListAndWatch stream at the kubelet.
 
-        So if the plugin registers with the kubelet itself, the resource has no other endpoint at the kubelet, unless
-        devices are `kept_back`. Up to 1.36, the kubelet drops such a plugin if another endpoint's stream ends after the
-        plugin's registration.
+        The plugin may restart and register with the kubelet itself. Up to 1.36, the kubelet would drop this
+        registration if the agent's stream ended after it. So the agent's stream ends at once, unless devices are
+        `kept_back`.
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
 
     @property
     def awaits(self) -> str:
-        """A text that names the plugin for which this endpoint waits, for messages.
+        """The plugin for which this endpoint waits, as text for messages.
 
-        If the plugin has registered with the kubelet itself, the text says when to restart the plugin's pod.
+        If the plugin has registered with the kubelet itself, the text says that its pod must be restarted.
         """
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "the vendor's plugin"
@@ -212,12 +212,12 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids of devices that claims hold or may get. Without the agent, the plugin would give them to pods.
+        """The ids of devices that claims hold or may get, which the agent keeps registered as unhealthy.
 
-        The kubelet calls Allocate of the endpoint that registered last; the agent's endpoint refuses these ids. The
-        kubelet got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the
-        device since. If a claim is known only from its file, the register has no records of the claim's devices, and
-        their ids are taken from the file.
+        Otherwise the plugin would register them and allocate them to pods. The kubelet calls Allocate of the endpoint
+        that registered last, and the agent's endpoint refuses these ids. The kubelet got each of these devices as
+        Unhealthy before the device moved to DRA, so it has not allocated the device since. If a claim is known only
+        from its file, the ids are from the file, because the register has no records of the claim's devices.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -226,7 +226,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def plugin_socket(self) -> str:
-        """The name of the socket of the plugin that registered last, also if it is disconnected; "" if none has."""
+        """The socket name of the plugin that registered last, even if it is disconnected; "" if none has registered."""
         plugin = self.source.plugins.plugin(self.resource)
         return "" if plugin is None else plugin.socket.name
 
@@ -235,10 +235,10 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Add ids that pods have or may be getting, but the plugin does not list, to the device list as unhealthy.
+        """Add to the device list, as unhealthy, the ids that pods have or may be getting, but the plugin does not list.
 
-        The kubelet may be calling Allocate for one of these ids at another plugin of the resource. The kubelet crashes
-        if it gets a list without the id before the response to Allocate (1.36.3, devicemanager/manager.go,
+        The kubelet may be waiting for an Allocate of such an id at another plugin of the resource. The kubelet crashes
+        if it gets a list without the id before it has the response (1.36.3, devicemanager/manager.go,
         allocateContainerResources).
         """
         held = self._holders.snapshot.of(self.resource) if self._holders is not None else ()
@@ -265,8 +265,8 @@ class AdoptedEndpoint(Endpoint):
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
         """Record the grant, then call the plugin's Allocate.
 
-        If the call fails, the grant ends like that of a rejected pod. The ids are checked against the plugin's list,
-        because some plugins accept unknown ids.
+        If the call fails, the kubelet rejects the pod, and a later scan ends the grant. The agent checks the ids
+        against the plugin's list, because some plugins accept unknown ids.
         """
         plugin = self._plugin()
         for name in ids:
@@ -283,7 +283,7 @@ class AdoptedEndpoint(Endpoint):
             raise Refusal(error.code, "plugin", self._words(error)) from error
 
     def _words(self, error: VendorCallError) -> str:
-        """Return the text for the kubelet about an error; a message of the plugin itself stays unchanged."""
+        """Return the error text for the kubelet. A message of the plugin itself stays unchanged."""
         return f"{self.resource}: {error}" if error.unanswered else str(error)
 
     def _plugin(self) -> VendorPlugin:

@@ -3,16 +3,15 @@
 The plugins of SR-IOV and of Mellanox's RDMA register this way if that directory is mounted into their container. The
 Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
 
-Facts (kubelet 1.36.3, pluginmanager): the kubelet uses every socket below the directory whose name does not begin with
-a dot, including sockets that exist at its start, and removes no socket. The kubelet connects to the socket (timeout 10
-s) and calls GetInfo (1 s). Then the kubelet connects to the endpoint, or to the same socket if the response names no
-endpoint, and reports the result by NotifyRegistrationStatus (5 s). The kubelet repeats failed steps after 0.5 s to 2
-min. A plugin that gets a failure ends its server (RDMA) or starts its server again (SR-IOV). As the kubelet does, the
-agent reports a failure to the plugin whenever it refuses the registration.
+The agent acts as the kubelet does (1.36.3, pluginmanager). The kubelet uses every socket below the directory whose name
+does not begin with a dot, including sockets that exist at its start, and removes no socket. It connects to the socket
+(timeout 10 s) and calls GetInfo (1 s). Then it connects to the endpoint in the response, or to the same socket if the
+response names no endpoint, and reports the result by NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5
+to 120 s. A plugin to which a failure is reported ends its server (RDMA) or starts its server again (SR-IOV).
 
 The endpoint in the response to GetInfo is a path within the plugin's container, so the agent uses only the path's last
-element. The socket of that name is in the directory of the first socket, or in the directory of plugins that call
-Register.
+element. The socket of that name is in the directory of the socket at which GetInfo was called, or in the directory of
+plugins that call Register.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ ASK: Final = 10.0
 TELL: Final = 5.0
 """Seconds within which a plugin must respond to NotifyRegistrationStatus."""
 CHECK: Final = 10.0
-"""Maximum seconds between two reads of the directory, in case the file watch misses a change."""
+"""Maximum seconds between two reads of the directory, in case a change causes no file event."""
 Found = tuple[Path, FileIdentity]
 
 
 class RefusedError(Exception):
-    """Raised when the agent refuses a plugin's registration, which the kubelet would refuse for the same reason."""
+    """Raised when the agent refuses a plugin's registration, for a reason for which the kubelet would refuse it too."""
 
 
 class PluginWatcher:
     """Calls GetInfo at every socket below a directory, once for each socket file, and registers the plugin.
 
-    elsewhere: another directory in which an endpoint's socket may be. take: a function that registers a plugin; its
-    arguments are the resource, the API versions, and the socket of the plugin's service; it raises RefusedError. looks:
-    the threads for reads of the directory.
+    elsewhere: another directory in which an endpoint's socket may be. take: a function that registers a plugin, or
+    raises RefusedError; its arguments are the resource, the API versions, and the socket of the plugin's service.
+    looks: the threads for reads of the directory.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class PluginWatcher:
 
     async def _try(self, socket: Path) -> None:
         """Call GetInfo, register the plugin, and notify it. Raises RefusedError, grpc.aio.AioRpcError."""
-        # Most nodes have no such plugin, so this module is imported only when a plugin is found, to save memory.
+        # These modules are imported only when a plugin is found, to save memory: most nodes have no such plugin.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 

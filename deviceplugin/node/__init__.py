@@ -1,1 +1,1 @@
-"""Runs the agent of one node: a service for each resource, the process with its signals, options and logs."""
+"""Runs the agent of one node: a service for each resource, and the process with signals, options and logs."""

@@ -37,11 +37,11 @@ class AgentError(Exception):
 class Agent:
     """Serves the devices of sources (one source for each resource) on this node until `stop` is called.
 
-    period: seconds between two scans for holders, while a device may have a holder. report_holders: whether metrics
-    show the holders; then the agent scans even if no device is held, and reads the names of pods. claim_side: the DRA
-    part of this process, which gives devices to claims; None for an agent without DRA. vendors: the vendors' plugins
-    that register with this agent. providers: other components of this process whose state metrics and status pages
-    show. claims: claims of DRA drivers that this process does not run.
+    period: seconds between two scans for holders while a device may have a holder. report_holders: whether metrics show
+    the holders; the agent then scans even if no device is held, and reads the names of pods. claim_side: the DRA part
+    of this process, which gives devices to claims; None for an agent without DRA. vendors: the vendors' plugins that
+    register with this agent. providers: the other components of this process whose state is shown in metrics and status
+    pages. claims: the claims of DRA drivers that this process does not run.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Agent:
         self.begun = asyncio.Event()
         """An event that is set when `run` has begun to serve."""
         self.config_error, self.former_config = "", False
-        """See `AgentStatus`."""
+        """The fields of the same names in `AgentStatus`."""
         self._error: AgentError | None = None
         scan_wanted = asyncio.Event()
         self.evidence = evidence = NodeEvidence(
@@ -80,7 +80,7 @@ class Agent:
             services, self.tracker, self.register, scan_wanted, period, evidence, always=report_holders
         )
         self._adopts = vendors is not None
-        # If the agent adopts no plugins, this object stays without plugins.
+        # If the agent adopts no plugins, this object is never served, so no plugin registers.
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
@@ -110,7 +110,7 @@ class Agent:
         )
 
     async def run(self) -> None:
-        """Serve until `stop` is called; then end the DRA part, wait for running calls, and remove the sockets.
+        """Serve until `stop` is called. Then end the DRA part, wait for running calls, and remove the sockets.
 
         Raises AgentError if a resource cannot be served at all.
         """
@@ -129,7 +129,7 @@ class Agent:
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
-                # The connections to vendors' plugins end last, because running calls are forwarded to these plugins.
+                # The connections to vendors' plugins end last, because the services forward their running calls there.
                 await cancel_all([adopting, copying])
                 await self.evidence.write_copies()
         if self._error is not None:
@@ -160,12 +160,12 @@ class Agent:
                 self.loop.call_soon_threadsafe(self._stopped.set)
 
     def fail(self, message: str) -> None:
-        """Make `run` end and raise an `AgentError` with this message. Call it in the agent's loop."""
+        """Make `run` end and raise an `AgentError` with this message. Must be called in the agent's event loop."""
         self._error = self._error or AgentError(message)
         self._stopped.set()
 
     def _accept_stop(self) -> None:
-        """Make `stopping` return in this event loop when `stop` is called, or at once if `stop` was called before."""
+        """Prepare for `stop` in this event loop: from now on, `stop` ends `stopping`, even if it was called before."""
         self.loop = asyncio.get_running_loop()
         if self._stop_asked:
             self._stopped.set()
@@ -178,35 +178,36 @@ class Agent:
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
         """Serve these sources from now on.
 
-        Resources in `unchanged` keep their sources. The service of a resource that is neither in `wanted` nor in
-        `unchanged` ends, with three exceptions: child resources of these resources, resources of connected vendors'
-        plugins, and adopted resources of which claims hold devices. A served resource gets its new source without an
-        interruption, unless the change is between a vendor's plugin and the agent's own source. Waits until `run` has
-        begun to serve.
+        Resources in `unchanged` keep their sources. The services of all resources that are neither in `wanted` nor in
+        `unchanged` end, with three exceptions: resources of child sources whose parent's resource continues, resources
+        of connected vendors' plugins, and adopted resources of which claims hold devices. A served resource gets its
+        new source without an interruption, unless the change is between a vendor's plugin and a source of the agent.
+        This method first waits until `run` has begun to serve.
         """
         await self.begun.wait()
         wanted = dict(wanted)
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
         for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
-            # The config file does not name this resource of a vendor's plugin.
+            # The config file does not name this resource, but a vendor's plugin has registered it, or claims hold it.
             wanted[resource] = AdoptedSource(resource, self._vendors)
         await self.supervisor.reconfigure(wanted, unchanged)
         for resource in self._vendors.registered_resources - self.services.keys():
-            self._vendor_registered(resource)  # The plugin registered while its resource's former service was ending.
+            self._vendor_registered(resource)  # The plugin registered while the resource's former service was ending.
 
     def _held_by_claims(self) -> set[str]:
         """Return the resources of which claims hold devices whose identity is unknown.
 
-        Such devices may belong to vendors' plugins.
+        A device of a vendor's plugin has no known identity, so only these resources may be resources of such plugins.
         """
         held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
         return {device.resource for device in held if not device.identity.tokens}
 
     def keep_from_pods(self) -> None:
-        """Serve resources of vendors' plugins that no config names, while claims hold their devices. Call before `run`.
+        """Serve the resources of vendors' plugins of which claims hold devices, even if no config names the resource.
 
-        Otherwise the vendor's plugin could register with the kubelet, and give these devices to pods. An agent that
-        serves the resource notices such a registration, even if the agent no longer adopts plugins.
+        Must be called before `run`. If such a resource were not served, the vendor's plugin could register it with the
+        kubelet, and give the devices to pods. An agent that serves the resource notices such a registration, even if
+        the agent no longer adopts plugins.
         """
         for resource in self._held_by_claims() - self.services.keys():
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
@@ -228,7 +229,7 @@ class Agent:
     def _vendor_registered(self, resource: str) -> None:
         """Serve a resource that a vendor's plugin has registered.
 
-        If no config names the resource, only pods (by `limits`) get its devices.
+        If no config names the resource, its devices are only for pods (by `limits`), not for claims.
         """
         if resource not in self.services:
             text = "the config does not name it; its plugin serves pods by limits only"

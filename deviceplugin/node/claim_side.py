@@ -9,11 +9,11 @@ from typing import ClassVar
 class ClaimSide:
     """The DRA part of an agent's process, which gives devices to claims.
 
-    The methods of this class are for a process without DRA, in which only pods get devices (by `limits`).
+    The default methods here are for a process without DRA, in which only pods get devices (by `limits`).
 
     agent_name: the agent's name, which is also the name of the copy of its allocations (see `AllocationCopies`), or "".
-    drivers: the DRA drivers that this process runs now. node_name: the node's name, "" if only an environment variable
-    names it.
+    drivers: the DRA drivers that this process runs now. node_name: the node's name; "" if the name is only in an
+    environment variable.
     """
 
     serves_claims: ClassVar[bool] = False
@@ -26,13 +26,14 @@ class ClaimSide:
         return ()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Handle a further resource that a source has yielded (`child_sources`). parent: the resource of that source.
+        """Handle a resource that is served although no config names it.
 
-        parent is "" for a resource that a vendor's plugin has registered and no config names.
+        parent: the resource of the source that has yielded this resource's source (`child_sources`); "" if a vendor's
+        plugin has registered the resource.
         """
 
     def contested(self, resource: str, reason: str) -> None:
-        """React after another plugin has registered a resource with the kubelet. reason: the evidence."""
+        """Handle the registration of a resource by another plugin at the kubelet. reason: the evidence of it."""
 
     async def end(self) -> None:
-        """Stop preparing claims. Afterwards the agent ends its service for pods."""
+        """Stop preparing claims. After this method, the agent ends its service for pods."""

@@ -1,4 +1,4 @@
-"""Logs when devices are first listed, appear, vanish, become unhealthy, recover, are allocated, or are freed."""
+"""Logs the devices that are first listed, appear, vanish, become unhealthy, recover, are allocated or become free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deviceplugin.register.records import Allocation
 _LOG: Final = logging.getLogger(__name__)
 
 SHOWN: Final = 8
-"""Number of changes between two snapshots that are logged at INFO or WARNING. Further changes are logged at DEBUG,
+"""Maximum number of changes between two snapshots to log at INFO or WARNING. Further changes are logged at DEBUG,
 unless a device with a holder vanished or became unhealthy."""
 
 
 class InventoryLog:
-    """Logs the changes of one resource's inventory (its present devices), to which an instance subscribes.
+    """Logs the changes of one resource's inventory (the resource's present devices). The inventory calls the instance.
 
-    holder: returns the holder of a device as text; "" if the device has no holder.
+    holder: a function that returns the holder of a device as text; "" if the device has no holder.
     """
 
     def __init__(self, resource: str, holder: Callable[[str], str] = lambda device: "") -> None:
@@ -39,7 +39,7 @@ class InventoryLog:
         listed = list(changes(before, now))
         for number, change in enumerate(listed):
             holder = self._holder(change.device) if change.bad else ""
-            # A device that was unplugged while it was free is not broken.
+            # A device that was unplugged while it had no holder is not broken, so no warning is needed.
             broken = change.bad and change.device not in now.gone
             extra = {"resource": resource, "device": change.device}
             text = f"{change.text}; {holder} has it" if holder else change.text
@@ -55,14 +55,14 @@ class InventoryLog:
 class HolderLog:
     """Logs which pods got or released devices since the last scan. The first scan logs all pods that have devices.
 
-    title: returns a pod's name by its UID, or the UID if the name is not known.
+    title: a function that returns the name of a pod by the pod's UID; the UID itself if the name is not known.
     """
 
     def __init__(self, title: Callable[[str], str]) -> None:
         self._title = title
         self._before: frozenset[Allocation] | None = None
         self._titles: dict[str, str] = {}
-        """By pod UID, the names of pods with devices as they were last logged; the UID if the name was unknown."""
+        """For each UID of a pod with devices, the pod's name in the last log line; the UID if the name was unknown."""
 
     def __call__(self, held: Collection[Allocation]) -> None:
         """Log the changes since the previous scan."""

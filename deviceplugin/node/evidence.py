@@ -24,8 +24,9 @@ from deviceplugin.tasks import in_time
 class DriverEvidence:
     """The devices of one DRA driver whose recorded holders this process has compared with evidence since its start.
 
-    The ledger (the file of records) may have lost its last changes, so no other device is offered or granted.
-    reconciled: the compared devices. reasons: for each resource and device that was not compared, why not.
+    The ledger (the file of records) may have lost its last changes. So a device is offered and granted only after this
+    comparison. reconciled: the compared devices. reasons: for each resource, and each of its devices that could not be
+    compared, the reason.
     """
 
     reconciled: set[DeviceKey] = field(default_factory=set)
@@ -42,8 +43,9 @@ class NodeEvidence(RegisterHost):
     """Creates the register and the readers of evidence of one process, and gives the register this evidence.
 
     services: the resources of the process by name; the mapping changes when services start or end. drivers: the DRA
-    drivers of the process by name. lists: the device lists that this process sends to the kubelet. scan_wanted: an
-    event that is set when a scan should run soon. report_holders: whether metrics show the holders.
+    drivers of the process by name. lists: the device lists that this process sends to the kubelet. side: the DRA part
+    of the process. scan_wanted: an event that is set when a scan should run soon. report_holders: whether metrics show
+    the holders.
     """
 
     def __init__(
@@ -92,9 +94,9 @@ class NodeEvidence(RegisterHost):
             self._scan_wanted.set()
 
     async def read_others(self) -> bool:
-        """Read the changed copies of other agents' allocations, and claim files. If a read hangs, the known facts stay.
+        """Read the changed copies of other agents' allocations, and the claim files. If a read hangs, known facts stay.
 
-        Returns whether the copies name further allocations, about which a scan decides.
+        Returns whether the copies name further allocations, so that a scan is needed to decide about them.
         """
         with contextlib.suppress(LookTimeoutError):
             served = frozenset(self.claims.served)

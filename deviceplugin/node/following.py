@@ -1,4 +1,4 @@
-"""Reads the device lists that the `watch` of a resource's source yields, as an async or as a plain generator."""
+"""Reads the device lists that the method `watch` of a source yields. `watch` is an async or a plain generator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from deviceplugin.source_check import checked_list, not_yielding
 _LOG: Final = logging.getLogger(__name__)
 
 TAKE_OVER: Final = 3.0
-"""Seconds within which a new source should yield its first device list. Until then, the old source's hooks are called.
-"""
+"""Maximum seconds to wait for the first device list of a new source, while the hooks of the old source are called."""
 
 
 class ListReceiver(Protocol):
@@ -32,14 +31,14 @@ class ListReceiver(Protocol):
         """Call the hooks of this source from now on."""
 
     def listed(self) -> None:
-        """React after the inventory has received the devices of a new list."""
+        """Handle a new device list that the inventory has received."""
 
 
 @dataclass(eq=False)
 class SourceFollower:
     """Writes the lists of a resource's source to the resource's inventory, and starts a failed source again.
 
-    failure: the exception that the source's `watch` raised; None once the source has listed its devices again.
+    failure: the last exception that the source's `watch` raised; None after the source has listed devices again.
     """
 
     source: DeviceSource
@@ -67,8 +66,8 @@ class SourceFollower:
     def replace(self, source: DeviceSource) -> None:
         """Replace the resource's source. The service and the registration with the kubelet continue.
 
-        The old source's hooks are called until the new source has listed its devices. The inventory is not emptied:
-        devices that the new source does not list become unhealthy, and stay while they have holders.
+        The old source's hooks are called until the new source has listed its devices. The inventory keeps its devices:
+        a device that the new source does not list becomes unhealthy, and stays while it has holders.
         """
         if self._task is None:
             self._take_over(source)
@@ -80,7 +79,7 @@ class SourceFollower:
     async def replaced(self, source: DeviceSource) -> None:
         """Wait until the resource uses this source, which was given to `replace`.
 
-        A source without a device list after TAKE_OVER seconds is used without a list.
+        If the source has yielded no device list after TAKE_OVER seconds, the resource uses the source nevertheless.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKE_OVER):
@@ -151,9 +150,9 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # The source's code raised the exception. The generator's reader gets it.
+        except Exception as error:  # An exception of the source's code is passed to the reader of the lists.
             end = error
-        except BaseException as error:  # SystemExit, for example: the reader needs a result.
+        except BaseException as error:  # For example, SystemExit: the reader would else wait for ever.
             end = RuntimeError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # The loop is closed already.
             loop.call_soon_threadsafe(queue.put_nowait, end)

@@ -16,7 +16,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 
 _LOG: Final = logging.getLogger(__name__)
 _SUBJECTS: Final = ("resource", "driver")
-"""Names of values in `extra`: if the first value there has one of these names, a text line begins with the value."""
+"""If the first value in a record's `extra` has one of these names, the text line begins with this value."""
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -32,7 +32,7 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # Without these hooks, unhandled exceptions would be written as bare tracebacks, not in the log's format.
+    # Without these hooks, Python would write unhandled exceptions as bare tracebacks, not in the log's format.
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
@@ -65,7 +65,7 @@ def _unraisable(args: sys.UnraisableHookArgs) -> None:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # The arguments may not fit the message, or an argument's `__str__` may raise any exception.
+    except Exception:  # The arguments may not fit the message's placeholders, or their `__str__` may raise anything.
         return str(record.msg)
 
 
@@ -80,7 +80,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        # These fields are first in the line, because users read JSON logs as well.
+        # The line begins with these fields, because people read JSON logs as well.
         own = {
             "ts": at.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
@@ -92,7 +92,7 @@ class JsonFormatter(logging.Formatter):
             line["exc"] = exc
         try:
             return json.dumps(line, default=str, allow_nan=False)
-        except Exception:  # JSON cannot represent some values: other keys than text, cycles, some numbers.
+        except Exception:  # JSON cannot represent some values: keys that are not text, cycles, some numbers.
             return json.dumps({name: _text(value) for name, value in line.items()})
 
 

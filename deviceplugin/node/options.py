@@ -1,4 +1,4 @@
-"""The command-line options of all agents, also of plugins that authors write: paths, metrics, logs."""
+"""The command-line options for paths, metrics and logs, of all agents and of plugins that call `run(Source())`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunOptions:
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> RunOptions:
-    """Parse the options of an author's own plugin (`run(Source())`) and set up its logs.
+    """Parse the options of a plugin that calls `run(Source())`, and set up its logs.
 
     metrics_address: the address of the metrics if the command line names none.
     """
@@ -46,7 +46,7 @@ def metrics_config(
     client_ca: str | Path | None = None,
     token: str | Path | None = None,
 ) -> MetricsConfig | None:
-    """Return the settings that protect the metrics of a plugin that calls `run(Source())`; None if no file is given.
+    """Return the metrics' settings for a plugin that calls `run(Source())`; None if no path is given.
 
     Raises ValueError if a path is not absolute, or if `key` or `client_ca` is given without `certificate`.
     """
@@ -127,7 +127,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lock_of(options: argparse.Namespace) -> Lock:
-    """Return the lock (which commands and paths the config file may name) that options of `add_config_options` give."""
+    """Return the config file's lock (the commands and paths that the file may name) from the command-line options."""
     from deviceplugin.config import Lock
 
     return Lock.resolved(options.allow_commands, options.allow_host_path, options.adopt is not None)
@@ -136,7 +136,7 @@ def lock_of(options: argparse.Namespace) -> Lock:
 def run_options(options: argparse.Namespace) -> RunOptions:
     """Return the values of the options that `add_run_options` has added, and set up the logs."""
     if options.log_format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not JSON.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # No log lines of gRPC, because these are not JSON.
     logs.setup(options.log_format, options.log_level)
     paths = Paths(**{field.name: getattr(options, field.name) for field in fields(Paths)})
     return RunOptions(paths, options.metrics_address)

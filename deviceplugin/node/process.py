@@ -1,4 +1,4 @@
-"""Runs an agent as a process: signals, the config file and its changes, the metrics address, the exit status."""
+"""Runs an agent as a process: handles signals, the config file and its changes, the metrics server, the exit status."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
-"""Seconds in which cancelled tasks should end when the agent ends. After that, the process ends without waiting for
-them."""
+"""Maximum seconds to wait, at the agent's end, for cancelled tasks. The process then ends without these tasks."""
 ENDING: Final = 25
-"""Seconds after SIGTERM in which the agent should end: less than the 30 s after which the kubelet kills a pod.
+"""Seconds after SIGTERM after which the kernel ends the process by SIGALRM, if it has not ended by itself.
 
-After ENDING seconds, the kernel ends the process by SIGALRM. This is necessary because gRPC removes a socket in the
-loop's thread, and that call has no deadline if the file system hangs.
+The number is less than the 30 s after which the kubelet kills a pod. The alarm is necessary because gRPC removes a
+socket in the event loop's thread, and this call has no deadline if the file system hangs.
 """
 DEBOUNCE: Final = 0.05
-"""Seconds without a further change after which a changed config file counts as completely written."""
+"""Seconds after the last change of a config file after which the file counts as completely written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     """A config file whose changes the agent applies.
 
-    lock: the commands and paths that the file may name. content: the file's bytes (None: unreadable). config: the
-    parsed content. refused: why the last change of the file was refused, "" if it was applied. unserved: why a part of
-    the config is not applied. kept: the path of the copy of the last valid file, None if no copy is saved. former:
-    whether `config` comes from this copy. vendors: the vendors' plugins that register with the agent. looks,
-    kept_looks: threads that read the file and the copy.
+    lock: the commands and paths that the file may name. content: the file's bytes; None if it is unreadable. config:
+    the parsed content. refused: why the last change of the file was refused; "" if the change was applied. unserved:
+    why a part of the config is not applied; "" if all of it is. kept: the path of the copy of the last valid file; None
+    if no copy is saved. former: whether `config` comes from this copy. vendors: the vendors' plugins that register with
+    the agent. looks: the threads that read the file. kept_looks: the thread that accesses the copy.
     """
 
     path: Path
@@ -78,7 +77,7 @@ class ConfigFile:
         """
         from deviceplugin import config
 
-        # The bytes are read before they are parsed, so that a change meanwhile is noticed later.
+        # `content` is from before the parsing, so that a change during the parsing is noticed at the next comparison.
         content = _content(path)
         try:
             return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
@@ -94,7 +93,7 @@ class ConfigFile:
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
     async def keep(self) -> None:
-        """Save a copy of the config file if all of it is applied, for a later start with an invalid file."""
+        """Save a copy of the config file if all of it is applied. A later start with an invalid file uses the copy."""
         if self.kept is None or self.content is None or self.refused or self.unserved:
             return
         try:
@@ -128,7 +127,7 @@ class ConfigFile:
 
 
 class Program:
-    """The program of a process: an agent that gives devices to pods by `limits`. node: the node's name, for the log."""
+    """The part of a process that signals and config changes control: an agent. node: the node's name, for the log."""
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent
@@ -139,7 +138,7 @@ class Program:
         await self.agent.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Apply a new config. changed: the new and changed sources by resource."""
+        """Apply a new config. changed: the new and changed sources, by resource. unchanged: the other resources."""
         await self.agent.reconfigure(changed, unchanged)
 
 
@@ -176,9 +175,9 @@ def run(
 def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock, adopt: Path | None = None) -> int:
     """Serve the resources of a config file until SIGTERM or SIGINT. Apply the file's changes. Return the exit status.
 
-    adopt: the directory where vendors' plugins register with this agent, None for none. Raises ConfigError if the file
-    is invalid at the start, or names something that `lock` forbids. If a later version of the file has such errors,
-    they are only logged.
+    adopt: the directory where vendors' plugins register with this agent; None if none may register. Raises ConfigError
+    if the file is invalid at the start, or names a command or path that `lock` forbids. Such errors in a later version
+    of the file are only logged.
     """
     vendors = VendorPlugins(adopt) if adopt is not None else None
     file = ConfigFile.read(path, lock, vendors=vendors)
@@ -198,17 +197,17 @@ def serve(
 ) -> int:
     """Run a program until a signal ends it. Apply the changes of its config file. Return the process's exit status.
 
-    make: returns the program; called in the event loop. metrics: the settings of metrics without a config file; None
-    for the defaults.
+    make: a function that returns the program; called in the event loop. metrics: the settings of the metrics if there
+    is no config file; None for the defaults.
     """
     work = _serve(make, metrics_address, config.config.metrics if config else metrics, config)
     try:
         asyncio.run(work)
     except AgentError as error:
-        _LOG.error("%s", error)  # An error that the user must correct has no traceback.
+        _LOG.error("%s", error)  # Logged without a traceback, because the user must correct this error.
         return 1
     finally:
-        work.close()  # The coroutine has not started if a loop is running already.
+        work.close()  # Prevents a warning if `asyncio.run` did not start the coroutine.
     return 0
 
 
@@ -229,8 +228,8 @@ async def _serve(
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
-        # This signal handler runs even while a coroutine blocks the loop. Then SIGALRM, or a second signal, ends the
-        # process, because the loop cannot call `stop`.
+        # This signal handler runs even while a coroutine blocks the loop, so that the loop cannot call `stop`. SIGALRM,
+        # or a second signal, then ends the process.
         signal.alarm(ENDING)
         signal.signal(number, signal.SIG_DFL)
         loop.call_soon_threadsafe(stop, signal.Signals(number).name)
@@ -249,10 +248,10 @@ async def _serve(
                 stack.enter_context(collectors.serving(metrics_address, program.agent, metrics))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
-            # Another thread renders the metrics page. With Python's default switch interval of 5 ms, each step of
-            # another thread could wait 5 ms for that thread.
+            # Another thread renders the metrics page. With Python's default switch interval of 5 ms, each step of the
+            # event loop could wait 5 ms for the rendering thread.
             sys.setswitchinterval(0.0005)
-        gc.freeze()  # Loaded modules stay. Without their objects, a garbage collection takes 5 ms instead of 35.
+        gc.freeze()  # Without the objects of loaded modules, a garbage collection takes 5 ms instead of 35 ms.
         following = [follow_config(program, config, reload), _keep(program, config)] if config else []
         if manager.there:
             following.append(manager.follow(program.agent.status))
@@ -266,7 +265,7 @@ async def _serve(
 
 
 async def _end_without_others() -> None:
-    """End the process if cancelled tasks do not end, because asyncio would wait for such tasks for ever."""
+    """End the process if cancelled tasks do not end, because asyncio would wait for these tasks for ever."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -279,7 +278,7 @@ async def _end_without_others() -> None:
 
 
 async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
-    """Apply the config file at SIGHUP and whenever it changes; a swap of a ConfigMap's `..data` is a change.
+    """Apply the config file at SIGHUP and after each change, also after a swap of the link `..data` of a ConfigMap.
 
     reload: an event that is set if SIGHUP arrived before this function began.
     """
@@ -319,7 +318,7 @@ def _tell(agent: Agent, file: ConfigFile) -> None:
 async def _keep(program: Program, file: ConfigFile) -> None:
     """Save a copy of the config file once its resources are served."""
     await program.agent.begun.wait()
-    await file.keep()  # A later change is saved after this content, because `kept_looks` has only one thread.
+    await file.keep()  # A later version is saved after this version, because `kept_looks` has only one thread.
 
 
 def _on_one_line(error: Exception) -> str:
@@ -370,9 +369,9 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     why = ""
     try:
         await program.take(wanted, changed, [name for name in after if name not in changed])
-    except Exception as error:  # Later changes of the file are still applied.
+    except Exception as error:  # The agent goes on after any error, so that it can apply later changes of the file.
         why = f"{path} was read again, but not all of it is served: {error}"
-        # An error that the user must correct has no traceback.
+        # An AgentError is logged without a traceback, because the user must correct it.
         _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))
     else:
         listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)

@@ -30,15 +30,16 @@ _LOG: Final = logging.getLogger(__name__)
 
 _FIELDS: Final = ("resource", "device")
 SOON: Final = 0.3
-"""Seconds between a grant and the scan that finds the pod of the grant."""
+"""Seconds between a grant and the scan that should find the pod of the grant."""
 BURST: Final = 0.9
-"""Maximum seconds between the first of several grants and the scan, even if further grants follow."""
+"""Maximum seconds between the first of several grants and this scan, even if further grants follow."""
 
 
 class ScanResult(NamedTuple):
-    """The result of a scan. holders: the allocations that count as held.
+    """The result of a scan.
 
-    resources: for each resource, the holders with which the register was compared.
+    holders: the allocations that count as held. resources: for each resource, the same allocations in the form with
+    which the register was compared.
     """
 
     holders: HolderSnapshot
@@ -49,7 +50,7 @@ class HolderObserver(Protocol):
     """A component of the process that uses the results of scans for holders."""
 
     def observed(self, resource: str, done: Observed) -> None:
-        """React to a scan's changes of the register. done: the changed ids and devices of the resource."""
+        """Handle the changes of the register after a scan. done: the changed ids and devices of the resource."""
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class HolderScanner:
     """Scans for holders of devices: periodically while there may be holders, and soon after each grant.
 
     wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan even
-    if no device has a holder or a waiting claim. evidence: reads the files of other agents and drivers.
+    if no device has a holder or a waiting claim. evidence: the reader of the files of other agents and drivers.
     """
 
     services: Mapping[str, Service]
@@ -71,7 +72,7 @@ class HolderScanner:
     _asked: set[DeviceKey] = field(default_factory=set, init=False)
     """The (resource, id) pairs that callers have passed to `scan` since the last scan began."""
     _next: asyncio.Future[ScanResult | None] | None = field(default=None, init=False)
-    """Gets the result of the scan that begins next; None if no caller waits for it."""
+    """The future for the result of the scan that begins next; None if no caller waits for this scan."""
     _requested: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
@@ -81,8 +82,8 @@ class HolderScanner:
     async def scan(self, wanted: Collection[DeviceKey] = ()) -> ScanResult | None:
         """Request a scan at once; return its result (see `read`) or raise its exception. Needs a running `run`.
 
-        wanted: (resource, device id) of each id that the caller needs without a holder. All evidence is read after the
-        call.
+        wanted: the (resource, device id) pairs that the caller needs without a holder. The scan reads all its evidence
+        after this call.
         """
         self._asked |= set(wanted)
         self._requested.set()
@@ -92,8 +93,7 @@ class HolderScanner:
     async def read(self) -> ScanResult | None:
         """Find the holders of devices (`HolderTracker.scan`), compare the register with them, and return the result.
 
-        Returns None if an Allocate ran meanwhile. All callers that have called `scan` before get the result, or the
-        exception.
+        Returns None if an Allocate ran meanwhile. All tasks that wait in `scan` get the same result or exception.
         """
         answer, self._next = self._next or asyncio.get_running_loop().create_future(), None
         self._requested.clear()
@@ -102,7 +102,7 @@ class HolderScanner:
         except Exception as error:
             answer.set_exception(error)
         finally:
-            answer.cancel()  # This changes nothing unless this task was cancelled.
+            answer.cancel()  # For waiting tasks, if this task was cancelled; a future with a result stays as it is.
         return answer.result()
 
     async def _read(self) -> ScanResult | None:
@@ -130,7 +130,7 @@ class HolderScanner:
     async def observe(self, now: HolderSnapshot, sequence: int) -> Mapping[str, KubeletSnapshot]:
         """Compare the register's allocations with the holders that a scan has found, and record the changes.
 
-        Returns the holders by resource. sequence: the register's sequence before the scan.
+        Returns the holders of each resource. sequence: the register's sequence before the scan.
         """
         tracker, services, records = self.tracker, self.services, self.register.snapshot.allocations
         resources = {allocation.resource for allocation in records.values()} | services.keys()
@@ -163,9 +163,9 @@ class HolderScanner:
     def _awaited(self) -> set[DeviceKey]:
         """The (resource, id) pairs for which each scan requests a new checkpoint (`wanted` of `HolderTracker.scan`).
 
-        A grant whose container no checkpoint names ends after some time, even if this process no longer serves the
-        resource. The register must learn soon which pod a grant was for, because the agent's records and the checkpoint
-        may be lost together.
+        These are ids for which a service waits, and ids with grants whose container no checkpoint has named yet. The
+        register must learn soon which pod got such a grant, because records and checkpoint may be lost together. If
+        there is no such pod, the grant must end, even if this process no longer serves the resource.
         """
         releases = self.register.releases
         pending = releases.pending() - releases.failed.keys()
@@ -175,7 +175,7 @@ class HolderScanner:
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether a claim waits for a device that a pod holds by limits."""
+        """Whether an Allocate or Prepare waits for a device that a pod holds by `limits`."""
         register = self.register
         return any(register.snapshot.allocations_on(of, (device,)) for of, device in register.waits.devices)
 
@@ -190,7 +190,7 @@ class HolderScanner:
                 self._next.cancel()
 
     async def _follow_grants(self) -> None:
-        """Request a scan soon after grants. The kubelet writes its checkpoint some milliseconds after its response."""
+        """Request a scan soon after each grant, when the kubelet has written its checkpoint with the grant."""
         while True:
             await self.wanted.wait()
             until = time.monotonic() + BURST - SOON
@@ -218,7 +218,7 @@ class HolderScanner:
                 _LOG.exception("the scan for the holders of devices failed; trying again")
                 pause = backoff.next()
             else:
-                if not is_asked:  # Callers of `scan` repeat it often, and report the problem themselves.
+                if not is_asked:  # Callers of `scan` scan often, and report problems themselves.
                     self.log.problem(result.holders if result is not None else None)
                 backoff.reset()
                 pause = 0.0
@@ -242,14 +242,15 @@ class ScanLog:
         self._problem_before = False
 
     def withheld(self, resources: Iterable[str]) -> None:
-        """Log once, for each id that is not offered although the kubelet counts it as free, why its device is held."""
+        """For each id that is not offered although the kubelet counts it as free, log once why the id is held."""
         now = {
             (name, device_id): why
             for name in resources
             for device_id, why in self._tracker.unnamed_reasons(name).items()
         }
         for key, why in now.items():
-            # The reason's text changes from one request for a checkpoint to the next, and may change back.
+            # All logged reasons of an id are remembered, because the reason changes with each request for a checkpoint,
+            # and may change back.
             if why not in (logged := self._withheld.setdefault(key, set())):
                 logged.add(why)
                 _LOG.warning("device %s is withheld: %s", key[1], why, extra=dict(zip(_FIELDS, key, strict=True)))
@@ -260,8 +261,9 @@ class ScanLog:
     def problem(self, now: HolderSnapshot | None) -> None:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row failed to read it.
 
-        The kubelet of a new node has no checkpoint until the first plugin has registered. A problem is logged again
-        only if the text before its first "; " changes: the rest changes with each request for a checkpoint.
+        One failure is no problem: the kubelet of a new node has no checkpoint until the first plugin has registered. A
+        problem is logged again only if its text before the first "; " changes, because the text after it changes with
+        each request for a checkpoint.
         """
         problem = now.problem.partition("; ")[0] if now is not None and now.registered is None else ""
         first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)

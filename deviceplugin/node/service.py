@@ -45,8 +45,8 @@ class ServiceContext:
     """The objects that all services of a node share.
 
     plugins: the device plugin directory. claim_side: the part of this process that gives devices to claims.
-    scan_wanted: an event that is set to request a scan soon. cdi_directory: the directory of CDI specs, in which the
-    agent's own files are in a subdirectory.
+    scan_wanted: an event that is set to request a scan soon. cdi_directory: the directory of CDI specs; the agent's own
+    files are in a subdirectory of it.
     """
 
     plugins: PluginDirectory
@@ -78,16 +78,16 @@ class Service(EndpointHost):
         self.registration = PluginRegistration(self.endpoint, context.plugins, context.timing)
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
-        """Ended allocations for whose devices `released` was called before a new grant; kept until a scan no longer
-        finds them."""
+        """The ended allocations for whose devices the hook `released` was called before a new grant. An allocation
+        stays here until a scan no longer finds it."""
         context.register.releases.statistics[source.resource] = self.endpoint.statistics.hooks
         self.existing: frozenset[str] = frozenset()
-        """Ids that pods got before this process started, and whose devices the source has not listed yet."""
+        """The ids that pods got before this process started and whose devices the source has not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        """The vanished devices and the legacy ids (of a former configuration) at the last scan. The next scan removes
-        those that still exist and have no holder."""
+        """The devices that had vanished, and the legacy ids (of a former configuration), at the last scan. The next
+        scan forgets those of them that have no holder."""
 
     async def run(self) -> None:
         """Serve until cancelled. Raises RegistrationError if the resource cannot be served on this node at all."""
@@ -108,7 +108,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def draining(self) -> Collection[str]:
-        """Return the devices that will move to DRA once they are free, because the configuration has changed."""
+        """Return the devices that will move to DRA as soon as they are free, because the configuration has changed."""
         return self._context.claim_side.draining(self.resource)
 
     async def recorded(self) -> KubeletRecord | None:
@@ -135,7 +135,7 @@ class Service(EndpointHost):
         by_limits = device_metadata.by_limits
         return await self.inventory.looks.at("metadata", by_limits, *where, pool, names, brief=True)
 
-    # The following methods are called by the object that follows the source's device lists (see ListReceiver).
+    # The object that reads the source's device lists calls the following methods (see ListReceiver).
 
     def take_source(self, source: DeviceSource) -> None:
         """Use the hooks and settings of another source."""
@@ -154,7 +154,7 @@ class Service(EndpointHost):
                 self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
-        """Request a scan if `released` is due for devices that became free while their holders were unknown."""
+        """Request a scan if the hook `released` must still be called for a device of this resource without a holder."""
         if any(of == self.resource for of, _ in self._register.releases.pending()):
             self._context.scan_wanted.set()
 
@@ -188,11 +188,11 @@ class Service(EndpointHost):
         return self.endpoint.ids.device_id_of(device_id)
 
     def awaited(self, unreleased: Collection[DeviceKey]) -> frozenset[str]:
-        """Return the kubelet ids for which the agent has work to do once they have no holder.
+        """Return the kubelet ids for which the agent has work to do as soon as they have no holder.
 
-        Ids of removed devices, and ids from a former number of replicas, are removed from the device list. For devices
-        that wait for the hook `released`, the hook is called. unreleased: the devices of all resources that wait for
-        `released`.
+        Ids of vanished devices, and ids of a former configuration, are then removed from the device list. For devices
+        that wait for the hook `released`, the hook is then called. unreleased: the devices of all resources that wait
+        for `released`.
         """
         snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.gone.union(device for of, device in unreleased if of == self.resource)
@@ -200,7 +200,7 @@ class Service(EndpointHost):
         return ids | ids_now.legacy.keys()
 
     def observe(self, now: HolderSnapshot, seen: KubeletSnapshot, held_twice: Collection[str]) -> None:
-        """Apply the result of a scan: call `released` for free devices, remove unneeded ids from the device list.
+        """Apply the result of a scan: call `released` for free devices, and remove unneeded ids from the device list.
 
         seen: the part of the result that is about this resource. held_twice: see `ResourceStatus`.
         """
@@ -212,12 +212,12 @@ class Service(EndpointHost):
         if "released" in self.source.hooks:
             register.releases.look(self.resource, all_known=self._context.tracker.all_pods_listed)
         if now.current and now.registered is not None and self.endpoint.streams.live:
-            # Remove only devices that had vanished at the previous scan already: a grant between the two scans would be
-            # known by now.
+            # Forget only devices that had vanished at the previous scan already, because the register knows every grant
+            # of such a device by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            if self.endpoint.ready:  # Otherwise the devices in the checkpoint may be another plugin's.
+            if self.endpoint.ready:  # Without a device list, the ids in the checkpoint may be of another plugin.
                 ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
@@ -246,8 +246,8 @@ class Service(EndpointHost):
             ended, others = await self._context.tracker.ended(self.resource, every)
             former = {allocation.device_id for allocation in ended - self._released}
             allocations = register.snapshot.allocations_of(self.resource)
-            # If the kubelet has dropped the former pod, and written its checkpoint, before any scan, no evidence names
-            # this pod.
+            # No evidence names a pod that ended so early that the kubelet dropped it from the checkpoint before any
+            # scan. So a pending grant without any holder counts as a former holder.
             named = {allocation.device_id for allocation in ended | others}
             for record in allocations:
                 if record.pending and not (record.holders or record.device_id in named or is_recent(record)):
@@ -316,8 +316,8 @@ class Service(EndpointHost):
 class Supervisor:
     """Starts, replaces and ends the services of resources, and restarts failed services.
 
-    services: the services by resource; only this class changes the mapping once the agent runs. fail: called with the
-    reason when a resource cannot be served on this node at all.
+    services: the services by resource; only this class changes the mapping while the agent runs. fail: a function that
+    is called with the reason if a resource cannot be served on this node at all.
     """
 
     services: dict[str, Service]
@@ -347,7 +347,8 @@ class Supervisor:
         """
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
-        # An endpoint either calls a source's hooks or forwards calls, so a change between the two needs a new endpoint.
+        # An endpoint either calls a source's hooks or forwards calls to a vendor's plugin. So a change between the two
+        # needs a new service.
         for name, source in wanted.items():
             if name in self._tasks and self._adopted(name) is not isinstance(source, AdoptedSource):
                 gone.append(name)
@@ -372,7 +373,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Begin to read the child sources that this source yields, instead of those of the source that it replaces."""
+        """Begin to read the child sources of this source; stop reading those of the source that it replaces."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
@@ -430,7 +431,7 @@ class Supervisor:
                     if fatal and not service.registration.statistics.registrations:
                         self.fail(str(error))
                         return
-                    _LOG.error("%s; trying again", error)  # An error that the user must correct has no traceback.
+                    _LOG.error("%s; trying again", error)  # Without a traceback: the user must correct this error.
                 except Exception:
                     _LOG.exception("serving failed; trying again", extra={"resource": name})
                 await asyncio.sleep(backoff.next())

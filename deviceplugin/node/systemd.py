@@ -1,9 +1,9 @@
 """Notifies systemd of the agent's state, if the agent is a unit of `Type=notify`: sd_notify(3), without a library.
 
-READY=1 is sent when the sockets exist and each resource has its first device list. A kubelet that starts after READY=1
-can admit the pods from before a reboot. Units that are ordered after the agent's unit, such as the kubelet's, start at
-READY=1. `systemctl status` shows the text of STATUS=. The event loop sends WATCHDOG=1, so systemd restarts an agent
-whose loop no longer runs.
+The agent sends READY=1 when the sockets exist and each resource has its first device list. Units that are ordered after
+the agent's unit, such as the kubelet's, start at READY=1. So the kubelet can admit its pods from before a reboot at
+once. `systemctl status` shows the text of STATUS=. The event loop sends WATCHDOG=1, so systemd restarts an agent whose
+event loop hangs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TICK: Final = 5.0
 class ServiceManager:
     """The service manager (systemd) that has started this process.
 
-    watchdog: seconds within which the manager expects each WATCHDOG=1, None for no watchdog. This class removes
-    systemd's environment variables, so that programs which the agent runs cannot send notifications.
+    watchdog: the maximum seconds between two WATCHDOG=1 that the manager permits; None if it expects none. This class
+    removes systemd's environment variables, so that programs which the agent runs cannot send notifications.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -44,7 +44,7 @@ class ServiceManager:
         mine = pid in ("", str(os.getpid())) and microseconds.isdecimal() and int(microseconds) > 0
         self.watchdog = int(microseconds) / 1e6 if mine and self.there else None
         if self.watchdog is not None:
-            faulthandler.enable()  # systemd ends a hanging process by SIGABRT. Then the log has each thread's stack.
+            faulthandler.enable()  # Writes the stack of each thread when systemd ends a hanging process by SIGABRT.
 
     @property
     def there(self) -> bool:
@@ -52,7 +52,7 @@ class ServiceManager:
         return self._address[:1] in ("/", "\0")
 
     def tell(self, **variables: object) -> None:
-        """Send variables of sd_notify(3) in one message. As with libsystemd, a message that cannot be sent is lost."""
+        """Send variables of sd_notify(3) in one message. A message that cannot be sent is lost, as with libsystemd."""
         text = "\n".join(f"{name}={value}" for name, value in variables.items())
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
             sending.setblocking(False)
@@ -61,7 +61,8 @@ class ServiceManager:
     async def follow(self, status: Callable[[], AgentStatus]) -> None:
         """Notify the service manager of the agent's state (READY=1 included) until cancelled."""
         begun, ready, said, beaten = time.monotonic(), False, "", 0.0
-        # The unit's TimeoutStartSec= includes the time in which Python loads the agent, which is long on a slow disk.
+        # The time of the unit's TimeoutStartSec= may be nearly over, because Python loads the agent slowly from some
+        # disks.
         self.tell(EXTEND_TIMEOUT_USEC=int(2 * START * 1e6))
         while True:
             now, current = time.monotonic(), status()
