@@ -253,7 +253,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
-        # A user waits for the command, so the command tries again after shorter times than an agent.
+        # A user waits for the command, so it retries requests after shorter pauses than an agent.
         async with Cluster.from_environment(options.kubeconfig, backoff=Backoff(most=PATIENCE)) as cluster:
             try:
                 return await question(cluster)
@@ -330,7 +330,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _redraw(lines: Sequence[Line]) -> None:
-    """Clear the terminal, and print the first of these lines: as many as fit on the screen."""
+    """Clear the terminal, and print as many of these lines as fit on the screen, from the first line."""
     from dra_bridge.rollout import display
 
     size = shutil.get_terminal_size()
@@ -429,8 +429,8 @@ def _follow(
                 rich.progress.TextColumn("{task.completed} of {task.total} {task.fields[unit]}"),
                 rich.progress.TimeElapsedColumn(),
             )
-            # The progress bars disappear at the end, because a bar that stays would look like a move that has come to a
-            # halt.
+            # The progress bars disappear at the end, because a bar that stays would look like a move that does not
+            # continue.
             bars = stack.enter_context(rich.progress.Progress(*columns, transient=True))
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 

@@ -164,7 +164,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> None:
-    """Write a text to standard output unchanged. On some systems, Python's text layer would change the line ends."""
+    """Write a text to standard output as bytes, because on some systems Python's text layer changes the line ends."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode())
 
@@ -309,7 +309,7 @@ def _manifests(options: argparse.Namespace) -> int:
     try:
         units = written(options.systemd, loaded, deployment) if options.systemd else []
         printed = to_yaml(rights(loaded, deployment) if units else manifests(loaded, text, deployment))
-    except ValueError as error:  # For example, the path of a socket under the kubelet's root is too long.
+    except ValueError as error:  # A ValueError shows, for example, that a socket's path is too long.
         raise CommandError(error) from error
     sys.stdout.write(printed)
     if units:
@@ -332,7 +332,7 @@ def _manifests(options: argparse.Namespace) -> int:
 
 
 def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
-    """Return, for each driver without child sources, the CEL expression that checks the parameters in claims.
+    """Return, for each driver without child sources, the CEL expression that checks the parameters of claims.
 
     A child source (`DeviceSource.child_sources`) may be added later and accept other parameters, so a driver with child
     sources has no expression.

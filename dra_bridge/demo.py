@@ -50,14 +50,13 @@ TIMEOUT: Final = 15.0
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """The shares that the demo requests one after the other while pods start and end."""
 LIVES: Final = (0.5, 0.9)
-"""Minimum and maximum seconds for which a pod runs. If a pod ended before the agent reads the kubelet's checkpoint, the
-agent would treat the pod's device as held for 10 s.
-"""
+"""Minimum and maximum seconds for which a pod runs. The minimum gives the agent time to read the kubelet's checkpoint.
+If a pod ended before, the agent would treat the pod's device as held for 10 s."""
 DWELL: Final = 0.7
 """Minimum seconds between two moves of devices, in which pods start and end. The value only sets the demo's pace."""
 WIDTH: Final = 72
 MOST_TEXT: Final = 80
-"""Maximum characters per line of the text about a pod's failure. The line's beginning takes 18 more characters."""
+"""Maximum characters per line of the text about a pod's failure, without the 18 characters before the text."""
 
 
 class DemoGpus(plugin_demo.Gpus):
@@ -138,7 +137,7 @@ class Scene:
         return view
 
     def moved(self) -> bool:
-        """Return whether the number of devices on the DRA side is the number that the requested share requires."""
+        """Return whether as many devices are on the DRA side as the requested share requires."""
         return fleet.finished(self.view())
 
     def counts(self) -> dict[str, int]:
@@ -226,7 +225,7 @@ def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
 
 
 class Churn:
-    """A context manager that starts and ends pods with `limits` and pods with claims, more pods than devices."""
+    """While active, starts and ends pods with `limits` and pods with claims, more pods than devices."""
 
     def __init__(self, node: FakeNode, each: int) -> None:
         self.started: Counter[str] = Counter()

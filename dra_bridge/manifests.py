@@ -84,8 +84,8 @@ class Deployment:
 def privileges(config: Config, deployment: Deployment) -> list[str]:
     """Return the reasons why the agent's container is privileged, as sentences; [] if it is not privileged.
 
-    The device cgroup of an unprivileged container allows no process to open the host's device nodes, whatever their
-    owner and mode. The agent lists device nodes, watches them and gives them to containers without opening them. The
+    The device cgroup of an unprivileged container allows no process to open the host's device nodes, for any owner and
+    mode of the nodes. The agent lists device nodes, watches them and gives them to containers without opening them. The
     NVIDIA runtime opens the nodes of the GPUs that exist when the container starts. The needs of an `own_command` are
     unknown, so its container is privileged only if `privileged` is "always".
     """
@@ -191,7 +191,7 @@ def _template() -> list[Manifest]:
 
 
 def filled(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a part of the template with each ${name} replaced by its value; None if the part's `when` is false.
+    """Return `part` of the template with each ${name} replaced by its value; None if the part's `when` is false.
 
     A part whose value is None or an empty list is left out of the object that contains it.
     """

@@ -1,9 +1,10 @@
 """Makes CEL expressions by which an admission policy checks the opaque parameters of claims and classes.
 
-The correct form of parameters is the `config_type` of the driver's device sources. An expression reads `p.parameters`.
-Its value is a text that names the first wrong field; "" if there is none. The driver would refuse all parameters that
-an expression refuses (`driver.claims.decoded_config`). Some checks are done only by the driver: patterns, formats of
-strings, missing fields that the class or the claim may add, and deeply nested values. Pure functions.
+The `config_type` of the driver's device sources determines the correct form of parameters. An expression reads
+`p.parameters`. Its value is a text that names the first wrong field; "" if there is none. The driver would refuse all
+parameters that an expression refuses (`driver.claims.decoded_config`). Some checks are done only by the driver:
+patterns, formats of strings, missing fields that the class or the claim may add, and deeply nested values. Pure
+functions.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def expression(config_types: Iterable[Any]) -> str:
 
 
 def _problem(info: Any, value: str, path: str, depth: int) -> str:
-    """Return a CEL expression for the problem of a value that must have this type; "" if every value is accepted.
+    """Return a CEL expression that checks whether a value has this type; "" if every value is accepted.
+
+    The expression's value is the problem in words, "" if there is none.
 
     value: a CEL expression for the value. path: the value's name in messages, "" for the parameters as a whole.
     """
@@ -119,9 +122,9 @@ def _union(info: Any, value: str, path: str, depth: int) -> str:
 
 
 def _either(problems: Sequence[str]) -> str:
-    """Return a CEL expression for the problem of a value that must have one of several types.
+    """Return a CEL expression that checks whether a value has one of several types.
 
-    problems: an expression for each type.
+    problems: for each type, the expression of `_problem`.
 
     The result is "" if one type accepts all values.
     """

@@ -18,7 +18,8 @@ from deviceplugin.config import ADOPTED, Config, needed
 from dra_bridge.manifests import Deployment, Manifest, arguments, bridged, filled, manifests, privileges
 
 DURATION: Final = "720h"
-"""The requested lifetime of an agent's token. After a longer outage, a node needs a new token from an administrator."""
+"""The requested lifetime of an agent's token. If a node is off for longer, an administrator must give it a new
+token."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
 """Pairs: a setting of systemd units that creates directories, and the directory in which it creates them."""

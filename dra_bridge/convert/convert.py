@@ -165,7 +165,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
 
 
 class _Says:
-    """Adds remarks about one object of a document to a list."""
+    """Adds remarks to a list. All remarks are about one object of a document."""
 
     def __init__(self, source: _Source, path: Path, body: Mapping[str, Any], remarks: list[Remark]) -> None:
         self._source = source

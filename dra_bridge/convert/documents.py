@@ -1,8 +1,8 @@
 """Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure functions.
 
 The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
-text as this module does. As kubectl and Helm do, this module splits the stream at lines that begin with `---` before it
-parses. So an invalid document does not affect the other documents.
+text as this module does. Like kubectl and Helm, this module first splits the stream at lines that begin with `---`, and
+then parses each document. So an invalid document does not affect the other documents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class YamlTextError(Exception):
 
 
 class UnwritableError(Exception):
-    """Raised when a part of a text cannot be changed without changing another part. The message states why."""
+    """Raised when an edit of a text would also change other parts of the text. The message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Document:
 
 
 def documents(stream: str) -> list[Document]:
-    """Split a stream into its documents. Their texts, joined, are the stream again."""
+    """Split a stream into its documents. The stream is the concatenation of the documents' texts."""
     starts = [0]
     for match in _START.finditer(stream):
         # The directives of a document (%YAML) come before its `---`.
@@ -102,7 +102,7 @@ class Tree:
             where = f", line {mark.line + 1}" if mark else ""
             raise YamlTextError(f"{getattr(error, 'problem', None) or error}{where}") from error
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            # For example, the text has a date with month 13.
+            # Such an error comes, for example, from a date with month 13.
             raise YamlTextError(f"{type(error).__name__}: {error}") from error
         self._shared = {id(node) for node, count in _references(self.root) if count > 1}
 

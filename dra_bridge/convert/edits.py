@@ -1,4 +1,4 @@
-"""Edits a YAML text, keeps all other bytes, and marks the edits, so that they can be undone. Pure functions.
+"""Edits a YAML text without changes of other bytes, and marks the edits, so that they can be undone. Pure functions.
 
 Comments mark each changed line. A removed line becomes a comment, `# dra-bridge: was LINE`. An added line ends with the
 comment `# dra-bridge: added`, and an added document begins with this comment.
@@ -40,9 +40,9 @@ class Edit(NamedTuple):
 
 
 def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list[Edit]:
-    """Return the edits that remove the entries of a mapping that have these keys.
+    """Return the edits that remove the entries with these keys from a mapping.
 
-    Raises UnwritableError if other text is on the lines of these entries.
+    Raises UnwritableError if the lines of these entries contain other text as well.
     """
     pairs = mapping.value
     edits = []

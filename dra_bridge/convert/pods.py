@@ -96,7 +96,7 @@ def is_builtin(body: Mapping[str, Any]) -> bool:
 def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
     """Return the resources that an object requests by `limits` outside of the pod specs at the paths `known`."""
     found: set[str] = set()
-    seen: set[int] = set()  # By a YAML alias, a list or mapping of the object may contain itself.
+    seen: set[int] = set()  # A list or mapping may contain itself, by a YAML alias.
     waiting: list[tuple[Path, Any]] = [((), body)]
     while waiting:
         path, part = waiting.pop()
@@ -155,7 +155,7 @@ def _quantities(container: Any, part: str) -> dict[str, Any]:
 
 
 def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the containers of a pod spec with their paths; last the init containers that are not sidecars."""
+    """Yield the containers of a pod spec with their paths. Init containers that are not sidecars come last."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for part in ("containers", "initContainers"):
         each = spec.get(part)
@@ -173,9 +173,9 @@ def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange
     """Return the changes of a pod spec; None if it requests no resource in `classes`. Raises UnconvertibleError.
 
     classes: names of DeviceClasses, by resource. Each container gets its own claim, because containers that share a
-    claim share its devices, and limits never share devices. There is one exception. A container that starts after an
-    init container reuses the init container's devices, so these two share a claim if both request the same number
-    (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
+    claim share its devices, but containers with limits never share devices. There is one exception. A container that
+    starts after an init container reuses the init container's devices, so these two share a claim if both request the
+    same number (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
     """
     claims: dict[str, LimitedDevices] = {}
     reusable: set[str] = set()

@@ -15,7 +15,7 @@ class Level(Enum):
     NOTE = "note"
     WARNING = "warning"
     REFUSED = "refused"
-    """`convert` prints the object, or the whole document, unchanged."""
+    """`convert` leaves the object, or the whole document, unchanged."""
 
 
 class RemarkKind(Enum):
@@ -90,7 +90,7 @@ class RemarkKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One remark. line: the line's number, from 1. subject: the object, and the container if only one is concerned."""
+    """One remark. line: the line's number, from 1. subject: the object, and the container if it concerns one."""
 
     kind: RemarkKind
     file: str

@@ -16,7 +16,7 @@ _AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPod
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Facts from the other objects of the manifests. Objects that name no namespace are in `namespace`.
+    """Facts from the other objects of the manifests. namespace: the namespace of objects that name no namespace.
 
     classes: for each resource, the name of its DeviceClass. patient: names of PriorityClasses whose pods preempt no
     other pods. autoscaled: the autoscaler of each scaled object, by the object's (namespace, kind, name). quotas:

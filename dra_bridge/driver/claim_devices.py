@@ -54,8 +54,8 @@ class RequestDevices:
 
     request: the request's name without the subrequest. members: each device with its result in the allocation; a device
     of which the claim has several shares has several results. records: for each member, the record that the register
-    should grant. config: the request's parameters. by_others: whether the setup of the devices calls hooks of the
-    source, or a vendor's plugin.
+    should grant. config: the request's parameters. by_others: whether the devices are set up by hooks of the source, or
+    by a vendor's plugin.
     """
 
     request: str
@@ -352,7 +352,7 @@ class ClaimDevices:
                     await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
 
     def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
-        """Return those of these devices that no other claim holds. Claims that are being unprepared do not count."""
+        """Return those of these devices that no other claim holds, not counting claims that are being unprepared."""
         mine = {(self.records.driver, claim_uid) for claim_uid in (uid, *self.ending)}
         others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
         held: frozenset[DeviceKey] = frozenset().union(*others)

@@ -56,16 +56,16 @@ def build(
 ) -> dict[str, Any]:
     """Return a valid CDI spec with these devices, in the lowest CDI version that has all fields of the spec.
 
-    devices: for each CDI device's name, its edits, which must not be empty; at least one device. Annotations in the
-    edits are not written. nodes: the spec's entries for the edits' device nodes, as `described` returns them; None to
-    read the nodes here, which blocks. Raises CdiError if a name, path or environment variable is not allowed, or a node
-    is missing on the host.
+    devices: for the name of each CDI device, its edits, which must not be empty. At least one device is needed.
+    Annotations in the edits are not written. nodes: the spec's entries for the edits' device nodes, as `described`
+    returns them; None to read the nodes here, which blocks. Raises CdiError if a name, path or environment variable is
+    not allowed, or a node is missing on the host.
 
     `described` resolves the host paths of device nodes, because runtimes refuse a symbolic link (containerd#12060).
-    Inside the container, the node has the path that the edits state. A path of a directory stands for all device nodes
-    in the directory. If an entry has device numbers, a runtime does not read the host path (container-device-interface
-    1.0, container-edits_unix.go: fillMissingInfo). So a restarted container gets the same device number, even if the
-    path then leads to another device.
+    Inside the container, the device node has the path that the edits state. In the edits, the path of a directory
+    stands for all device nodes in the directory. If an entry has device numbers, a runtime does not read the host path
+    (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo). So a restarted container gets the same
+    device number, even if the path then leads to another device.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -94,7 +94,7 @@ def request_of(name: str) -> str:
 
 
 def without(spec: str, requests: Collection[str]) -> str:
-    """Return a claim's CDI spec without the CDI devices of some requests; "" if none remain.
+    """Return a claim's CDI spec without the CDI devices of some requests; "" if no CDI device remains.
 
     The runtime does not create a container that needs a missing CDI device. The runtime ignores a file without CDI
     devices, or with an empty CDI device.
@@ -228,7 +228,7 @@ class CdiStore:
 
 
 class ClaimFileStore(CdiStore):
-    """The agent's own files of one driver's claims, in a directory below the directory of CDI specs."""
+    """The agent's claim files (`ClaimFile`) of one driver's claims, in a directory below the directory of CDI specs."""
 
     SUFFIX = claim_files.SUFFIX
 
@@ -270,7 +270,7 @@ class ClaimMetadata:
         return ContainerEdits(mounts=[Mount(self.path(ref.uid, request), inside, readonly=True)])
 
     def write(self, uid: str, texts: Mapping[str, str]) -> bool:
-        """Write a claim's metadata files; return whether any file was missing. Blocks. Raises CdiError.
+        """Write a claim's metadata files; return whether a file was missing before. Blocks. Raises CdiError.
 
         texts: the files' contents by request.
         """
@@ -300,7 +300,7 @@ class ClaimMetadata:
         return found
 
     def _names(self) -> dict[str, tuple[str, str]]:
-        """Return, for each file name of a metadata file or leftover draft, the claim's UID and the request."""
+        """Return, for the name of each metadata file or draft (left by a crash), the claim's UID and the request."""
         try:
             names = os.listdir(self._directory)
         except OSError:
@@ -393,7 +393,7 @@ class ClaimFiles:
         if self.looks.hanging:
             raise CdiError(self.looks.hanging)
         look = self.looks.begin("claim file", function, *arguments)
-        # Usually the call has ended by now. Then no task is needed.
+        # Usually the call has ended by now, and no task is needed to wait for it.
         if self.looks.ended_at_once(look):
             return look.result
         if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):
@@ -427,7 +427,7 @@ class ClaimFiles:
         """
         record = self._records.get(uid)
         if record is not None:
-            # If this fails, a later call of `write` fails as well, and reports the error.
+            # An error is not reported here, because a later call of `write` fails as well and reports it.
             with contextlib.suppress(CdiError):
                 await self._at(self._describe, record)
 

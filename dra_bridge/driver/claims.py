@@ -219,7 +219,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     if not results:
         raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
     of_class: list[ClaimConfig] = []
-    # Configurations of the class come before those of the claim. Otherwise, the API server's order is kept.
+    # Configurations of the class come before those of the claim. Apart from that, the API server's order is kept.
     of_claim: list[ClaimConfig] = []
     for config in devices.config or ():
         if config.opaque is not None and config.opaque.driver == driver:
@@ -356,7 +356,10 @@ def prepared_of(claim: Claim) -> Prepared | None:
 
 @functools.lru_cache(maxsize=256)
 def _prepared(result: str) -> Prepared | None:
-    """Decode a recorded response. Cached, because each second all claims' files are compared with their responses."""
+    """Decode a recorded response.
+
+    The result is cached, because the files of all claims are compared with the responses every second.
+    """
     try:
         return _DECODER.decode(result)
     except msgspec.DecodeError:
@@ -396,5 +399,5 @@ class ClaimRecords:
         return [claim for claim in self.ledger.snapshot.claims.values() if claim.driver == self.driver]
 
     def locked(self, uid: str) -> asyncio.Lock:
-        """Return a claim's lock. All callers get the same object while a task has the lock or waits for this lock."""
+        """Return a claim's lock. While any task has the lock or waits for it, all callers get the same object."""
         return self._locks.setdefault(uid, asyncio.Lock())

@@ -105,8 +105,8 @@ class Driver:
     ) -> dict[str, Prepared | ClaimError]:
         """Prepare claims independently of each other; return a response or error for each claim UID.
 
-        remaining: seconds until the caller's deadline. Until shortly before this deadline, claims wait for devices
-        whose holders are about to end. Without a deadline, claims do not wait. If the caller cancels the call, waiting
+        remaining: seconds until the caller's deadline. Claims wait for devices whose holders are about to end, until
+        shortly before this deadline. Without a deadline, claims do not wait. If the caller cancels the call, waiting
         claims are refused.
         """
         limit = WaitLimit(0.0 if remaining is None else time.monotonic() + remaining - MARGIN)
@@ -123,7 +123,7 @@ class Driver:
                 self._register.store.changes.note()
 
     def end_waits(self) -> None:
-        """Refuse the claims that wait for devices, because the agent stops or uses another socket."""
+        """Refuse the claims that wait for devices. Called when the agent stops or uses another socket."""
         for limit in self._limits:
             limit.until = 0.0
         self._register.store.changes.note()

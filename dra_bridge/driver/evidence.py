@@ -1,4 +1,4 @@
-"""Converts claim files and the kubelet's claim state to evidence of the devices that claims hold. Pure functions."""
+"""Makes evidence of the devices that claims hold, from claim files and the kubelet's claim state. Pure functions."""
 
 from __future__ import annotations
 

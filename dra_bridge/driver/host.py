@@ -13,7 +13,7 @@ class RunningPods(NamedTuple):
     """The UIDs of the pods whose processes run.
 
     unlisted: for each running pod whose claims are unknown, when its processes were first seen (monotonic seconds). The
-    kubelet does not list such a pod: it forgets a pod that was deleted by force, together with the pod's claims.
+    kubelet does not list such a pod, because it forgets a pod that was deleted by force, together with its claims.
     """
 
     running: frozenset[str] = frozenset()
@@ -60,8 +60,8 @@ class DriverHost:
     async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
         """Return whether all containers that these pods had at an earlier time have certainly ended.
 
-        before: the result of `starts` at the earlier time. pods: running pods. waited: seconds since the earlier time,
-        or fewer.
+        before: the result of `starts` at the earlier time. pods: running pods. waited: a lower bound of the seconds
+        since the earlier time.
         """
         return False
 

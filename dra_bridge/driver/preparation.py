@@ -74,11 +74,11 @@ _MAX_MESSAGE: Final = 1000
 PATIENCE: Final = 10.0
 """Seconds for which Unprepare is refused while processes of the claim's pods run.
 
-Most processes end within this time. Some end only after Unprepare: if a kubelet ended while containerd started a
-container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The kubelet kills such a
-process, with all others in the pod's cgroup, when it deletes the pod. The kubelet deletes the pod only after the pod's
-claims are unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1,
-internal/cri).
+Most processes end within this time. Some processes end only after Unprepare. For example, if a kubelet ended while
+containerd started a container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The
+kubelet kills such a process, with all others in the pod's cgroup, when it deletes the pod. The kubelet deletes the pod
+only after the pod's claims are unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses;
+containerd 2.1, internal/cri).
 """
 
 
@@ -99,7 +99,7 @@ class _Work:
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: runs the work that must not be cancelled. deadline: seconds for one claim.
+    tasks: the object that runs the work that must not be cancelled. deadline: seconds for one claim.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ClaimPreparation:
         return prepared
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
-        """Unprepare a claim, with or without a record.
+        """Unprepare a claim, even if the ledger has no record of the claim.
 
         While the claim's containers run, return an error: the kubelet tries again. Even if a pod was deleted by force
         and its containers hang, the kubelet's reconcile loop unprepares the pod's claims (kubelet 1.36,
@@ -244,7 +244,7 @@ class ClaimPreparation:
 
     @contextlib.contextmanager
     def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> Iterator[_Work]:
-        """Count and log the call for a claim that is made inside this context manager.
+        """Count and log one call for a claim. The context manager surrounds the call.
 
         Raise each failure as a ClaimError.
         """
@@ -454,6 +454,6 @@ def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> Claim
             reason, text = Reason.CDI, str(error)
         case LedgerError():
             reason, text = Reason.LEDGER, str(error)
-        case _:  # Errors of the API client are included: their texts are written for users.
+        case _:  # For example, errors of the API client, whose texts are written for users.
             reason, text = Reason.API, f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")

@@ -114,7 +114,10 @@ def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesRespo
 class HealthService(
     dra_health_v1_pb2_grpc.DRAResourceHealthServicer, dra_health_v1alpha1_pb2_grpc.DRAResourceHealthServicer
 ):
-    """The gRPC services for health, v1 and v1alpha1. They report health at once, after changes and periodically."""
+    """The gRPC services for health, v1 and v1alpha1.
+
+    Each stream reports the health of the devices at its begin, after changes, and periodically.
+    """
 
     def __init__(self, driver: Driver, keep_alive: float) -> None:
         self._driver = driver
@@ -163,8 +166,8 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 class _RegistrationService(RegistrationServicer):
     """The gRPC service for the driver's registration.
 
-    info: the response to GetInfo. answered: called with the kubelet's result: True if the driver is registered, or
-    False and the error.
+    info: the response to GetInfo. answered: a function that is called with the kubelet's result: whether the driver is
+    registered, and the error.
     """
 
     info: pb.PluginInfo

@@ -1,4 +1,4 @@
-"""Updates the CDI files of claims when the device nodes of the claims' devices change.
+"""Updates the CDI files of claims when device nodes of the claims' devices change.
 
 A CDI file contains device numbers, and the runtime does not read the host path. So a restarted container gets nodes
 with the numbers in the file. A USB stick that is unplugged and plugged in again has other numbers than before, and
@@ -50,7 +50,7 @@ DEBOUNCE: Final = 0.05
 """Seconds from a change of the register to the next comparison of the inventories, because the start of a pod causes
 several changes."""
 SETTLED: Final = 1.0
-"""Seconds after which a runtime has surely read a changed CDI file. A runtime watches the directory
+"""Seconds after which a runtime has certainly read a changed CDI file, because a runtime watches the directory
 (container-device-interface 1.0, cache.go: watch)."""
 
 
@@ -60,8 +60,8 @@ class _DevicesNow:
 
     nodes: the CDI entries of the devices' nodes. own: for each device, its identity tokens (such as device numbers)
     that no other device has. former: tokens of nodes to remove from the spec, except nodes in `nodes`. known: the
-    devices' tokens in the register. lost: device numbers in the register that are neither in the spec nor numbers of
-    the devices now. away: whether a device is unplugged or is other hardware now, or its nodes cannot be read or are
+    devices' tokens in the register. lost: device numbers in the register that are not in the spec, and that the devices
+    do not have now. away: whether a device is unplugged or is other hardware now, or its nodes cannot be read or are
     newer than the inventory.
     """
 
@@ -87,7 +87,7 @@ class _DevicesNow:
 
 
 class ClaimRenewal:
-    """Renews the CDI files of one driver's claims. register: has the present identities and holders of devices."""
+    """Renews the CDI files of one driver's claims. register: the register of devices' identities and holders."""
 
     def __init__(self, served: ServedDevices, preparation: ClaimPreparation, register: Register) -> None:
         self._served, self._preparation, self._register = served, preparation, register
@@ -119,7 +119,7 @@ class ClaimRenewal:
                 claims |= failed
             errors = {uid for uid in sorted(claims) if await self._try(uid)}
             failed = failed - claims | errors
-            if errors:  # A failed claim does not delay the other claims.
+            if errors:  # An error for one claim does not delay the others.
                 retry_at = time.monotonic() + failing.next()
             elif not failed:
                 failing.reset()
@@ -211,7 +211,7 @@ class ClaimRenewal:
         self._register.notify()
 
     async def _found(self, claim: Claim, prepared: Prepared) -> tuple[dict[str, _DevicesNow], cdi.CdiError | None]:
-        """Return, by request, the present state of its devices, and the error if a device's nodes could not be read."""
+        """Return, by request, the present state of the request's devices, and the error if nodes could not be read."""
         boot, by_name, numbers = self._files.boot, self._served.by_name, _numbers(prepared.spec)
         found: dict[str, _DevicesNow] = {}
         keys = {(device.resource, device.device) for device in claim.devices}
@@ -347,8 +347,8 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
     """Return the CDI spec `spec` of `claim_files.build`, with the present nodes of the devices.
 
     If the nodes have not changed, the text stays the same. nodes: for each request, the present nodes, as `described`
-    returns them. held: the tokens of the nodes that belonged to the devices until now: such a node stays in the spec
-    only if it is still one of the present nodes. All other nodes stay unchanged.
+    returns them. held: the tokens of the nodes that belonged to the devices until now. Such a node stays in the spec
+    only if it is one of the present nodes. All other nodes stay unchanged.
     """
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)

@@ -23,10 +23,10 @@ from deviceplugin.register.register import Register
 from dra_bridge.driver.claims import Awaited
 
 MARGIN: Final = 5.0
-"""Seconds between the end of the waits and the deadline of the kubelet's call, in which the devices are set up."""
+"""Seconds between the end of the waits and the deadline of the kubelet's call. In this time, the devices are set up."""
 
 REREAD: Final = 5.0
-"""Seconds of waiting after which the claim is read again, because its pod may have been deleted."""
+"""While a claim waits, it is read again after this number of seconds, because its pod may have been deleted."""
 
 PACE: Final = 0.1
 """Minimum seconds between two tries to prepare a claim, because each try reads the claim from the API server."""
@@ -50,7 +50,7 @@ class WaitLimit:
 async def wait(register: Register, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
     """Return once the claim need not wait for these devices, after `REREAD` seconds, or at the limit of the call.
 
-    seen: the register's number of changes before the refused try.
+    seen: the number of changes of the register (`changes.count`) before the try that was refused.
     """
     changes, began = register.store.changes, time.monotonic()
     with register.waits.waiting(awaited.devices):

@@ -5,12 +5,12 @@ the pod that is being admitted, the kubelet ignores `limits` that are satisfied 
 already admitted, the kubelet counts such `limits` (removeMissingExtendedResources, lifecycle/predicate.go;
 kubernetes#124586). The kubelet compares the sum of the `limits` with the Node's `status.allocatable`, or with the
 number of ids in its checkpoint if that number is larger (sanitizeNodeAllocatable, devicemanager/manager.go). The
-kubelet ends a running pod whose `limits` do not fit into this number.
+kubelet ends a running pod if, with the pod's `limits`, the sum exceeds this number.
 
 So a restart can end a pod that has devices from the device plugin, if older pods have devices for their `limits`
 through DRA. After its start, the kubelet counts 0 devices until the agent has registered. No pod is at risk if the pods
 with devices from the device plugin and the pods with devices for their `limits` through DRA never run at the same time.
-Therefore devices return to the device plugin only when no pod has a device for its `limits` through DRA.
+Therefore a resource's devices return to the device plugin only when no pod has a device for its `limits` through DRA.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
 
 
 def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
-    """Return the resources with a device that a pod has got for its `limits` through DRA."""
+    """Return the resources of which some pod has devices for its `limits` through DRA."""
     served: set[str] = set()
     for claim in now.claims.values():
         for device in claim.devices:
@@ -101,7 +101,8 @@ class AdmittedPod(NamedTuple):
 def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
     """Return the titles of the pods that the kubelet denies if it counts `capacity` devices of a resource.
 
-    Of pods that were created in the same second, pods with devices through DRA count as older, which is the worst case.
+    If pods were created in the same second, the function assumes the worst case that pods with devices through DRA are
+    older.
     """
     used = 0
     titles = []

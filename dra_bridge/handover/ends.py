@@ -1,4 +1,4 @@
-"""Completes moves: collects the evidence that the commit of a move needs. Deletes records of unplugged devices."""
+"""Collects the evidence that is needed to commit moves, and commits them. Deletes records of unplugged devices."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class MovesToPlugin:
 
     queries: the reads of claims, by (device, sequence number of the device's record), so that each move begins with a
     new read. waits: a function that returns the delays between two reads of a claim. limited: whether pods have, or may
-    get, devices of the resource by their `limits` through DRA. It becomes True when the ledger (the file of records)
-    names such a pod. It becomes False when the ledger file names no such pod, and either a list of claims names none or
-    no device waits.
+    get, devices of the resource by their `limits` through DRA. The value becomes True when the ledger (the file of
+    records) names such a pod. The value becomes False when the ledger file names no such pod, and either a list of
+    claims names none or no device waits.
     """
 
     moved: MovedResource
@@ -119,8 +119,9 @@ class MovesToPlugin:
         """Commit the moves to the device plugin that can end, and return the moved devices.
 
         before: the register's present records. waiting: a mapping to which the method adds, for each device whose move
-        still waits, the reason. forced: returns whether moves are forced now, which may change while the claims are
-        listed. kept: returns the devices whose moves will be reversed instead of committed once `limited` is False.
+        still waits, the reason. forced: a function that returns whether moves are forced now. The result may change
+        while the claims are listed. kept: a function that returns the devices whose moves will be reversed instead of
+        committed once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
         devices = moved.moving.in_state(before, mine, State.TO_PLUGIN)
@@ -207,7 +208,8 @@ class MovesToPlugin:
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims whose queries are due. Return whether all claims have to be listed now.
 
-        A list is necessary if no known claim prevents the move of the device of a due query any more.
+        A list is necessary if, after these reads, no known claim prevents the move of the device of one of these
+        queries.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

@@ -1,4 +1,4 @@
-"""A resource whose devices move between plugin and DRA, and the interfaces of the agent that the moves use."""
+"""A resource whose devices move between plugin and DRA, and the interfaces by which the moves use the agent."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Allocated:
 
 
 class MoveEvidence(Protocol):
-    """Reads which pods and claims hold devices, and which claims have devices allocated. Each call reads again.
+    """Reads which pods and claims hold devices, and which claims have devices allocated. No result is cached.
 
-    errors: the exceptions that `allocated` and `allocates` raise when the API server does not respond.
+    errors: the types of exceptions that `allocated` and `allocates` raise when the API server does not respond.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]]
@@ -72,7 +72,7 @@ class DriverSlices(Protocol):
 
 
 class DriverSide(Protocol):
-    """The driver's other resources, and the updates after moves (implemented by `dra_bridge.node.driver_runtime`)."""
+    """Finds the driver's other resources, and is told about moves (implemented by `dra_bridge.node.driver_runtime`)."""
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the endpoint of another resource of the driver; None if this process has no such resource."""
@@ -101,7 +101,7 @@ class MovedResource:
         object.__setattr__(self, "name", self.endpoint.resource)
 
     def movable(self) -> Movable:
-        """Return the present states of the plugged-in devices. The share counts only these devices."""
+        """Return the present states of the plugged-in devices. The share is a part of these devices."""
         now, listed = self.register.snapshot, self.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moving.of(now, self.name).items():

@@ -46,7 +46,7 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the device plugin and DRA until DRA has as many as requested (the share).
 
-    allocatable: writes the number of devices that the scheduler counts; None if only the kubelet writes this number.
+    allocatable: the writer of the Node's number of allocatable devices; None if only the kubelet writes this number.
     waiting: for each device whose move waits, the reason. denied: UIDs of the pods that a kubelet restart would have
     ended at the last check; "" for a pod whose UID is not known yet.
     """
@@ -117,7 +117,7 @@ class Handover:
                     progress, moving = False, True
                 if progress:
                     backoff.reset()
-                    await asyncio.sleep(0)  # Let tasks update the device lists (`DriverSide.moved`).
+                    await asyncio.sleep(0)  # Let other tasks update device lists (`DriverSide.moved`).
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pause(backoff) if moving else 60.0):
@@ -142,8 +142,7 @@ class Handover:
         if await self._starter.begin(limited=limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
-        # Moves to the device plugin are completed first, because they need no response of the kubelet, which may be
-        # slow.
+        # Moves to the device plugin are completed first, because they do not wait for the kubelet, which may be slow.
         before = self._moved.register.snapshot
         if returned := await self.to_plugin.commit(before, waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
@@ -176,7 +175,7 @@ class Handover:
         now, extra = time.time(), {"resource": self.resource}
         way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
         self.statistics.finished[way] += len(devices)
-        present = 0  # Unplugged devices are not counted: their records are deleted soon.
+        present = 0  # Unplugged devices are not counted, because their records are deleted soon.
         for name in devices:
             self.statistics.seconds[way] += max(0.0, now - before.device(self.resource, name).since)
             if name in self._moved.inventory.snapshot.devices:

@@ -1,4 +1,4 @@
-"""Chooses the devices that move next between plugin and DRA. Pure functions of the register's records."""
+"""Chooses the devices that move next between plugin and DRA, by pure functions of the register's records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 def needed_by(
     now: RegisterSnapshot, refused: Mapping[RecordKey, RefusedClaim], driver: str, together: Together
 ) -> dict[DeviceKey, str]:
-    """Return the devices that must move to DRA for a driver's refused claims, or go on moving; for each, the reason.
+    """Return the devices that must move to DRA for a driver's refused claims, or continue to move, with the reasons.
 
     Devices are included even if pods hold them. Otherwise a sequence of pods could hold a claim's device without a
     pause, and each Prepare would find it held. A device that has moved since the claim was refused does not have to
@@ -94,9 +94,9 @@ Together = Mapping[str, tuple[DeviceKey, ...]]
 class Movable:
     """The devices of a resource that one handover can move, in one snapshot of the register.
 
-    states: the states of these devices. together: the groups of these devices. held: the held devices of all
-    resources; see `held_and_expected`. needed: see `needed_by`. expected: the expected and the needed devices of all
-    resources.
+    states: the states of these devices. together: the groups of these devices. held: the held devices of all resources;
+    see `held_and_expected`. needed: see `needed_by`. expected: the devices of all resources that move to DRA for claims
+    (`held_and_expected`) or must do so (`needed`).
     """
 
     now: RegisterSnapshot
@@ -163,9 +163,9 @@ def plan(
     chosen held device of the device plugin becomes `draining`.
 
     states: the state of each device to choose from; quarantined devices do not count and do not move. held: devices
-    that a pod or a claim holds. groups: returns sets of devices that belong together (by links, a switch, a NUMA node).
-    If possible, a whole group moves. expected: devices that move to DRA for a claim. These moves are not reversed,
-    because the claim's next Prepare must find the device on the DRA side.
+    that a pod or a claim holds. groups: a function that returns sets of devices that belong together (by links, a
+    switch, a NUMA node). If possible, all devices of a group move together. expected: devices that move to DRA for a
+    claim. These moves are not reversed, because the claim's next Prepare must find the device on the DRA side.
     """
     dra: list[str] = []
     leaving_dra: list[str] = []
@@ -204,7 +204,8 @@ def _choose(
 
     Devices in the state `turning` are chosen first (the held ones before the idle ones), because for them it is enough
     to reverse the present move. Then groups are chosen, in this order of preference: groups with an idle device; groups
-    of which some devices are already on this side or chosen; groups that fit into the rest of `count`.
+    of which some devices are already on this side or chosen; groups that are not larger than the number that is still
+    to be chosen.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []
@@ -233,13 +234,13 @@ def _choose(
             price = (
                 not idle,  # Prefer groups with an idle device, because an idle device can move at once.
                 -begun if len(group) > 1 else 0,  # Prefer groups of which some devices have already moved.
-                len(rest) > missing,  # Avoid moving only a part of a group.
+                len(rest) > missing,  # Prefer groups of which all devices can be chosen.
                 -min(len(idle), missing),  # Prefer groups of which most devices move at once.
                 min(map(at.__getitem__, rest)),
             )
             if best is None or price < best[0]:
                 best = price, idle, rest
-        assert best is not None  # Fewer than `count` devices are chosen, so there are more candidates.
+        assert best is not None  # There are at least `count` candidates.
         _, idle, rest = best
         chosen.extend((idle if idle and idle_names > len(idle) else rest)[:missing])
     return tuple(chosen)
@@ -263,7 +264,7 @@ def leading(movable: Movable) -> tuple[dict[str, State], frozenset[str], frozens
             in_use.add(name)
         if not movable.expected.isdisjoint(members):
             awaited.add(name)
-            # A claim waits for devices of this group that are still moving. So the leader counts as moving too.
+            # A claim waits for devices of this group that are still moving, so the leader counts as moving as well.
             if state is State.DRA:
                 leaders[name] = State.TO_DRA
     return leaders, frozenset(in_use), frozenset(awaited)

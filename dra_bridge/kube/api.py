@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-Object = dict[str, Any]  # A Kubernetes object as a dict, in the form of its JSON.
+Object = dict[str, Any]  # A Kubernetes object, as a dict decoded from JSON.
 
 GROUP: Final = "resource.k8s.io"
 
@@ -186,9 +186,9 @@ _DECODER: Final = msgspec.json.Decoder(_Status)
 def error_of(
     code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
 ) -> ApiError:
-    """Return the error for a response with this HTTP status. body: a Status object, or any text.
+    """Return the error for a response. code: its HTTP status. body: its body, which is a Status object or any text.
 
-    kind, name: the requested object. A 404 is a NotFoundError only if it names this object.
+    kind, name: the requested object. For a 404 that names this object, the result is a NotFoundError.
     """
     try:
         status = _DECODER.decode(body) if isinstance(body, bytes) else msgspec.convert(body, _Status)

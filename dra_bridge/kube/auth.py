@@ -41,7 +41,7 @@ EXEC_TIMEOUT: Final = 120.0
 RENEW: Final = 30.0
 """Minimum seconds between two reads of the configuration after a read failed or the server refused the credentials.
 
-A read is expensive: it starts a process, takes some 0.4 s of CPU, and runs the credential plugin.
+A read is expensive, because it starts a process, takes some 0.4 s of CPU, and runs the credential plugin.
 """
 
 _CLAIMS: Final = msgspec.json.Decoder(dict[str, object])
@@ -52,10 +52,11 @@ _ANSWER: Final[msgspec.json.Decoder[Credentials | Failure]] = msgspec.json.Decod
 class Access:
     """The address of an API server, and what a client needs to connect to it.
 
-    authorize: a function that returns the Authorization header, "" for none. Its argument: whether the server refused
-    the last header (401), so that a new header is needed. The function raises KubeConfigError or OSError if there are
-    no credentials. proxy: the URL of an HTTP proxy, "" for none. server_name: the name in the server's certificate, ""
-    if this name is the URL's host. source: the file or option from which these values come, for messages.
+    authorize: a function that returns the Authorization header, "" for none. The function's argument states whether the
+    server refused the last header (401), so that a new header is needed. The function raises KubeConfigError or OSError
+    if there are no credentials. proxy: the URL of an HTTP proxy, "" for none. server_name: the name in the server's
+    certificate, "" if this name is the URL's host. source: the file or option from which these values come, for
+    messages.
     """
 
     url: str
@@ -207,7 +208,7 @@ class _KubeConfig:
         async with self._reading:
             if self._credentials.token_file:
                 return await self._token_file(refused)
-            # Renew the credentials only if no other request has renewed them during the wait for the lock.
+            # If another request has renewed the credentials during the wait for the lock, they are not renewed again.
             if reads == self._reads and (refused or self._expired()):
                 await self._renew(refused)
             return self._credentials.authorization
@@ -219,8 +220,8 @@ class _KubeConfig:
     async def _renew(self, refused: bool) -> None:
         """Read the files again for new credentials. Raises KubeConfigError if the last read has failed.
 
-        After a failure, after a refusal by the server, or if the new credentials have expired already, the next read
-        comes at least `RENEW` seconds later.
+        The next read is at least `RENEW` seconds later if this read fails, if the server has refused the credentials,
+        or if the new credentials have expired already.
         """
         if time.monotonic() >= self._next_read:
             self._failure = ""

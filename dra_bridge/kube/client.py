@@ -204,11 +204,11 @@ class Cluster:
     ) -> AsyncGenerator[Page[T], None]:
         """Yield the pages of one list, each about `forms.PAGE` bytes. All pages show the state at one moment.
 
-        The first request is a consistent read: without resourceVersion it is answered by etcd, or by a cache that has
-        reached etcd's revision. Each further request names this revision. Once etcd has compacted the revision (after 5
-        to 10 minutes), the server answers with 410 and a token that continues at the newest revision (etcd3/errors.go,
-        1.36). The client does not use this token: a list of two revisions can miss a device whose allocation passes
-        from a claim on a later page to a claim on an earlier page.
+        The first request is a consistent read: it names no resourceVersion, so the answer comes from etcd, or from a
+        cache that has reached etcd's revision. Each further request names the revision of the first page. Once etcd has
+        compacted the revision (after 5 to 10 minutes), the server answers with 410 and a token that continues at the
+        newest revision (etcd3/errors.go, 1.36). The client does not use this token: a list of two revisions can miss a
+        device whose allocation passes from a claim on a later page to a claim on an earlier page.
 
         Raises GoneError if the list has to begin anew, OversizedError if one object exceeds the size limit of a
         response.
@@ -325,9 +325,10 @@ class Cluster:
         state: the generator records the watch's state here. keep: returns whether a `Listed` includes an object. If a
         watch ends at the requested time, a new watch continues at the last resourceVersion. After any other end (a lost
         connection, an early end, a refusal, no data for too long) the generator yields a new `Listed`, which replaces
-        all earlier objects. The generator does not continue at the old resourceVersion then, because the server's
-        storage may have been restored from an older snapshot: kube-apiserver opens a watch at a future resourceVersion
-        without an error, and sends nothing until its revision has reached it (Cacher.Watch, cacher.go, 1.36).
+        all earlier objects. In these cases, the generator does not continue at the old resourceVersion, because the
+        server's storage may have been restored from an older snapshot: kube-apiserver opens a watch at a future
+        resourceVersion without an error, and sends nothing until its revision has reached it (Cacher.Watch, cacher.go,
+        1.36).
 
         A watch that was interrupted begins again after a random wait, at most the longest wait of the backoff. All
         watches of this client begin again at the same moment. Short waits would overload a server: if one server ends,
@@ -339,7 +340,7 @@ class Cluster:
         """
         backoff, state = self.backoff.fresh(), state or WatchState()
         # Before the first data arrives, the client may need up to three requests: for the API version, for a list, and
-        # for the watch itself.
+        # for the watch.
         state.patience = self._silence[1] + 3 * self._deadline
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, broken, warned = "", "", False, False
@@ -393,7 +394,7 @@ class Cluster:
                 wait = backoff.next()
                 if isinstance(error, GoneError):
                     if wait <= backoff.first:
-                        wait = 0.0  # The first list after a GoneError needs no wait.
+                        wait = 0.0  # Without a wait, list again after the first GoneError.
                 elif isinstance(error, ApiError):
                     if isinstance(error, UnavailableError):
                         lost_at = time.monotonic()

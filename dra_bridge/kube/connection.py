@@ -112,7 +112,7 @@ class Connection:
             await client.aclose()
 
     async def send(self, method: str, path: str) -> Object:
-        """Send a request that is not for an object, and return the response.
+        """Send a request that is not for an object of the API, and return the response.
 
         Raises ApiError if the server refuses the request or does not respond.
         """
@@ -214,7 +214,7 @@ class Connection:
 
     @contextmanager
     def _failures(self, method: str, path: str) -> Iterator[None]:
-        """Convert a failure inside this context manager to UnavailableError, and count the failure.
+        """Convert a failure of a request inside this context manager to UnavailableError, and count the failure.
 
         From the first failure on, the server counts as unreachable. A response that is too large or nested too deeply
         is no such failure, because the server is reachable.
@@ -299,7 +299,7 @@ class Connection:
         before = self._failure
         async with self._connecting:
             if self._reached is None and self._failure is not None and self._failure is not before:
-                raise self._failure  # Another request has just tried to read the configuration, and failed.
+                raise self._failure  # Meanwhile another request failed to read the configuration.
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
                 await self.connect()
         assert self._reached is not None

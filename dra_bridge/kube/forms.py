@@ -30,7 +30,7 @@ MAX_PAGE: Final = 4 * 2**20
 """Maximum bytes of a page of a list with several objects. A larger page is not read further, and is requested again
 with fewer objects."""
 PAGE: Final = 2 * 2**20
-"""Number of bytes that a page should have; `next_limit` aims at this number."""
+"""Number of bytes that a page should have. `next_limit` computes the limit so that the next page has this size."""
 MAX_LIMIT: Final = 500
 """Maximum number of objects that a request asks for in one page, as in client-go."""
 FIRST_LIMIT: Final = 100
@@ -38,7 +38,7 @@ FIRST_LIMIT: Final = 100
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """The encoding of a response. accept: the Accept header of the request. decode: converts the response's body.
+    """The encoding of a response. accept: the Accept header of the request. decode: decodes the response's body.
 
     `decode` raises ValueError for a wrong body. It may also raise RecursionError.
     """

@@ -96,7 +96,7 @@ def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 class _Connector(aiohttp.TCPConnector):
     """An aiohttp connector that discards idle connections on which data has arrived without a request.
 
-    Otherwise aiohttp takes this data as the response to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    aiohttp itself would take this data as the response to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
@@ -189,7 +189,7 @@ class HttpClient:
             request = session.request(method, url, headers=headers, data=content or None, **self._options)
             async with request as response:
                 try:
-                    body = bytearray()  # Stays a bytearray, because a copy as bytes would double the memory.
+                    body = bytearray()  # This is not converted to bytes, because a copy would double the memory.
                     most = MAX_BODY if most is None else most
                     if not streamed or response.status != 200:
                         async for piece in response.content.iter_any():

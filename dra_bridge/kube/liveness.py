@@ -28,7 +28,7 @@ class Failing:
 
     @classmethod
     def after(cls, before: Failing | None, error: Exception, now: float | None = None) -> Self:
-        """Return the failure after another failed try. before: the failure before this try, None if there was none."""
+        """Return the failure after another failed try. before: the previous failure; None if the last try succeeded."""
         since = before.since if before is not None else time.monotonic() if now is None else now
         code = error.code if isinstance(error, ApiError) else 0
         return cls(since, str(error), code, isinstance(error, UnavailableError) and not code)

@@ -4,8 +4,8 @@ SQLite runs in WAL mode. Its exclusive locking mode needs no shared memory file.
 one agent at a time has the ledger; a second agent (in a rolling update) waits.
 
 Every grant for which the kubelet has a response survives the death of the process. Some records must also survive a
-crash of the machine: the side of a device, settings, changes that a `prepare` hook is about to make, and claims that
-share a device. Such records are synced to disk, with one fdatasync, before the kubelet gets the response
+crash of the machine: the side of a device, settings, claims whose `prepare` hook is about to change devices, and claims
+that share a device. Such records are synced to disk, with one fdatasync, before the kubelet gets the response
 (`outlives_boot`). Other grants are not synced, because no holder survives a crash of the machine. Records that remain
 after such a crash name the earlier boot, so their holders count as ended. After the boot, the kubelet's checkpoint and
 claim state name the devices that the kubelet gives to the same pods and claims again. Claims that share a device are
@@ -48,7 +48,7 @@ _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 7
 """The version of the schema (PRAGMA user_version). A file with another version is renamed, and a new file is made."""
-_APPLICATION: Final = 0x64706C67  # The text "dplg" as a number.
+_APPLICATION: Final = 0x64706C67  # "dplg" as a number, by which the file is identified.
 _KEEP_ASIDE: Final = 5
 _PRAGMAS: Final = (
     "locking_mode = EXCLUSIVE",
@@ -59,8 +59,8 @@ _PRAGMAS: Final = (
 )
 
 CHECKPOINT: Final = 100
-"""Number of commits after which SQLite's log is copied into the database. A commit adds two to four pages to the log.
-"""
+"""Number of commits after which SQLite's log is copied into the database. Each commit adds two to four pages to this
+log."""
 
 _RECORDS: Final = {
     "devices": records.DeviceRecord,
@@ -177,9 +177,9 @@ def outlives_boot(changes: Sequence[Change]) -> bool:
 class Ledger:
     """The ledger's file, with blocking, thread-safe methods; `AsyncLedger` is for event loops.
 
-    snapshot: all records at the last commit. fresh: whether the ledger was empty when it was opened; then
-    `reconcile_evidence` must rebuild it before any grant. If the copy of the allocations was newer than the ledger, the
-    ledger also has the copy's allocations.
+    snapshot: all records at the last commit. fresh: whether the ledger was empty when it was opened. In this case,
+    `reconcile_evidence` must rebuild the records before any grant. If the copy of the allocations was newer than the
+    ledger, the ledger also has the copy's allocations.
     """
 
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
@@ -242,7 +242,8 @@ class Ledger:
             return
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            # SQLite syncs the first frame of a new log. This write makes the sync happen here, not in the event loop.
+            # SQLite syncs the first frame of a new log. So this write does the sync here, and a later write in the
+            # event loop needs no sync.
             for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
                 connection.execute(statement)
         except sqlite3.Error as error:
@@ -287,7 +288,7 @@ class Ledger:
             return answers
 
     def record(self, decision: Decision[Any]) -> bool:
-        """Record a decision about the present snapshot whose changes need no sync. Return whether this succeeded.
+        """Record a decision, made on the present snapshot, whose changes need no sync. Return whether this succeeded.
 
         Returns False if `do_all` must first open the file again.
         """
@@ -329,7 +330,7 @@ class Ledger:
     def _write(self, sequence: int, changes: Sequence[Change], *, synced: bool) -> None:
         connection = self._connection
         assert connection is not None
-        # Only the last change of each durable record is written, then the seal of all records.
+        # For each durable record, only the last change is written. The seal of all records is written last.
         last: dict[tuple[str, records.RecordKey], records.Record | None] = {}
         for change in changes:
             if change.durable:

@@ -19,7 +19,8 @@ _Asked = tuple[Operation[Any], asyncio.Future[Any]]
 DEADLINE: Final = 5.0
 """Maximum seconds to record an operation. A sync to a slow, busy disk takes one or two seconds."""
 CLOSING: Final = 2.0
-"""Maximum seconds to close the file. After a longer time, the kernel releases the lock when the process ends."""
+"""Maximum seconds to close the file. If the close takes longer, the process ends without it, and the kernel releases
+the lock."""
 
 
 class AsyncLedger:
@@ -73,7 +74,8 @@ class AsyncLedger:
         """Execute an operation.
 
         The future gets the operation's result once its changes survive the end of this process. The future gets a
-        LedgerError if nothing could be recorded, for example after `close`. A cancelled future undoes nothing.
+        LedgerError if nothing could be recorded, for example after `close`. The cancellation of the future undoes
+        nothing.
         """
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         asked = operation, answered
@@ -88,7 +90,7 @@ class AsyncLedger:
         return answered
 
     def _decide(self, asked: _Asked) -> None:
-        """Execute an operation while no other operation is pending."""
+        """Execute an operation at once. No other operation may be pending."""
         operation, answered = asked
         try:
             decision = operation(self.snapshot)
@@ -105,7 +107,10 @@ class AsyncLedger:
                 self._batch, self._first = [asked], (decision, look)
 
     async def close(self) -> None:
-        """Execute the pending operations, then close the ledger. Both have a time limit, for a hanging file system."""
+        """Execute the pending operations, then close the ledger.
+
+        Both have a time limit, because the file system may hang.
+        """
         if self.answering is not None and not self.looks.hanging:
             await asyncio.wait({self.answering}, timeout=DEADLINE + CLOSING)
         with contextlib.suppress(LookTimeoutError):

@@ -48,10 +48,10 @@ class Bridge(ClaimSide):
     """The agent of a node that gives a resource's devices to pods by a device plugin, and to claims by DRA.
 
     sources: one device source for each resource. Claims can get a resource's devices if its source names a driver.
-    policies: the settings for DRA, by resource; by default, the device plugin has all devices. grace: seconds that the
-    kubelet has to admit pods that are bound already, before devices leave the device plugin. vendors, period: see
-    `Agent`. agent: the device plugins of all resources. drivers: the runtime of each DRA driver; a driver stays even if
-    no resource names it any more, because its claims must be unprepared.
+    policies: the settings for DRA, by resource. For a resource without settings, the device plugin has all devices.
+    grace: seconds that the kubelet has to admit pods that are bound already, before devices leave the device plugin.
+    vendors, period: see `Agent`. agent: the agent for the device plugins of all resources. drivers: the runtime of each
+    DRA driver; a driver stays even if no resource names it any more, because its claims must be unprepared.
     """
 
     serves_claims = True
@@ -182,7 +182,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record claims that are only in claim files, not in the ledger file. Then run the drivers of all claims.
+        """Record claims that are only in claim files, not in the ledger file. Then run all claims' drivers.
 
         A file is read if this agent wrote it, or if a resource names the file's driver, because the kubelet then asks
         this agent to unprepare the claim. Other files belong to another agent on the node. Raises AgentError if the
@@ -246,7 +246,7 @@ class Bridge(ClaimSide):
 
     def contested(self, resource: str, reason: str) -> None:
         """React after another plugin has registered a resource with the kubelet, so that it bypasses this agent."""
-        for runtime in self.drivers.values():  # Drivers that the config does not name any more are included.
+        for runtime in self.drivers.values():  # also drivers that the config no longer names
             runtime.contested(resource, reason)
 
     def _others_wrote(self, driver: str, kind: ForeignKind, what: str) -> None:

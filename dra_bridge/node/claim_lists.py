@@ -53,7 +53,7 @@ class ListBegun:
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """The next list of all claims, which has not begun yet. visits: functions that will be called with each claim."""
+    """The next list of all claims, which has not begun yet. visits: the functions to call with each claim."""
 
     reading: asyncio.Task[ListBegun | ClusterError]
     visits: list[Visit] = field(default_factory=list)
@@ -82,8 +82,8 @@ class ClaimLists:
     async def read(self, visit: Visit) -> ListBegun:
         """Call `visit` with each claim of a list that begins after this call.
 
-        The visited claims may be used only if this method returns. Raises ClusterError if the list fails; during the
-        wait after a failed list, the method raises the last error at once.
+        If this method raises an exception, the visited claims are incomplete and must not be used. Raises ClusterError
+        if the list fails; during the wait after a failed list, the method raises the last error at once.
         """
         if self._failure is not None and time.monotonic() < self._due:
             raise self._failure.with_traceback(None)

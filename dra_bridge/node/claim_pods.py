@@ -42,9 +42,10 @@ class PodsAndClaims:
 class ClaimPods:
     """Records in the ledger file which pods use the claims of one driver, before the kubelet forgets these pods.
 
-    tracker: finds the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files:
-    writes the agent's file of a claim again after its record in the ledger has changed. recorded: UIDs of the running
-    pods whose claims of this driver are all in the ledger. last: the last result of `running`.
+    tracker: the object that finds the pods' processes, and asks the kubelet for its active pods. node: see
+    `PodsAndClaims`. files: the files of the claims, which are written again after a claim's record in the ledger has
+    changed. recorded: UIDs of the running pods for which the ledger has all claims of this driver. last: the last
+    result of `running`.
     """
 
     driver: str

@@ -44,7 +44,7 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
 the scan for holders itself."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
-"""Types of errors which mean that evidence about devices cannot be read now."""
+"""The types of errors that are raised when evidence about devices cannot be read now."""
 
 
 def sources_of(error: Exception) -> list[EvidenceSource]:
@@ -208,7 +208,7 @@ class DeviceReconciler:
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
         """Reconcile the devices of a resource until all are reconciled.
 
-        After the agent's start, all devices must be reconciled, because the ledger file may have lost its last records.
+        After the agent's start, no device counts as reconciled, because the ledger file may have lost its last records.
         """
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
@@ -240,7 +240,7 @@ class DeviceReconciler:
             # Shortly after the start, the kubelet may not have called ListAndWatch yet, so the first tries log no
             # warning.
             if text not in logged and tries > 3:
-                # All logged texts are remembered, so that two alternating messages are logged only once each.
+                # All logged texts are remembered, so that each of two alternating messages is logged only once.
                 logged.add(text)
                 where = {"resource": resource, "device": ", ".join(sorted(reasons))}
                 _LOG.warning("devices are withheld because their holders are not known: %s", text, extra=where)

@@ -32,8 +32,8 @@ from dra_bridge.slices.foreign import ForeignKind
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
-"""Seconds from a change of claims to the update of device lists, moves and slices, so that pods that start together
-cause one update."""
+"""Seconds from a change of claims to the update of device lists, moves and slices. Because of this delay, pods that
+start together cause only one update."""
 ALARMS: Final = 600.0
 """Minimum seconds between two Events about one kind of writes by other programs into the driver's pool."""
 
@@ -224,7 +224,7 @@ class DriverRuntime:
 
     async def _move(self, runtime: ResourceRuntime) -> None:
         await runtime.reconciled.wait()
-        # Wait for the Node's annotations, because they may request another share than the config.
+        # The Node's annotations may request another share than the config, so wait for them.
         await self._node.watch.known()
         await runtime.handover.run()
 

@@ -38,7 +38,7 @@ LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
 
 
 class NodeLease:
-    """Writes the drivers' reports into the Lease of this node, only when a report changes.
+    """Writes the drivers' reports into the Lease of this node whenever a report has changed.
 
     The Node owns the Lease, so both are deleted together. The agent changes only the annotations of its own drivers.
 
@@ -84,7 +84,7 @@ class NodeLease:
         await in_time(self._attempted.wait(), seconds)
 
     async def read(self) -> list[Object]:
-        """Return the Lease in a list, which is empty if it does not exist. Raises ClusterError.
+        """Return a list with the Lease; an empty list if the Lease does not exist. Raises ClusterError.
 
         While the watch is alive the result is the watch's state. Only this agent writes the Lease.
         """

@@ -29,9 +29,9 @@ class NodeWatch:
     """Follows the Node object of this node.
 
     annotated: a function that is called when the Node's annotations change, or when the Node was replaced by a new Node
-    of the same name. allocatable: receives the numbers in `status.allocatable`. annotations, uid: annotations and UID
-    of the last read Node, even if this Node was deleted since; None and "" before the first read. gone: whether no Node
-    of this name exists. state: the state of the watch.
+    of the same name. allocatable: the object that receives the numbers in `status.allocatable`. annotations, uid:
+    annotations and UID of the last read Node, even if this Node was deleted since; None and "" before the first read.
+    gone: whether no Node of this name exists. state: the state of the watch.
     """
 
     cluster: Cluster

@@ -53,14 +53,14 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 
 @dataclass(slots=True, eq=False)
 class DriverShare:
-    """The share of devices for claims that the Node's annotation requests of one driver.
+    """The share of one driver's devices that should be for claims, as the Node's annotation requests.
 
     The ledger file stores the last valid share. The stored share stays in effect if the requested share is invalid, or
-    if the Node object was replaced by a Node without this annotation. So a Node that is deleted and recreated (for
-    example by a repair) undoes no migration. share: the requested share; None if the shares in the config apply. text:
+    if the Node object was replaced by a Node without this annotation. So no devices move back if a Node is deleted and
+    created again, for example by a repair. share: the requested share; None if the shares in the config apply. text:
     the Node's annotation, "" if there is none. kept: the share of the replaced Node, while this share is in effect.
     refused: the last invalid text that was logged. requested_on: the UID of the Node with the last request, even before
-    it is in the ledger. warned: the UID of the Node for which a warning was logged that the former share stays in
+    the ledger has this UID. warned: the UID of the last Node for which the agent logged that the former share stays in
     effect.
     """
 

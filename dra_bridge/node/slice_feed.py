@@ -24,9 +24,9 @@ holders of all devices are known."""
 HOLDERS: Final = 10.0
 """Minimum seconds between two reports if only the holders of devices have changed."""
 RETRY: Final = 5.0
-"""Seconds until the next try after the slices could not be computed."""
+"""If the slices could not be computed, seconds until the next try."""
 NAMES: Final = 2.0
-"""Maximum seconds for which `decide_names` waits for the watch of slices. Afterwards the function lists the slices."""
+"""Maximum seconds for which `decide_names` waits for the watch of slices. After this time, it lists the slices."""
 DEBOUNCE: Final = 0.1
 """Seconds from a change to new slices. Changes within this time are combined."""
 
@@ -75,7 +75,7 @@ class SliceFeed:
         self._reported: tuple[progress.Progress, str, float] | None = None
         """The last report, its text without holders, and when this report was made (monotonic seconds)."""
         self._begun = False
-        """Whether slices may be passed to the publisher: after the first report was written."""
+        """Whether slices may be passed to the publisher, because the first report was written."""
 
     def publish(self) -> None:
         """Compute the slices again, after `DEBOUNCE` seconds."""
@@ -197,9 +197,9 @@ class SliceFeed:
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
         # nodes of its group have a pool. So an empty pool is published only in two cases: if a rollout requests it,
-        # which it does for all its nodes, or while Karpenter initializes the node. For a node that it created for
-        # claims, Karpenter waits for a complete pool of their driver (1.14, nodeclaim/lifecycle/initialization.go), and
-        # the devices move only after that.
+        # which it does for all its nodes, or while Karpenter initializes the node. If Karpenter created the node for
+        # claims, it waits for a complete pool of the claims' driver (1.14, nodeclaim/lifecycle/initialization.go), and
+        # the devices move to the pool only after that.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
         empty = bool(offers) and (asked or (self._context.node.watch.uninitialized and self._wants_devices()))
         pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
 """Advice for an update (maxSurge) in which the old agent's end and the new agent's start wait for each other."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
-"""The effect on pods while the API server cannot be reached."""
+"""A text about the effect on pods while the API server cannot be reached."""
 RENEW: Final = (
     "no claim is prepared, no slice is written. Replace the token or kubeconfig, whose files are read again; delete "
     "the agent's pod if its token is bound to a pod or Node that is gone"
@@ -36,7 +36,7 @@ OVERDUE: Final = (
 APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"
 """Advice if the agent lacks a right at the API server."""
 UNSEEN: Final = "changes by other programs are seen late, or not at all"
-"""The effect of a watch that fails."""
+"""A text about the effect of a failing watch."""
 NAMED: Final = 3
 """Maximum number of devices that an event lists by name. An event about more devices has only their number."""
 
@@ -115,7 +115,7 @@ class BridgeStatus:
     def _kubelet_listens(self) -> bool:
         """Return whether the kubelet has a ListAndWatch stream of any resource open, or has never had one.
 
-        If all streams have ended, the kubelet has ended. A DRA driver itself does not notice the end of the kubelet.
+        The end of all streams shows that the kubelet has ended. A DRA driver alone does not notice the kubelet's end.
         """
         services = list(self._agent.services.values())
         begun = any(service.registration.statistics.registrations for service in services)
@@ -156,7 +156,7 @@ class BridgeStatus:
         for kind, watch in node.watches.items():
             lapse = watch.lapse(now)
             if lapse is None or lapse.code == 401 or (lapse.outage and statistics.lost_since is not None):
-                continue  # Another sentence reports this problem.
+                continue  # A sentence about another watch or request already reports this problem.
             if lapse.lasts(now):
                 yield f"{kind} cannot be watched {_told(lapse, now)}; {APPLY if lapse.code == 403 else UNSEEN}"
         for driver in drivers:
@@ -207,7 +207,7 @@ class BridgeStatus:
 
 
 def _told(failing: Failing, now: float) -> str:
-    """Return, as a part of a sentence, since when a request has failed and why. now: monotonic seconds."""
+    """Return a part of a sentence: since when a request has failed, and why. now: monotonic seconds."""
     return f"since {_clock(time.time() - (now - failing.since))}: {failing.text}"
 
 

@@ -76,9 +76,9 @@ class ResourceUse:
 class DrainTime:
     """Estimated seconds until all pods with devices have ended on half of the nodes (half), and on all nodes (most).
 
-    nodes: number of nodes with such pods. The estimate is made from the ages of the running pods. It assumes a steady
-    state, in which the remaining times of pods are distributed like the ages. Pods that never end by themselves
-    (services) end when they are replaced.
+    nodes: number of nodes with such pods. The estimate is made from the ages of the running pods. The estimate assumes
+    a steady state, in which the remaining times of the pods are distributed like their ages. Pods that never end by
+    themselves (services) end when they are replaced.
     """
 
     nodes: int

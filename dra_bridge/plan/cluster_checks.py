@@ -24,11 +24,10 @@ the manifests."""
 OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
 """The rights (verb, resource) that a user of `migrate` and `rollout` needs."""
 GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
-"""The labels by which the cluster autoscaler finds nodes with GPUs: of GKE, of EKS, and of Azure and other
-providers."""
+"""The labels by which the cluster autoscaler finds nodes with GPUs, on GKE, on EKS, and on Azure and others."""
 SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 UNCHANGED: Final = 36
-"""The first minor version in which unchanged pods get devices through DRA by default."""
+"""The first minor version of Kubernetes in which unchanged pods get devices through DRA by default."""
 
 
 def no_class(view: ClusterView) -> Iterator[PlanFinding]:

@@ -67,7 +67,7 @@ def _items(body: Any) -> Iterator[Any]:
         return
     known = str(body.get("kind", "")).removesuffix("List")
     for item in body["items"]:
-        # In the API server's lists of one kind, the items have no kind.
+        # In a list of one kind from the API server, the items have no `kind`.
         yield {"kind": known, **item} if isinstance(item, dict) else item
 
 

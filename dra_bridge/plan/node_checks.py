@@ -76,7 +76,7 @@ def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with devices that every DaemonSet of agents excludes by its node selector or its tolerations."""
+    """Find nodes with devices on which no DaemonSet of agents runs, because of node selectors or taints."""
     if not view.agents:
         return
     away = defaultdict(list)

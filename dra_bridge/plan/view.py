@@ -137,7 +137,7 @@ class ClusterView:
 
     @cached_property
     def class_names(self) -> Mapping[str, str]:
-        """For each resource to migrate that DeviceClasses name, the name of the first of these DeviceClasses."""
+        """For each resource to migrate, the name of the first DeviceClass that names the resource."""
         found = {name: self.classes_of(name) for name in self.targets}
         return {name: name_of(classes[0]) for name, classes in found.items() if classes}
 
@@ -153,7 +153,7 @@ class ClusterView:
 
     @cached_property
     def groups(self) -> Mapping[str, list[Body]]:
-        """For each node group, its nodes with devices. Nodes without the label of a group are not included."""
+        """For each node group, its nodes with devices. Nodes without a group's label are left out."""
         found: dict[str, list[Body]] = defaultdict(list)
         for node in self.device_nodes:
             labels = labels_of(node)
@@ -185,7 +185,7 @@ class ClusterView:
 
     @cached_property
     def autoscaler(self) -> str:
-        """The name of an object that shows that the cluster autoscaler runs; "" if there is none.
+        """The name of an object whose existence shows that the cluster autoscaler runs; "" if there is none.
 
         The object is the autoscaler's status ConfigMap, which exists even if the cloud provider runs the autoscaler.
         Without this ConfigMap, the object is a pod of the autoscaler.

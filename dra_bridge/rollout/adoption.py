@@ -205,7 +205,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return problems and commands to give an adopted plugin back. obstacles: reasons why this is impossible."""
+    """Return problems and commands to give an adopted plugin back. obstacles: reasons why it cannot be given back."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -292,7 +292,7 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
-    """Return sentences about claims that have, or may have, devices of adopted plugins. Such plugins must stay adopted.
+    """Return sentences about claims that may have devices of adopted plugins. Such plugins must stay adopted.
 
     nodes: the nodes that run pods of the DaemonSet.
     """
@@ -325,8 +325,8 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
 async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *, back: bool) -> Advice:
     """Check a DaemonSet. Return how to adopt its plugin, or if `back` is true, how to give the plugin back.
 
-    agents_in: the agents' namespace, "" to find it. Raises RolloutError if the DaemonSet does not exist, or the agents'
-    namespace is unknown. Raises ClusterError.
+    agents_in: the agents' namespace; "" if the function has to find the namespace. Raises RolloutError if the DaemonSet
+    does not exist, or the agents' namespace is unknown. Raises ClusterError.
     """
     try:
         daemon_set = await cluster.get(DAEMON_SETS, name, namespace)
@@ -346,7 +346,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    # Agents that no longer run with --adopt are asked for their devices as well.
+    # Agents without --adopt are also asked, because they may have adopted the plugin before.
     with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

@@ -119,7 +119,7 @@ class DeviceNow(msgspec.Struct, frozen=True):
 
 
 class UnlistedClaims(NamedTuple):
-    """A device in an agent's register that no device source lists. claims: namespace/name of claims that have it."""
+    """A device in an agent's register that no device source lists. claims: namespace/name of its claims."""
 
     state: str
     claims: tuple[str, ...]
@@ -145,9 +145,9 @@ class Answers:
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
 
-    Only a user who may bind roles in the whole cluster can add such a binding. If the user may not list bindings, or no
-    binding has the label, the binding with the default name is read: operators may read this binding, and Helm replaces
-    the label of `manifests` by its own label.
+    Only a user who may bind roles in the whole cluster can add such a binding. The binding with the default name is
+    read if no binding has the label (Helm replaces the label by its own label), or if the user may not list bindings
+    (operators may read only this binding).
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):
@@ -308,7 +308,7 @@ async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: 
 class _Turns(NamedTuple):
     """Limits the requests to agents. one: a semaphore that each request acquires.
 
-    until: the deadline of all requests (loop time).
+    until: the deadline of all requests (seconds of the event loop's clock).
     """
 
     one: asyncio.Semaphore
@@ -348,7 +348,7 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
             return _NoAnswer("its page asks for a token, which the proxy cannot pass on", final=True)
         return _NoAnswer(error.message)
     finally:
-        asking.close()  # The coroutine was not started if the deadline came before the semaphore was free.
+        asking.close()  # The coroutine was not started if the deadline came during the wait for the semaphore.
 
 
 def _titles(holders: Sequence[_ReportedHolder]) -> str:

@@ -58,7 +58,7 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 class Placement(enum.Enum):
     """Which of a node's devices are on the DRA side: all, none, or some.
 
-    The value is also PARTIAL if devices are moving or quarantined.
+    If devices are moving or quarantined, the value is PARTIAL as well.
     """
 
     NONE = "none"
@@ -81,8 +81,8 @@ class MarkedNode:
 
     served: whether the node's agent has written a report. settled: whether all moves on the node are done. sliced:
     whether the node has ResourceSlices of the driver. former: whether the node's agent is of an older version, which
-    always has a ResourceSlice, even an empty one. ready: whether the kubelet reports the node as ready; otherwise the
-    autoscaler treats the node as unready in any case.
+    always has a ResourceSlice, even an empty one. ready: whether the kubelet reports the node as ready. If not, the
+    autoscaler treats the node as unready, with or without a pool.
     """
 
     node: str
@@ -134,8 +134,8 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     ignore: whether the cluster has no autoscaler, so that no node needs a mark. All nodes are marked before the first
     pool is requested. A node with all devices on the DRA side needs no mark, because its ResourceSlices show which
     devices are in use. A node with no device on the DRA side needs no mark once no node of its group has a
-    ResourceSlice. A former agent always has a ResourceSlice, so all nodes of its group stay marked and have pools:
-    without a pool they would count as unready.
+    ResourceSlice. An agent of an older version always has a ResourceSlice. So all nodes of its group stay marked and
+    have pools, because nodes without a pool would count as unready.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE and not node.former for node in served)
@@ -149,7 +149,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
     leaving = [node for node in served if at_none and not ignore and node.sliced]
-    if not (withdraw or leaving):  # No agent will remove the remaining ResourceSlices, so these nodes stay marked.
+    if not (withdraw or leaving):  # The nodes stay marked, because no agent will remove the remaining ResourceSlices.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]
     return MarkStep(

@@ -54,9 +54,9 @@ def lines(
 ) -> list[Line]:
     """Return the lines that `dra-bridge status` prints. width: the terminal's width in characters, None for no limit.
 
-    problems: whether to leave out nodes that have their requested share, and devices that need no attention. On a
-    terminal with many nodes, such nodes and devices are always left out. with_totals: whether to print the totals of
-    many nodes.
+    problems: whether to leave out nodes that have their requested share, and devices that need no attention. If there
+    are many nodes and the output is a terminal, such nodes and devices are always left out. with_totals: whether to
+    print the totals of many nodes.
     """
     nodes = {view.node for view in status.nodes}
     many = len(nodes) > MANY
@@ -185,7 +185,7 @@ def rows_of(text: str, width: int) -> int:
 
 
 def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]:
-    """Return the first of these lines that fit on the screen. If lines are missing, the last line states how many."""
+    """Return the first of these lines that fit on the screen. If some are left out, the last line has their number."""
     used = list(itertools.accumulate(rows_of(line.text, width) for line in all_lines))
     if not used or used[-1] < height:
         return list(all_lines)

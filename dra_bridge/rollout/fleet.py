@@ -1,7 +1,7 @@
 """Computes, from API objects, the progress of a cluster's nodes and the next steps of a rollout. Pure functions.
 
 The state of a rollout is on the Nodes: the annotation `<driver>/dra-share-before` records a Node's share before the
-rollout. So any later run of the command can continue or undo the rollout.
+rollout. So a later run of the command `rollout` can continue or undo the rollout.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class NodeView:
 def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
     """Return the devices in a claim's allocation, as objects with driver, pool and device.
 
-    admin: True returns devices with administrative access, False the devices that the claim holds.
+    admin: whether to return the devices with administrative access, instead of the devices that the claim holds.
     """
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
     return [result for result in devices.get("results") or () if bool(result.get("adminAccess")) is admin]
@@ -266,7 +266,7 @@ def administrative(view: NodeView) -> list[str]:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return names in natural order as text; of more than five names, five names and the number of the others."""
+    """Return a text with at most five names, in natural order, and the number of the other names."""
     ordered = sorted(set(names), key=natural)
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
@@ -280,7 +280,7 @@ def distance(view: NodeView) -> int:
             resource.counts.get(state.value, 0) for state in (State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN)
         )
         missing = share.of(plugin + to_dra + dra + to_plugin) - dra - to_dra if share is not None else 0
-        # Devices that are moving to the wrong side turn back before other devices begin to move.
+        # Devices that are moving to the wrong side are moved back first, before other devices begin to move.
         left += to_dra + max(missing, to_plugin) if missing > 0 else to_plugin + max(-missing, to_dra)
     return left
 
@@ -338,7 +338,7 @@ def obstacles(view: NodeView) -> list[str]:
 
 
 def held(view: NodeView) -> bool:
-    """Return whether a node is unfinished only because each device that still has to move has a holder."""
+    """Return whether a node is unfinished only because all devices that still have to move have holders."""
     moving = [device for device in view.devices if device.state in (State.TO_DRA, State.TO_PLUGIN)]
     left = moving or [device for device in view.devices if holder(device)]
     return view.taken_in and distance(view) > 0 and bool(left) and all(map(holder, left))
@@ -505,7 +505,7 @@ def decide(
     under_way = len(moving) - len(waiting_for_holders) + len(gone)
     if limits.pause and own:
         return RolloutStep(forget=forget, over=not under_way and not forget, held=waiting_for_holders)
-    # Nodes whose devices still move come first, even if their share is not set yet, because they count as moving.
+    # Nodes whose devices are still moving come first, because they count as moving even if their share is not set yet.
     unfinished = [view for view in waiting if view.reported is not None and not finished(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or finished(view))]
     count = max(0, limits.max_unavailable - under_way)
@@ -581,7 +581,7 @@ def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None
 
 
 def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> MarkStep:
-    """Return the next writes of marks for the cluster autoscaler. nodes: all nodes of the rollout."""
+    """Return the marks for the cluster autoscaler to write next. nodes: all nodes of the rollout."""
     marked = []
     for view in nodes:
         settled = phase(goal, view) in (Phase.DONE, Phase.UNTOUCHED)
@@ -591,7 +591,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return the step without `begin` if marks or pools are missing. waited: seconds since the wait for pools began."""
+    """Return the step, without `begin` if marks or pools are missing. waited: seconds of waiting for pools."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

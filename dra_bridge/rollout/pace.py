@@ -63,7 +63,7 @@ class Pace:
     def __init__(self, size: float) -> None:
         self.interval = size / BYTES_A_SECOND
         self._until = -math.inf
-        """The time (monotonic seconds) until which the agents' lists of claims on counted nodes last at
+        """The time (monotonic seconds) when the lists of claims for all counted nodes are complete at
         BYTES_A_SECOND."""
 
     def take(self, now: float) -> bool:

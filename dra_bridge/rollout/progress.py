@@ -17,7 +17,7 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.register.records import RegisterSnapshot, State
 
 MAX_DEVICES: Final = 1024
-"""For a resource with more devices, the report has only the numbers of devices by state."""
+"""If a resource has more devices than this number, the report has only the numbers of its devices by state."""
 MAX_BYTES: Final = 192 * 1024
 """Maximum bytes of a node's reports, because the API server accepts 256 KiB for all annotations of an object."""
 
@@ -29,7 +29,7 @@ class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     and DRA waits.
 
     holder: the pod or claim that holds the device, as text. gone: whether the device source does not list the device
-    any more; such a device does not count when the number of DRA devices is compared with the share.
+    any more; such a device is not counted in the comparison of the DRA devices with the share.
     """
 
     state: State

@@ -30,7 +30,7 @@ class Reporter:
         self._most: dict[str, int] = {}
 
     def show(self, nodes: Sequence[NodeView]) -> None:
-        """Update each node's bar, or print a line for each node that has changed."""
+        """Update each node's bar, or without bars, print a line for each node that has changed."""
         for view in nodes:
             node = view.node
             if self._bars is not None and node not in self._tasks:
@@ -63,7 +63,7 @@ class Reporter:
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 
     def _make_room(self) -> None:
-        """Show as many bars as the terminal has rows for.
+        """Hide the bars for which the terminal has no rows.
 
         Unfinished nodes come first. Finished nodes have a bar of their own only if there is no bar of all nodes.
         """

@@ -28,7 +28,7 @@ from dra_bridge.rollout.reporter import Reporter
 from dra_bridge.rollout.watched import WatchedFleet
 
 MANY: Final = 12
-"""Number of nodes above which totals of all nodes are shown before the single nodes."""
+"""For more nodes than this number, totals of all nodes are shown before the single nodes."""
 POLL: Final = 2.0
 """Minimum seconds between two lists of moving nodes' pods. The rollout searches these lists for failing pods."""
 PAUSE: Final = 10.0
@@ -44,7 +44,7 @@ AFTER_OUTAGE: Final = 60.0
 A starting kube-apiserver refuses requests with 403 until its authorizer has read the roles.
 """
 _SELECTED: Final = ("metadata.name", "spec.nodeName")
-"""The fields with a node's name, for field selectors: of Nodes, and of ResourceSlices."""
+"""Field selectors' fields with a node's name: for Nodes, and for ResourceSlices."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
@@ -143,7 +143,10 @@ async def _patch_node(cluster: Cluster, node: str, patch: Mapping[str, Any]) -> 
 async def _patch(
     cluster: Cluster, node: str, patch: Mapping[str, Any], share: str | None, reporter: Reporter
 ) -> Object:
-    """Write a share into a Node's annotation; return the changed Node."""
+    """Write the share by `patch` into a Node's annotation; return the changed Node.
+
+    share: the share in `patch`, for messages.
+    """
     patched = await _patch_node(cluster, node, patch)
     reporter.say(f"{node}: {'share override removed' if share is None else fleet.share_in_words(share)}")
     return patched
@@ -328,7 +331,7 @@ class _Rollout:
         return time.monotonic() - self._failed_at < AFTER_OUTAGE
 
     async def _step(self) -> bool | None:
-        """Execute the steps that are possible now. Return None until the rollout ends, then whether it succeeded."""
+        """Execute the steps that are possible now. Return whether the rollout succeeded; None until it ends."""
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
@@ -443,7 +446,7 @@ class _Rollout:
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        # The number of devices to move is shown at once, because at the next step the node may already have the share.
+        # The number of devices to move is shown at once, because the node may already have the share at the next step.
         self._reporter.show([replace(view, requested=wanted)])
 
     def _say_done(self, phases: Iterable[Phase]) -> None:

@@ -1,4 +1,4 @@
-"""Finds pods that wait although a node has enough free devices: some of these are for `limits`, others for claims."""
+"""Finds pods that wait although a node has enough free devices, because some are for `limits`, others for claims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from dra_bridge.rollout.pods import quantity, requests_of
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An unscheduled pod. resources: amounts by extended resource. classes: devices in its claims, by class."""
+    """An unscheduled pod.
+
+    resources: the requested amounts, by extended resource. classes: the numbers of devices that the pod's claims
+    request, by DeviceClass.
+    """
 
     pod: str
     resources: Mapping[str, int]
@@ -63,7 +67,7 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
-    except ForbiddenError:  # The role in older manifests lacks the right to list DeviceClasses.
+    except ForbiddenError:  # older manifests do not give this right
         return []
     return contested_names(resources, classes)
 
@@ -71,7 +75,7 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
 def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list[str]:
     """Return a sentence for each resource that several DeviceClasses name as their extended resource.
 
-    The scheduler uses the newest class; of classes with the same creation time, it uses the first by name
+    The scheduler uses the newest class. If classes have the same creation time, the scheduler uses the first by name
     (extendedresourcecache.go, kube-scheduler 1.36).
     """
     sentences = []

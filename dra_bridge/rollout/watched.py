@@ -19,7 +19,7 @@ from dra_bridge.rollout.fleet import NodeView
 from dra_bridge.rollout.reporter import Reporter
 
 EXPLAIN: Final = 5.0
-"""Seconds without a change of any node after which the program prints why nodes wait."""
+"""If no node has changed for this number of seconds, the program prints why nodes wait."""
 
 
 class _WatchOf(NamedTuple):
@@ -32,7 +32,7 @@ class _WatchOf(NamedTuple):
 
 
 def _leave_out(kind: kube.Kind, body: Object) -> None:
-    """Remove the fields of an object that `fleet.views` does not read, because most of the memory would be for them."""
+    """Remove the fields of an object that `fleet.views` does not read, because they would take most of the memory."""
     body["metadata"].pop("managedFields", None)
     if kind is RESOURCE_SLICES:
         body["spec"].pop("devices", None)

@@ -40,7 +40,7 @@ class ForeignKind(Enum):
     EDITED = "edited"
     """The agent's own slice, in which another program changed the devices, the slice count or the generation."""
     GENERATION = "generation"
-    """Any slice in the pool whose generation is so high that the agent may have no higher number left."""
+    """Any slice in the pool with a generation so high that the agent could not increase it any more."""
     NAME = "name"
     """A slice outside the pool with a name that the agent needs for a slice of its own."""
     DELETED = "deleted"
@@ -60,7 +60,7 @@ _WORDS: Final[Mapping[ForeignKind, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignSlice:
-    """A slice in the driver's pool, or of the driver for this node, that another program wrote.
+    """A slice that another program wrote into the driver's pool, or for the driver and this node.
 
     devices: the devices that the slice offers in the pool. manager: the program that wrote the slice last, or "". uid:
     the slice's UID. finalizers: the finalizers that keep the object while it is being deleted. refused: the API

@@ -34,12 +34,13 @@ class Mirror:
     """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
     bodies: all slices by name, foreign slices included. listed: the scopes whose slices were listed and are watched;
-    other scopes must be listed again. generation: the highest generation that was ever written; after a write without a
-    response, one more. Generations in foreign slices are included if they are below `UNGROWABLE`. mutations: see
-    `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the slice's content in the server's
-    response to the agent's last write. taken: names that foreign slices have, so that the agent's slices cannot have
-    them. deletions: the scope of each slice (by UID) that the agent deleted, until the watch reports the deletion.
-    gone: UIDs of slices whose deletion the watch has reported since the last write began; the writer clears this set.
+    other scopes must be listed again. generation: the highest generation that was ever written. After a write without a
+    response, the number is increased by one. Generations in foreign slices are included if they are below `UNGROWABLE`.
+    mutations: see `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the slice's content in
+    the server's response to the agent's last write. taken: names that foreign slices have, so that the agent's slices
+    cannot have them. deletions: the scope of each slice (by UID) that the agent deleted, until the watch reports the
+    deletion. gone: UIDs of slices whose deletion the watch has reported since the last write began; the writer clears
+    this set.
     """
 
     driver: str
@@ -56,7 +57,8 @@ class Mirror:
     _withdrawn: dict[str, float] = field(default_factory=dict)
     """For each device name that no slice offers now, the time when a slice last offered it (monotonic seconds)."""
     _floor: float = 0.0
-    """The last time when a slice may have offered a device that is not in `_withdrawn` (monotonic seconds)."""
+    """For devices that are not in `_withdrawn`: the last time when a slice may have offered them (monotonic
+    seconds)."""
 
     @property
     def whole(self) -> bool:

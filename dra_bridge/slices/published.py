@@ -89,7 +89,7 @@ class SliceWatch:
 
     @property
     def alive(self) -> bool:
-        """Whether `bodies` are the slices on the API server."""
+        """Whether the watch is alive, so that `bodies` are the slices on the API server."""
         return self.listed.is_set() and self.state.lapse(time.monotonic()) is None
 
 

@@ -306,8 +306,8 @@ class Publisher:
         Return False if the API server's slices still differ from the wanted ones after `ROUNDS` rounds of writes.
         """
         try:
-            # A scope must be listed if the watch was lost when the driver was added, or if the result of a write is
-            # uncertain.
+            # A scope must be listed if its watch was lost when the driver was added, or if the result of a write is
+            # unknown.
             for scope in set(SliceScope) - driver.mirror.listed:
                 selector = self._selector(driver, scope)
                 listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
@@ -387,7 +387,7 @@ class Publisher:
         return write.verb == "delete" and not is_own(write.body, write.body["spec"]["driver"], self._node)
 
     def _see_foreign(self, driver: PublishedDriver) -> None:
-        """Record the foreign slices in the pool. Wanted slices will not get the names of these slices."""
+        """Record the foreign slices in the pool. The wanted slices then get other names."""
         bodies, name = driver.mirror.bodies, driver.pool.driver
         driver.refused = {uid: why for uid, why in driver.refused.items() if uid in set(map(_uid, bodies.values()))}
         refused = {uid: why for uid, (why, _) in driver.refused.items()}
@@ -452,7 +452,7 @@ class Publisher:
         state, what = driver.state, sentence(kind, name, manager)
         recent = remembered(state.recent, ForeignWrite(kind, name, manager, time.monotonic()))
         self._set(driver, overcome={**state.overcome, kind: state.overcome.get(kind, 0) + 1}, recent=recent)
-        if kind is not ForeignKind.DELETED:  # The kubelet deletes the slices at each of its starts.
+        if kind is not ForeignKind.DELETED:  # This is usual at a start of the kubelet.
             self._report(driver, kind, f"{what}; the agent has undone it")
 
     async def _know_owner(self, wanted: Desired) -> None:
