@@ -1,4 +1,4 @@
-"""Reads the YAML config file: returns immutable, typed values, or raises errors with corrections. Loads no gRPC."""
+"""Reads the YAML config file: returns immutable, typed values, or raises errors that say how to correct the file."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.lock import ADOPTED, OPEN, Lock, needed

@@ -1,7 +1,7 @@
 """Parses a config file into YAML nodes, with limits for size and depth, and defines the errors of config files.
 
-Scalars are those of YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
-booleans. Anchors and merge keys work.
+Scalars are read by YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
+booleans. Anchors and merge keys are supported.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from deviceplugin.device import printable
 
 try:
     from yaml import CSafeLoader as _BaseLoader
-except ImportError:  # Without libyaml, PyYAML gives the same results, but is slower.
+except ImportError:  # PyYAML without libyaml gives the same results, but is slower.
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 MAX_BYTES: Final = 4 << 20
-"""Maximum bytes of a config file. A ConfigMap, which usually has the file, holds 1 MiB."""
+"""Maximum bytes of a config file. The file is usually in a ConfigMap, which can hold 1 MiB."""
 MAX_VALUES: Final = 50_000
 """Maximum number of values in a file, before and after YAML aliases are replaced. Each value takes up to 500 bytes of
 memory."""
@@ -32,17 +32,17 @@ MAX_DEPTH: Final = 32
 MAX_SHOWN: Final = 25
 """Maximum number of problems in an error's text. The error's attribute `problems` has all problems."""
 MAX_UNKNOWN: Final = 3
-"""Maximum number of unknown keys that are reported for one mapping, if no known key is similar. Such a file may be
-another kind of file."""
+"""Maximum number of unknown keys without a similar known key that are reported for one mapping. More unknown keys mean
+that the file is probably no config file."""
 MAX_PROBLEMS: Final = 100
-"""Number of problems after which reading of the file stops. Each search for a similar name takes up to a millisecond.
-"""
+"""Number of problems after which reading of the file stops, because the search for similar names takes up to a
+millisecond for each problem."""
 
 
 class Problem(NamedTuple):
-    """One problem of a file. line: the line's number, from 1; 0 for the file as a whole. path: the path of the key.
+    """One problem of a file. line: the number of the line, from 1; 0 for the file as a whole.
 
-    message: the mistake and its correction, as text.
+    path: the path of the key with the problem. message: the mistake and its correction, as text.
     """
 
     line: int
@@ -54,7 +54,7 @@ class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
     file: the file's name from the caller. problems: all problems (at least one), sorted by line. line, path, message:
-    those of the first problem.
+    the fields of the first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:
@@ -80,7 +80,7 @@ def file_error(file: str, message: str, line: int = 0) -> ConfigError:
 
 
 class Problems:
-    """Collects the problems of one config file. lines: for the path of each value that was read, its line."""
+    """Collects the problems of one config file. lines: the line of each value that was read, by the value's path."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -102,7 +102,7 @@ class Problems:
 class Loader(_BaseLoader):
     """A PyYAML loader that composes nodes, with scalars by YAML 1.2's core schema."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's way: not to inherit those of YAML 1.1
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # Empty, so that the rules of YAML 1.1 do not apply.
 
 
 TAG: Final = "tag:yaml.org,2002:"
@@ -120,7 +120,7 @@ for _name, _pattern, _first in (
 def compose(text: str | bytes, file: str) -> yaml.Node:
     """Return the root node of a file's only document.
 
-    Raises ConfigError if the file is no YAML, is empty, is another kind of file, or exceeds the limits.
+    Raises ConfigError if the file is no YAML, is empty, is not a config file, or exceeds the limits.
     """
     try:
         data = text.encode() if isinstance(text, str) else text
@@ -146,7 +146,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         raise _syntax(text, file, error) from None
     if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
-    if kind(node) == "str":  # The text may be a password. So the message does not contain it.
+    if kind(node) == "str":  # The message must not contain the text, because the text may be a password.
         how = "; `deviceplugin import` takes generic-device-plugin's flags" * bool(FLAG.search(scalar_text(node)))
         message = f"is a text without keys; this is not a config file, which begins with `resources:`{how}"
         raise file_error(file, message, 1)
@@ -238,7 +238,7 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
     shown = "" if mark is None else text.splitlines()[min(mark.line, text.count("\n"))]
-    # libyaml reads ahead of the checked events. So its own depth limit can raise this error first.
+    # libyaml reads ahead of the events that this module checks, so its own depth limit can raise this error first.
     if "maximum nesting depth" in message:
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
@@ -272,7 +272,7 @@ def keys(node: yaml.Node) -> dict[str, yaml.Node]:
 
 
 def check_kind(node: yaml.Node, file: str) -> None:
-    """Raise ConfigError for a file that contains a config at a deeper level: a Kubernetes object, or Helm values."""
+    """Raise ConfigError for a Kubernetes object or Helm values that contain a config, because they are no config."""
     given = keys(node)
     if {"apiVersion", "kind"} <= given.keys():
         what = scalar_text(given["kind"])
@@ -287,10 +287,7 @@ _SCALARS: Final = {"str", "int", "float", "bool", "null", "merge"}
 
 
 def kind(node: yaml.Node) -> str:
-    """Return the kind of a node: map, seq, str, int, float, bool, null or merge.
-
-    For other kinds, return the node's tag.
-    """
+    """Return the kind of a node: map, seq, str, int, float, bool, null or merge; for other kinds, the node's tag."""
     if isinstance(node, yaml.ScalarNode):
         name = node.tag.removeprefix(TAG)
         return name if name in _SCALARS else node.tag

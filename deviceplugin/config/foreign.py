@@ -1,6 +1,6 @@
 """Converts settings of other device plugins to a config file, for `deviceplugin import`. Pure functions.
 
-The formats, as of 2026: generic-device-plugin's config and flags (config.go, deviceplugin/path.go, usb.go),
+The known formats are those of 2026: generic-device-plugin's config and flags (config.go, deviceplugin/path.go, usb.go),
 smarter-device-manager's conf.yaml, and the config file of NVIDIA's plugin (api/config/v1).
 """
 
@@ -22,14 +22,14 @@ GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
 NVIDIA_FLAGS: Final = frozenset({"migStrategy", "deviceListStrategy"})
-"""Flags in the config file of NVIDIA's plugin that are imported."""
+"""The flags in the config file of NVIDIA's plugin that are imported, not only noted."""
 NVIDIA_VALUES: Final = frozenset(
     {
         *("compatWithCPUManager", "migStrategy", "failOnInitError", "deviceListStrategy", "deviceIDStrategy"),
         *("nvidiaDriverRoot", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "deviceDiscoveryStrategy"),
     }
 )
-"""Values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin without its config file."""
+"""The values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin without the plugin's config file."""
 OTHER_IDS: Final = (
     "{}: its device ids. Its pods run on, and the agent finds their devices by their containers' device nodes; if the "
     "plugin gave them a directory or a mount, the resource offers no device until they end (docs/existing-plugin.md)"
@@ -41,13 +41,13 @@ NUMBERED: Final[Mapping[str, str]] = {
     "ttyACM": "/dev/serial/by-id/...",
     "video": "/dev/v4l/by-id/...",
 }
-"""For each device name whose number can change (without the number): the links that udev makes for such devices."""
+"""For each kind of device node whose number can change (the name without number): the links that udev makes for it."""
 CORAL: Final = ({"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"})
 """The USB ids of the Coral accelerator, before and after its firmware is loaded."""
 
 
 class Imported(NamedTuple):
-    """The result of an import. resources: entries of a config file.
+    """The result of an import. resources: the entries for the key `resources` of a config file.
 
     notes: texts for the user about settings that cannot be expressed in a config file.
     """
@@ -57,7 +57,7 @@ class Imported(NamedTuple):
 
 
 class UnknownSettingsError(ValueError):
-    """Raised if a text does not have the settings of a known plugin."""
+    """Raised if a text does not contain the settings of a known plugin."""
 
 
 def imported(text: str) -> Imported:
@@ -113,8 +113,8 @@ _Take = Callable[[Any, Imported], None]
 def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
     """Yield the settings in a text: YAML that contains settings, or a command line with generic-device-plugin's flags.
 
-    whole: whether this is the whole text to import, not a value in it. A whole text that is neither YAML nor such a
-    command line raises yaml.YAMLError or ConfigError.
+    whole: whether `text` is the whole text to import, not a value in it. If a whole text is neither YAML nor such a
+    command line, this function raises yaml.YAMLError or ConfigError.
     """
     try:
         nodes = document.compose_all(text)
@@ -132,7 +132,7 @@ def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
 
 
 def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any]]:
-    """Yield each settings object that is this YAML node, or that the node contains at any depth."""
+    """Yield each object with settings: the YAML node itself, or objects at any depth in it."""
     left, seen = [document.plain(root, file)], set[int]()
     while left:
         node = left.pop()
@@ -148,11 +148,11 @@ def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any
 
 
 def _parts(node: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return those values of a list or mapping that may contain settings. All flags of a container are one value."""
+    """Return those values of a list or mapping that may contain settings. All flags of a container form one value."""
     if isinstance(node, list):
         return node
     flags = [key for key in ("command", "args") if _taker(node.get(key)) is _flags]
-    # An object's annotations may contain a copy of the object (kubectl's last-applied-configuration).
+    # `metadata` is skipped: an annotation there may be a copy of the object (kubectl's last-applied-configuration).
     values = [value for key, value in node.items() if key != "metadata" and key not in flags]
     return [[word for key in flags for word in node[key]], *values]
 
@@ -188,7 +188,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a command line, without quotes: flags and their values."""
+    """Return the words of a command line (flags and their values), without the quotes."""
     _, *parts = document.FLAG.split(text.replace("\\\n", " "))
     return [word for name, value in zip(parts[::2], parts[1::2], strict=True) for word in (f"--{name}", _plain(value))]
 
@@ -253,14 +253,15 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
         if len(parts) == 1:
             entries.append({key: value for key, value in parts[0].items() if key != "optional"})
         elif parts:
-            if all("optional" in part for part in parts):  # At least one part of a device must not be optional.
+            if all("optional" in part for part in parts):  # In a config file, not all parts may be optional.
                 del parts[0]["optional"]
             entries.append({"group": [part if len(part) > 1 else part["path"] for part in parts]})
         entries += _usb(group.get("usb") or (), note)
     if not entries:
         note("it has no devices")
         return
-    if all({"usb": one} in entries for one in CORAL):  # The imported config has one group for each of these ids.
+    # A group for each of the two USB ids of one device becomes one entry with both ids.
+    if all({"usb": one} in entries for one in CORAL):
         entries = [entry for entry in entries if entry.get("usb") not in CORAL] + [{"usb": list(CORAL)}]
     resource: dict[str, Any] = {"name": name, "devices": entries}
     if len(permissions) > 1:
@@ -295,7 +296,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
 
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the entry for the USB devices of a group. If it has several ids, one device has these ids in turn."""
+    """Return the config's entry for a group's USB devices. Several ids in it are ids that one device has in turn."""
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
     ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]
@@ -388,14 +389,14 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
 
 
 def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
-    """Add a note for each set flag without a counterpart. NVIDIA's default device ids are UUIDs, as in this project."""
+    """Add a note for each flag that is set and cannot be imported. The default device ids are UUIDs in both plugins."""
     for key, value in flags.items():
         if value and key not in NVIDIA_FLAGS and (key, value) != ("deviceIDStrategy", "uuid"):
             made.notes.append(f"NVIDIA: {key}" + ("" if isinstance(value, dict) else f" {value}"))
 
 
 def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
-    """Add a note for each set value of NVIDIA's chart. Only the config map in the chart's values is imported."""
+    """Add a note for each value of NVIDIA's chart that is set, because only the chart's config map is imported."""
     for key in sorted(NVIDIA_VALUES & values.keys()):
         if values[key]:
             made.notes.append(f"NVIDIA: {key} {values[key]} as a value of the chart; the config's flags are read")

@@ -15,9 +15,9 @@ from typing import Final, Literal, NamedTuple
 class KnownPlugin(NamedTuple):
     """A known plugin. resources: patterns of the resource names that the plugin registers.
 
-    serves: "both" (limits and claims), "limits" alone, or "no" (the plugin cannot be adopted). why: the reason, unless
-    the plugin serves both. ids: a regular expression that matches the ids of this plugin's devices, but not the ids of
-    another plugin with the same resource name.
+    serves: "both" (the plugin can serve limits and claims), "limits" (only limits), or "no" (it cannot be adopted).
+    why: the reason, unless the plugin serves both. ids: a regular expression that matches the ids of this plugin's
+    devices, but not the ids of another plugin with the same resource name.
     """
 
     plugin: str
@@ -31,8 +31,8 @@ _UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
 
 PLUGINS: Final = (
-    # HAMi's plugin uses the same resource name and searches for the pending pod. Its device ids begin with UUID-0,
-    # UUID-1 and so on.
+    # HAMi's plugin uses the same resource name, but cannot serve claims, because it searches for the pending pod. Its
+    # device ids begin with the device's UUID and a number (UUID-0, UUID-1).
     KnownPlugin(
         "NVIDIA/k8s-device-plugin",
         ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),

@@ -6,8 +6,8 @@ file's commands and mounts its host paths into containers. `run` makes the lock 
 
 Paths in the file contain no `.` or `..` (`texts`). The lock must allow both a path as written, and its target if it is
 a symlink. The paths of devices are checked whenever the devices are listed (`deviceplugin.sources.configured`). Other
-paths are checked when the file is read. The agent cannot see symlinks that are not mounted into its container, or that
-are made later.
+paths are checked when the file is read. So the lock does not see symlinks that are made later, or that are not mounted
+into the agent's container.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deviceplugin.config.types import (
 
 _PATTERN: Final = re.compile(r"[*?[]")
 DEVICES: Final = "/dev"
-"""Paths in this directory are allowed without an option, unless an option allows a prefix in this directory."""
+"""The directory whose paths are allowed without an option, unless an option allows a prefix in this directory."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     DeviceEntry: ("path", "group"),
     PartConfig: ("path",),
@@ -43,11 +43,11 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     ResourceConfig: ("nodes",),
     SimulatedConfig: ("unhealthy_file",),
 }
-"""For each type of mapping in the file: the keys whose values are host paths."""
+"""For each type of mapping in the config file: the keys whose values are host paths."""
 ADOPTED: Final = "/run/deviceplugin/plugins"
 """The default directory in which vendors' plugins register with the agent. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
-"""For each type of mapping in the file: the keys whose values name a program or library that the agent executes."""
+"""For each type of mapping in the config file: the keys that name a program or library which the agent executes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Lock:
     """The commands, host paths and plugins that a config file may name.
 
     commands: whether the file may name code that the agent executes: commands of probes, and NVIDIA's library.
-    host_paths: allowed prefixes. A path is allowed if it is equal to a prefix or below it. A path element of a prefix
-    may be a pattern (/run/fpga*). A pattern allows the same text, and each name without wildcards that it matches. /dev
-    is allowed too, unless a prefix in /dev is given. plugins: whether the file may name vendors' plugins for adoption.
-    Such plugins choose the edits of containers themselves.
+    host_paths: the allowed prefixes. A path is allowed if it is equal to a prefix or below it. A path element of a
+    prefix may be a pattern (/run/fpga*). A pattern allows the same text in the file, and each name without wildcards
+    that the pattern matches. /dev is allowed too, unless a prefix in /dev is given. plugins: whether the file may name
+    vendors' plugins for adoption, which choose the edits of containers themselves.
     """
 
     commands: bool = False
@@ -83,14 +83,14 @@ class Lock:
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
     def problem(self, kind: type, path: str) -> str:
-        """Return why a path in a mapping of the type `kind` is not allowed, "" if it is allowed. Reads symlinks."""
+        """Return why a path in a mapping of the type `kind` is not allowed; "" if it is allowed. Follows symlinks."""
         if not self.allows(path):
             return self.refusal(path)
         target = path if kind in {DeviceEntry, PartConfig} else os.path.realpath(path)
         return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
-        """Return a message that a path is not allowed, with the option of `run` that allows this path."""
+        """Return the message for a path that is not allowed, with the option of `run` that would allow the path."""
         within = ", ".join(self.prefixes)
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 

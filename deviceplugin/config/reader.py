@@ -29,7 +29,7 @@ def load(path: str | Path, lock: Lock = OPEN) -> Config:
             data = stream.read(document.MAX_BYTES + 1)
     except IsADirectoryError:
         raise document.file_error(file, "is a directory; name the file in it") from None
-    except (OSError, ValueError) as error:  # ValueError is for a path with a NUL.
+    except (OSError, ValueError) as error:  # A path with a NUL raises ValueError.
         raise document.file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return parse(data, file, lock)
 
@@ -57,7 +57,7 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
 
 @functools.cache
 def _type_info() -> Any:
-    """Return msgspec's description of the file's types. Cached, because the description takes some milliseconds."""
+    """Return msgspec's description of the config's types. Cached, because to make it takes some milliseconds."""
     import msgspec.inspect
 
     return msgspec.inspect.type_info(Config)
@@ -65,12 +65,12 @@ def _type_info() -> Any:
 
 _Pair = tuple[yaml.Node, yaml.Node]
 _Advice = Callable[[str], str] | None
-"""A function that returns a message with the correction of an invalid text."""
+"""A function that returns the message for an invalid text, with the correction; None if there is no advice."""
 _Options = dict[str, tuple[Any, _Advice]]
-"""For each allowed kind of YAML node (`document.kind`) of a value: msgspec's type for the value, and the advice for an
+"""The allowed types of a value. For each kind of YAML node (`document.kind`): msgspec's type, and the advice for an
 invalid value."""
 _BAD: Final = object()
-"""Stands for an invalid value whose problem was already reported."""
+"""The object in place of an invalid value whose problem was already reported."""
 
 
 class Reader:
@@ -115,7 +115,7 @@ class Reader:
             case "BoolType" if value.lower() in {"true", "false"}:
                 return value.lower() == "true"
             case "IntType" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
-                if info.ge <= int(value) <= info.le:  # The types of all integers in the file state both limits.
+                if info.ge <= int(value) <= info.le:  # All integer types of the config have both limits.
                     return int(value)
                 return self._report(path, f"must be {info.ge} to {info.le}, not {int(value)}")
         return self._report(path, _mismatch(node, {what: (info, advice)}, path))
@@ -187,7 +187,7 @@ class Reader:
                     strange.append(key)
         self._above.pop()
         for key in strange[: document.MAX_UNKNOWN]:
-            # The message contains only keys that look like names. In another kind of file, a key may be a password.
+            # The message contains the key only if it looks like a name: in a wrong file, a key may be a password.
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
             place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
             more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
@@ -198,14 +198,14 @@ class Reader:
         good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
         blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
         made = info.cls(**blank | good)
-        if values or not meant:  # Check the valid values too, so that one error reports all problems.
+        if values or not meant:  # The valid values are checked in any case, so that one error reports all problems.
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
     def _place_of(self, key: str, value: yaml.Node, given: Collection[str]) -> str:
-        """Return advice on where a misplaced key of the present mapping belongs; "" if no mapping has such a key.
+        """Return advice on the place where a misplaced key belongs; "" if the key belongs nowhere near.
 
-        given: the keys that the mapping with the misplaced key has.
+        key, value: the misplaced key and its value. given: all keys of the mapping with the misplaced key.
         """
         if key in _FOREIGN:
             return "it is a key of another device plugin, whose settings `deviceplugin import` converts"
@@ -230,7 +230,7 @@ class Reader:
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
         """Return a mapping's keys and values, including keys from YAML merge keys (`<<`).
 
-        Report keys that are no text or occur twice.
+        Reports a problem for each key that is no text or occurs twice.
         """
         pairs: dict[str, _Pair] = {}
         merges = []
@@ -276,14 +276,14 @@ _KINDS: Final = {
 }
 """For each of msgspec's types: the kind of YAML node for values of this type, and the type's name in messages."""
 _BLANK: Final[dict[str, Any]] = {"str": "", "int": 0, "seq": ()}
-"""For each kind of node: the value that replaces an invalid or missing required value. So the checks of other values
-can run."""
+"""For each kind of node: the value in place of an invalid or missing required value, so that the rules can still check
+the other values of the mapping."""
 _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the allowed types of a value, without None, by kind of node. Each type of a union has its own kind."""
+    """Return the allowed types of a value, without None, by kind of node. The types of a union differ in kind."""
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))
@@ -322,9 +322,9 @@ def _got(node: yaml.Node) -> str:
 
 
 def _below(fields: Mapping[str, Any], key: str, value: yaml.Node, levels: int = 1) -> dict[str, str]:
-    """Return the fields whose mapping, or list of mappings, may contain a key; for each field, an example in YAML.
+    """Return each field whose mapping, or list of mappings, may contain `key`, with an example of the field in YAML.
 
-    levels: the number of levels below the fields that are searched for the key.
+    levels: the number of levels below the fields on which the key is searched.
     """
     forms: dict[str, str] = {}
     for name, field in fields.items():
@@ -350,7 +350,7 @@ def _pair(key: str, value: yaml.Node) -> str:
 
 
 def _placeholder(node: yaml.Node) -> str:
-    """Return the placeholder without quotes, such as {id}, that YAML read as a mapping; "" for other nodes."""
+    """Return a placeholder, such as {id}, that YAML has read as a mapping for lack of quotes; "" for other nodes."""
     if not isinstance(node, yaml.MappingNode) or not node.flow_style or len(node.value) != 1:
         return ""
     key, value = node.value[0]
@@ -366,14 +366,14 @@ _OTHER_NAMES: Final = {
     "readOnly": ("readonly",),
     "count": ("replicas",),
 }
-"""For each key of Kubernetes or of another device plugin: the keys of this config file with the same meaning."""
+"""For each key of Kubernetes or of other device plugins: the keys in this config file with the same meaning."""
 _FOREIGN: Final = {"groups", "devicematch", "nummaxdevices", "timeSlicing"}
 """Keys that only other device plugins have."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
 def _meant(path: str, value: str) -> str:
-    """Return advice with the correct text, if other programs accept the text `value` at this path; else ""."""
+    """Return advice with the correct text, if `value` is a text that other programs accept at this path; else ""."""
     key = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
     if key in {"period", "timeout", "recovery"} and (time := re.fullmatch(r"([0-9]{1,7})\s*([smh])", value)):
         return f"write {int(time[1]) * _UNITS[time[2]]}, the number of seconds"

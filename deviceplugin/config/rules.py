@@ -1,4 +1,4 @@
-"""Checks those rules of a config file that its types cannot express."""
+"""Checks the rules of a config file that the types in `config.types` cannot express."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from deviceplugin.config.types import (
 from deviceplugin.device import Device
 
 ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "dra"}
-"""The allowed keys of a resource whose devices a vendor's plugin lists. The plugin decides everything else."""
+"""The allowed keys of a resource whose devices a vendor's plugin lists. The plugin makes all other decisions."""
 
 
 class ConfigRules:
-    """Checks the mappings of one config file, in the order of the file. lock: allows commands and host paths."""
+    """Checks the mappings of one config file, in the order of the file. lock: the allowed commands and host paths."""
 
     def __init__(self, problems: Problems, lock: Lock = OPEN) -> None:
         self._report, self._lines = problems.report, problems.lines
@@ -43,7 +43,7 @@ class ConfigRules:
     def check(self, value: msgspec.Struct, path: str, keys: AbstractSet[str]) -> None:
         """Report the problems of a mapping. keys: the keys that the mapping has in the file.
 
-        Invalid values were reported before. Here they are replaced by blank values.
+        value: the mapping, with blank values in place of invalid values, whose problems were reported before.
         """
         match value:
             case DeviceEntry():
@@ -95,7 +95,7 @@ class ConfigRules:
             self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
-        """Report a device node that is in two different groups of paths: the groups would share this hardware."""
+        """Report each device node that is in two different groups of paths, because the groups would share hardware."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, member in enumerate(group):
             if re.search(r"[*?[]", member):
@@ -148,13 +148,13 @@ class ConfigRules:
         if resource.metadata and "driver" not in keys:
             message = "the files name a driver; write driver: and a DNS name, such as gpu.example.com"
             self._report(f"{path}.metadata", message)
-        # The API server also limits these values in ways that no pattern can express.
+        # A Device checks the API server's limits for these values, which no pattern can express.
         device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
         for key, problem in naming.problems(device, resource.driver or "example.com"):
             self._report(f"{path}.{key}", problem)
 
     def _check_plugin(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
-        """Report a vendor's plugin that cannot be adopted, or that is not known to serve claims but has a `driver`."""
+        """Report a vendor's plugin that cannot be adopted, or has a `driver` but is not known to work with claims."""
         name, plugin = resource.name, known_plugin(resource.name)
         if not name:
             return
@@ -175,10 +175,10 @@ class ConfigRules:
             self._report(f"{path}.driver", text)
 
     def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
-        """Report resources with common devices, if their drivers and shares prevent any offer of these devices.
+        """Report resources with common devices that would never be offered because of `driver` and `dra.share`.
 
-        Also report `dra.unhealthy: NoExecute` for a driver with devices of an adopted plugin: each restart of the
-        plugin would end pods.
+        Also report `dra.unhealthy: NoExecute` for a driver with devices of an adopted plugin, because each restart of
+        the plugin would end pods.
         """
         adopted = {resource.driver for resource in resources if resource.adopted and resource.driver}
         first: dict[object, int] = {}
@@ -205,19 +205,19 @@ class ConfigRules:
 
 
 def _places(entry: DeviceEntry) -> Iterator[object]:
-    """Yield keys for a device entry. Two entries that list the same devices have a key in common."""
+    """Yield keys of a device entry for comparison: two entries that list the same devices have a key in common."""
     yield from entry.globs
     yield from (place for place in (entry.pci, *entry.usb_ids, entry.nvidia) if place is not None)
 
 
 def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
-    """Return whether a device of two resources would be offered by neither, because of their drivers and shares."""
+    """Return whether, because of `driver` and `dra.share`, neither of two resources would offer a common device."""
     sides = {_side_of(resource), _side_of(other)}
     return resource.driver != other.driver and (len(sides) > 1 or None in sides)
 
 
 def _side_of(resource: ResourceConfig) -> str | None:
-    """Return "plugin" or "dra" if all devices of a resource are for this `Side`; None if each side has some."""
+    """Return "plugin" or "dra" if all devices of a resource are on this `Side`; None if both sides have devices."""
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None

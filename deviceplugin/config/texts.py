@@ -1,7 +1,7 @@
 """The allowed texts in a config file (names, paths, patterns), and advice for invalid texts.
 
-Python uses the regular expressions, and the JSON schema has them too. So they contain only syntax of both Python and
-ECMAScript.
+The regular expressions are used in Python and in the JSON schema, so they contain only syntax that Python and
+ECMAScript have in common.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from deviceplugin import device, naming
 from deviceplugin.naming import NAME, SUBDOMAIN
 
 MAX_TEXT: Final = 131_071
-"""Maximum characters of any text in the file: Linux's limit for one environment variable or argument (MAX_ARG_STRLEN).
-"""
+"""Maximum characters of any text in the config file. Linux has this limit for one environment variable or argument
+(MAX_ARG_STRLEN)."""
 MAX_PATH: Final = 4095
 """Maximum characters of a path (PATH_MAX without its NUL), and of each other text that has no limit of its own."""
 
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
-# An unclosed bracket is refused: fnmatch would match it literally, but in a config it is nearly always a mistake.
+# An unclosed bracket is not allowed: fnmatch would match it literally, but in a config it is usually a mistake.
 _CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
 _GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
 
@@ -38,7 +38,7 @@ def _text(
     """Return the msgspec annotation for a text that must match `pattern`.
 
     advice: the message with the correction for an invalid text; the invalid text replaces {!r} in the message. longest:
-    maximum characters.
+    the maximum number of characters.
     """
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(

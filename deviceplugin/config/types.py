@@ -1,8 +1,8 @@
-"""The types of the config file. Each file is checked against their annotations.
+"""The types of the config file. The annotations of the types are the rules for the values in a file.
 
-The JSON schema in api/ is made of them. To add a kind of device, add a field to `DeviceEntry`, and a case to
-`deviceplugin.sources.configured.build_entry`. The description of a class for the schema is assigned to `__doc__`: the
-image runs `python -OO`, which removes docstrings.
+The JSON schema in api/ is generated from these types. To add a kind of device, add a field to `DeviceEntry`, and a case
+to `deviceplugin.sources.configured.build_entry`. The schema's description of a class is assigned to `__doc__`, because
+the image runs `python -OO`, which removes docstrings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _about(description: str, examples: list[Any] | None = None) -> Meta:
 
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mapping of the file. An unknown key, or a value of a wrong type, is an error."""
+    """A mapping in the config file. An unknown key, or a value of a wrong type, is an error."""
 
 
 class SimulatedConfig(_Strict, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: only the device nodes."
         ),
     ] = "env"
-    # The default is the list of XIDs that NVIDIA's own plugin ignores: programs cause these XIDs, not faulty hardware.
+    # The default is the list of XIDs that NVIDIA's own plugin ignores, because programs cause them, not the hardware.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
         _about("XIDs that do not make the GPU unhealthy; by default those that applications cause."),
@@ -207,12 +207,12 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def usb_ids(self) -> tuple[UsbConfig, ...]:
-        """The filters of USB devices. A device of the entry matches at least one filter."""
+        """The filters of the entry for USB devices. A device belongs to the entry if it matches at least one filter."""
         return (self.usb,) if isinstance(self.usb, UsbConfig) else self.usb or ()
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The globs of `path` or `group`, with their options. Each device has one path of each glob."""
+        """The globs of `path` or `group`, with their options. Each device consists of one path for each glob."""
         parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
         return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
 
@@ -411,11 +411,11 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
 
     @property
     def adopted(self) -> bool:
-        """Whether the devices are those of a vendor's plugin."""
+        """Whether a vendor's plugin lists the resource's devices."""
         return self.plugin is not None
 
     def __eq__(self, other: object) -> bool:
-        # Do not compare fields by ==: an attribute that was 1 and is now true has changed, although 1 == True.
+        # Fields cannot be compared by ==: an attribute that was 1 and is now true has changed, although 1 == True.
         return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
 
     def __ne__(self, other: object) -> bool:
@@ -425,7 +425,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return hash(self._bytes())
 
     def _bytes(self) -> bytes:
-        # The order of names does not matter, but the order of patterns does, because the first match applies.
+        # The order of keys does not matter, except in `sharing`: there the first pattern that matches applies.
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
@@ -476,8 +476,8 @@ class Config(_Strict, frozen=True, kw_only=True):
 def schema() -> dict[str, Any]:
     """Return the JSON schema of the config file (draft 2020-12), for editors and for checks without this package.
 
-    A schema cannot express some rules (`deviceplugin.config.rules`), for example that resource names are unique. Only
-    `parse` checks these rules.
+    A schema cannot express some rules (`deviceplugin.config.rules`), for example that resource names are unique. Such
+    rules are checked only by `parse`.
     """
     made = msgspec.json.schema(Config)
     definitions: dict[str, Any] = made["$defs"]

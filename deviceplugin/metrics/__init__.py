@@ -1,1 +1,1 @@
-"""Metrics and status of the agent: views of its state, Prometheus collectors, device load, web server and web page."""
+"""Metrics and status of the agent: views of its state, metrics for Prometheus, devices' load, web server, web page."""

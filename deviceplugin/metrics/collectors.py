@@ -1,7 +1,7 @@
 """The Prometheus metrics of an agent, and the routes of the agent's HTTP server. Loaded only if metrics are served.
 
-For each scrape, the agent's state at that moment (`AgentView`) is converted to metric families. This module itself
-counts nothing. The metrics `process_*` come from prometheus_client.
+For each scrape, this module converts the agent's state at that moment (`AgentView`) to metric families. The counting is
+done elsewhere. The metrics `process_*` come from prometheus_client.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
-LOOP_TIMEOUT: Final = 2.0  # Seconds within which a working event loop executes a callback.
+LOOP_TIMEOUT: Final = 2.0  # Seconds within which the event loop must execute a callback to count as working.
 PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
@@ -158,7 +158,7 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
     },
 }
-"""For each type of metric: the metrics by name (without `deviceplugin_`), with their labels and help text."""
+"""For each type of metric: the metrics by name (without `deviceplugin_`), each with labels and help text."""
 _ABSENT_IF_EMPTY: Final = (
     *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
 )
@@ -216,7 +216,7 @@ class AgentCollector:
 
 def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
     name = resource.name
-    # The usual combinations of label values exist even with the value 0. So each resource has these series.
+    # Each resource has a series for each usual combination of label values, even if its value is 0.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
@@ -350,13 +350,13 @@ class Pages:
         return web.Answer(b"ok\n")
 
     def _readyz(self, _: object) -> web.Answer:
-        """Return 200 if all resources are registered with the kubelet and all providers are ready, otherwise 503."""
+        """Return 200 if the agent is ready to give devices to pods and all providers are ready, otherwise 503."""
         reasons = self._view().unready
         return web.Answer("\n".join((*reasons, "")).encode() or b"ok\n", status=503 if reasons else 200)
 
 
 def _format(request: web.Request) -> str:
-    """Return the metrics format that the Accept header requests. Responses are cached under this key."""
+    """Return the metrics format that the Accept header requests. Each format has its own cached response."""
     _, content_type = choose_encoder(request.headers.get("accept", ""))
     kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
     return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind

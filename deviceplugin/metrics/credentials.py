@@ -19,7 +19,7 @@ _LOG: Final = logging.getLogger(__name__)
 class _Watched:
     """The content of files, which is read again after a change of the files.
 
-    Each use of the content checks whether the files have changed. The check takes microseconds.
+    Each use of the content checks whether the files have changed, which takes microseconds.
     """
 
     def __init__(self, *paths: str | Path) -> None:
@@ -44,8 +44,8 @@ class _Watched:
                     return
                 self._load()
             except OSError as error:
-                # While another program replaces the files, they are often incomplete. The next use of the content reads
-                # them again.
+                # The old content stays in use: the files are often incomplete while another program replaces them, and
+                # the next use reads them again.
                 warning = f"{error.strerror or error}"
                 if warning != self._warned:
                     self._warned = warning
@@ -58,9 +58,9 @@ class _Watched:
 class Certificate(_Watched):
     """A server's certificate chain and key in PEM files.
 
-    client_ca: a PEM file with the certificate authorities of clients. With this file, all clients need a certificate;
-    only public routes (the kubelet's probes) do not. Raises OSError at the start if the files cannot be read, or the
-    key does not match the certificate.
+    client_ca: a PEM file with the certificate authorities of clients. With this file, clients need a certificate for
+    all routes except public ones (the kubelet's probes). Raises OSError at the start if the files cannot be read, or
+    the key does not match the certificate.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Certificate(_Watched):
             message = f"{certificate} and {key} are not a certificate and its key:  {error.reason or error}"
             raise OSError(errno.EINVAL, message) from error
         except OSError as error:
-            # OpenSSL does not report which of the files cannot be read.
+            # The message names the unreadable file, because OpenSSL's error does not.
             unread = next((path for path in self.paths if not os.access(path, os.R_OK)), certificate)
             raise OSError(error.errno, f"certificate file {unread}: {os.strerror(error.errno or 0)}") from error
         if self.client_ca is not None:
@@ -93,7 +93,7 @@ class Certificate(_Watched):
             except OSError as error:
                 message = f"client CA file {self.client_ca}: {error.strerror or error}"
                 raise OSError(error.errno, message) from error
-            context.verify_mode = ssl.CERT_OPTIONAL  # Not required here, because the kubelet's probes have none.
+            context.verify_mode = ssl.CERT_OPTIONAL  # `Server.refusal` requires it, but not from the kubelet's probes.
         self._context = context
 
     @property
@@ -117,7 +117,7 @@ class Token(_Watched):
         self._token = token
 
     def admits(self, authorization: str) -> bool:
-        """Return whether an Authorization header has the token, as a bearer token or (from browsers) as a password."""
+        """Return whether an Authorization header contains the token: as a bearer token, or as a browser's password."""
         self._refresh()
         scheme, _, credentials = authorization.partition(" ")
         given = credentials.strip().encode(errors="replace")

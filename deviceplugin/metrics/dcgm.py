@@ -1,9 +1,9 @@
 """Serves metrics also under the names of NVIDIA's DCGM exporter, for dashboards that use these names.
 
-A metric without a measured value is left out. The label UUID of a MIG partition is the UUID of its GPU. The labels
-namespace, pod and container are set only if exactly one container holds the device: with a series for each holder of a
-shared device, sums would count the device's load several times. The metric `deviceplugin_allocation_info` shows the
-holders of shared devices.
+A metric without a measured value is left out. For a MIG partition, the label UUID is the UUID of the partition's GPU.
+The labels namespace, pod and container are set only if exactly one container holds the device. If each holder of a
+shared device had a series, sums would count the device's load several times. The metric `deviceplugin_allocation_info`
+shows the holders of shared devices.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MIB: Final = 1024 * 1024
 
 
 class Name(NamedTuple):
-    """A metric of NVIDIA's exporter, and the quantity for its value.
+    """A metric of NVIDIA's exporter, and the quantity from which its value is computed.
 
-    quantity: the name of the quantity in the result of `measure`. unit: the number by which the measured value is
-    divided. part: for a quantity with several numbers, the label value of the number to use.
+    quantity: the name of the quantity in the result of the hook `measure`. unit: the number by which the measured value
+    is divided. part: if the quantity has several numbers, the label value of the number to use.
     """
 
     name: str
@@ -55,7 +55,7 @@ NAMES: Final = (
     Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total"),
 )
 FREE: Final = Name("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "memory_total_bytes", MIB)
-# DCGM_FI_DEV_XID_ERRORS is not served: the exporter's value is the last XID code, and never returns to zero.
+# DCGM_FI_DEV_XID_ERRORS is not served, because its value in NVIDIA's exporter, the last XID code, is not a count.
 XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's start, by code.", "")
 
 
@@ -66,7 +66,7 @@ def families(view: AgentView) -> Iterable[Metric]:
 
     def add(name: Name, labels: Mapping[str, str], value: float) -> None:
         if name.name not in made:
-            # In OpenMetrics, the name of a counter must end with _total.
+            # A counter of NVIDIA has no type here, because in OpenMetrics the name of a counter must end with _total.
             make = UnknownMetricFamily if name.quantity.endswith("_total") else GaugeMetricFamily
             made[name.name] = make(name.name, name.about, labels=tuple(labels))
         made[name.name].add_metric(tuple(labels.values()), value / name.unit)
@@ -99,7 +99,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
     minor = attribute("parentMinor") if part else attribute("minor") or index
     instance = attribute("gpuInstance") or seen.device.id
     if attribute("computeInstance") not in ("", "0"):
-        instance += f"/{attribute('computeInstance')}"  # One GPU instance may have several of these.
+        instance += f"/{attribute('computeInstance')}"  # One GPU instance may have several compute instances.
     holder = seen.holders[0] if len(seen.holders) == 1 else None
     return {
         "gpu": index,

@@ -1,7 +1,7 @@
 """The load of devices: calls the hook `measure` of sources in the background, and keeps the results.
 
-No scrape waits for hardware. If a value could not be read recently, it is missing in the metrics. It is not replaced by
-zero or by the previous value.
+No scrape waits for hardware. A value that could not be read recently is missing in the metrics: it is not replaced by
+zero or by an earlier value.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 STALE: Final = 2.5  # Number of periods after which a measurement is too old.
-TICK: Final = 0.5  # Seconds between two checks for sources whose devices must be measured.
+TICK: Final = 0.5  # Maximum seconds between two checks for sources whose devices must be measured now.
 
 
 class Quantity(NamedTuple):
-    """A quantity in the result of a source's `measure`. about: the help text of its metric.
+    """A quantity in the result of a source's hook `measure`. about: the help text of the quantity's metric.
 
-    label: the metric's label for a quantity with several numbers; the source returns a mapping by values of this label.
-    "" for a quantity with one number.
+    label: "" for a quantity with one number. For a quantity with several numbers, the metric's label; `measure` returns
+    a mapping from values of this label to the numbers.
     """
 
     about: str
@@ -54,15 +54,15 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""The common quantities, by the metric's name without `deviceplugin_device_`. Names of counters end with `_total`. A
-source may have further quantities."""
+"""The usual quantities of sources, by the metric's name without `deviceplugin_device_`. Names of counters end with
+`_total`. A source may have further quantities."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
 """Names that a source must not use for a quantity, because metrics `deviceplugin_device_<name>` with another meaning
 exist."""
 
-Value = float | dict[str, float]  # One number, or numbers by the value of the quantity's label.
+Value = float | dict[str, float]  # One number, or a number for each value of the quantity's label.
 Reading = Mapping[str, Mapping[str, Value]]
 """The result of one call of `measure`: for each device id and quantity, the value."""
 
@@ -97,7 +97,7 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
                 raise MeasureError(f"{name!r} is used with and without _total, but one name is one metric")
             if isinstance(value, Mapping):
                 numbers = {key: number for key, part in value.items() if (number := _number(name, part)) is not None}
-                # A label value must be UTF-8, but a file name may contain other bytes.
+                # A label value must be valid UTF-8, but may be a file name with other bytes.
                 parts = {str(key).encode(errors="replace").decode(): figure for key, figure in numbers.items()}
                 if parts:
                     values[name] = parts
@@ -119,8 +119,8 @@ def _number(name: str, value: object) -> float | None:
 class Gauge:
     """Measures one source's devices. An instance belongs to one event loop; any thread may read its fields.
 
-    calls, failures, seconds: number, failures and total duration of the calls of `measure`. error: the reason why no
-    measurement is available now.
+    calls, failures, seconds: the number of calls of the hook `measure`, the number of failed calls, and the total
+    duration of all calls. error: the reason why no measurement is available now, or "".
     """
 
     def __init__(self, source: DeviceSource, period: float) -> None:
@@ -131,7 +131,7 @@ class Gauge:
         self.error = ""
         self._period = period
         self._reading: tuple[Reading, float] | None = None  # The last measurement, and its time (monotonic seconds).
-        # A future that is done when the call that timed out has ended.
+        # The future of the last call that timed out; done when this call has ended.
         self._hanging: asyncio.Future[Any] | None = None
 
     @property
@@ -141,10 +141,10 @@ class Gauge:
         return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Call `measure` once and store the result. After a failure, which is logged once, there is no measurement."""
+        """Call `measure` once and store the result. After a failure, which is logged once, `reading` is None."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
-            # A hanging call occupies a thread. A second call would hang too, and occupy another thread.
+            # The earlier call hangs, and occupies a thread. A second call would hang too, in a further thread.
             self._failed(f"{what} still hangs")
             return
         self._hanging = None

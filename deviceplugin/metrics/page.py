@@ -22,11 +22,11 @@ from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, Reso
 from deviceplugin.register.records import State
 
 CALM: Final = 4  # The urgency of a device that needs no attention.
-SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
-# Maximum number of healthy devices without a holder in the visible table of one resource. The page shows further
-# devices in a second, folded table.
+SHOWN_ATTENTION: Final = 10  # Maximum number of devices in the list of devices that need attention.
+# Maximum number of healthy devices without a holder in the first table of one resource. Further such devices are in a
+# second, folded table.
 SHOWN_CALM: Final = 8
-SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. A click shows further holders.
+SHOWN_HOLDERS: Final = 4  # Maximum number of visible holders of one device. A click shows the other holders.
 
 
 def status(view: AgentView) -> bytes:
@@ -112,7 +112,7 @@ def _template() -> string.Template:
 def headers() -> Mapping[str, str]:
     """Return the page's HTTP headers.
 
-    The headers make browsers refuse content from other servers, and all scripts except the page's own.
+    The headers make browsers refuse content from other servers, and all scripts except the script in the page.
     """
     script = _template().template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -155,7 +155,7 @@ def _problems(view: AgentView) -> Iterable[str]:
 
 
 def attention(seen: DeviceView) -> tuple[int, str]:
-    """Return a device's urgency (0 is the highest), and the reason why it needs attention; "" if it needs none."""
+    """Return (urgency, reason): a device's urgency (0 is the highest), and why it needs attention, or ""."""
     device, location = seen.device, seen.location
     if location.state is State.QUARANTINED:
         return 0, f"quarantined: {location.reason}"
@@ -187,7 +187,7 @@ def _attention(view: AgentView) -> Iterable[str]:
 
 
 def _more(seen: DeviceView) -> str:
-    """Return a text with the time since when a device needs attention, and its holders if they are known."""
+    """Return a text with the time at which a device began to need attention, and with its known holders."""
     names = [holder.text or holder.side for holder in seen.holders]
     more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
     held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
@@ -252,7 +252,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 def _unlisted(resource: ResourceView) -> str:
     """Return an HTML list of the devices that the source does not list.
 
-    While a vendor's plugin is disconnected, the list contains all held devices of the plugin.
+    While a vendor's plugin is disconnected, this list contains all held devices of the plugin.
     """
 
     def line(device: UnlistedDevice) -> str:
@@ -270,7 +270,7 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
-    """Return whether the page may fold a device's row: a healthy device without holder, load and need for attention."""
+    """Return whether the page may fold a device's row: the device is healthy, and has no holder, load or problem."""
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 
@@ -326,7 +326,7 @@ def _holder_list(resource: str, device: str, holders: Sequence[DeviceHolder]) ->
 
 
 _SHORT: Final = {"temperature_celsius": "°C", "power_watts": "W", "throttled": ""}
-"""Quantities that the page shows as a number with this unit, or as a word (unit "")."""
+"""For each quantity that the page shows as a number: the unit; "" for a quantity that the page shows as a word."""
 
 
 def _load(load: Mapping[str, Value]) -> Iterable[str]:

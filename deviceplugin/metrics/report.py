@@ -1,4 +1,4 @@
-"""The types for reports of other components of the agent's process, such as the bridge to DRA."""
+"""The types for the reports that other components of the agent's process give, such as the bridge to DRA."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Whether plugin or DRA offers a device (`State`), since when (Unix seconds), and the reason.
+    """The state of a device: on the side of the plugin or of DRA, or moving between the two (`State`).
 
-    waits: the event for which the device's move between plugin and DRA waits, "" if the device is not moving.
+    since: the time of the last change of this state (Unix seconds). reason: why the state changed. waits: the event for
+    which the device's move waits; "" if the device is not moving.
     """
 
     state: State = State.PLUGIN
@@ -27,12 +28,12 @@ class DeviceLocation:
 
     @property
     def side(self) -> SideName:
-        """The side of the device: "plugin" or "dra", one of them also during a move."""
+        """The side that grants the device: "plugin" or "dra", also during a move; "none" for a quarantined device."""
         return self.state.side
 
     @property
     def why(self) -> str:
-        """The event for which the device's move waits, else the reason for its state. For messages."""
+        """The event for which the device's move waits; without a move, the reason for the state. For messages."""
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
@@ -43,7 +44,7 @@ DEFAULT_LOCATION: Final = DeviceLocation()  # For devices that no provider repor
 class ClaimedDevice:
     """A device of a claim that was prepared on this node. pods: the pods of the claim.
 
-    admin: whether the claim has only administrative access. Such a claim does not hold the device.
+    admin: whether the claim has only administrative access to the device, and so does not hold it.
     """
 
     resource: str
@@ -56,10 +57,11 @@ class ClaimedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """Progress towards the configured number of devices for claims (`dra.share`). requested: this setting in words.
+    """The progress of a resource's devices towards the configured number for claims (`dra.share`).
 
-    devices: number of all devices. claimable: number of devices for claims now. leaving: number of devices that are
-    moving from the plugin to DRA. returning: number of devices that are moving back.
+    requested: the setting in words. devices: the number of all devices. claimable: the number of devices that claims
+    can get now. leaving: the number of devices that are moving from the plugin to DRA. returning: the number of devices
+    that are moving from DRA to the plugin.
     """
 
     requested: str
@@ -71,7 +73,7 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event for the list of events on the page. at: its time (Unix seconds). bad: whether it is a problem."""
+    """An event for the page's list of events. at: the event's time (Unix seconds). bad: whether it is a problem."""
 
     at: float
     resource: str
@@ -83,10 +85,11 @@ class Event:
 class ProviderReport:
     """The report of a provider (a component of the process) at one moment.
 
-    unready: reasons why the provider is not ready. problems: other problems, the most severe first. families: metric
-    families of prometheus_client. status: the provider's object in /status, of JSON values. locations: for each
-    (resource, device id), whether plugin or DRA offers the device. qualifiers: for each resource, the prefix of the
-    published names of its devices. shares: for each resource, its progress. node: this node's name, "" if unknown.
+    unready: the reasons why the provider is not ready. problems: other problems, the most severe first. families: the
+    metric families of prometheus_client. status: the provider's object in /status, with JSON values. locations: for
+    each (resource, device id), the state of the device between plugin and DRA. qualifiers: for each resource, the
+    prefix of the published names of its devices. shares: for each resource, its `ShareProgress`. node: this node's
+    name, "" if unknown.
     """
 
     families: Sequence[Metric] = ()
@@ -108,7 +111,7 @@ class Provider(Protocol):
         """The provider's name in /status and in messages."""
 
     def report(self) -> ProviderReport:
-        """Return the present report. A separate thread calls this method for each view."""
+        """Return the present report. Called once for each view (`AgentView`), in a thread of its own."""
 
 
 @runtime_checkable

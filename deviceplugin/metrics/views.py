@@ -38,7 +38,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.unwatched import Unwatched
 
 _LOG: Final = logging.getLogger(__name__)
-# Holders are treated as unknown if the last read of the kubelet's checkpoint is older than this (seconds).
+# If the last read of the kubelet's checkpoint is older than this number of seconds, holders are treated as unknown.
 HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
 UNANSWERED: Final = 30.0  # Seconds without a response after which a call to a vendor's plugin is reported as a problem.
@@ -90,15 +90,15 @@ class DeviceHolder:
 
 
 _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
-"""For each (resource, device id), the holders: first pods' holders by `limits`, then holders by claims."""
+"""For each (resource, device id), the holders: first containers of pods with `limits`, then holders with claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: number of containers that may share it. withheld: why it is not offered, or None.
+    """One device. replicas: the number of containers that may share it. withheld: why it is not offered, or None.
 
-    admins: claims with administrative access to the device, which do not hold it. since: when this agent found that the
-    device was no longer healthy (Unix seconds); None for a healthy device.
+    admins: the claims with administrative access to the device, which do not hold it. since: the time at which this
+    agent found that the device was no longer healthy (Unix seconds); None for a healthy device.
     """
 
     device: Device
@@ -114,7 +114,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class UnlistedDevice:
-    """A device that its source no longer lists, but that has a holder, or is not on the plugin's side (`Side`)."""
+    """A device that its source no longer lists, but that has a holder or is not on the plugin side (`Side`)."""
 
     id: str
     location: DeviceLocation
@@ -123,10 +123,10 @@ class UnlistedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource. measured: the load of its devices, None if its source cannot measure.
+    """One resource. measured: the object that measures the load of the devices; None if the source cannot measure.
 
     share: the progress of moves to DRA; None without a DRA driver. unlisted: see `UnlistedDevice`. While a vendor's
-    plugin is disconnected, all held devices of the plugin are here.
+    plugin is disconnected, `unlisted` contains all held devices of the plugin.
     """
 
     name: str
@@ -141,11 +141,11 @@ class ResourceView:
 class AgentView:
     """The whole agent at one moment.
 
-    at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
-    kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet responded to the last call of its
-    PodResources API. providers: reports by the provider's name. silent: for each provider that returned no report (by
-    name), the reason. unknown: for each source of evidence, how often this evidence did not show whether a holder had
-    ended.
+    at: that moment (Unix seconds). unready: the reasons why the agent is not ready. problems: other problems.
+    holders_known: whether the kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet responded to
+    the last call of its PodResources API. providers: the reports, by the provider's name. silent: for each provider
+    that returned no report (by name), the reason. unknown: for each kind of evidence, how often the evidence did not
+    show whether a holder had ended.
     """
 
     at: float
@@ -165,7 +165,7 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield a sentence for the kubelet and for each vendor's plugin that does not respond. now: Unix seconds."""
+    """Yield a sentence for each that does not respond: the kubelet, vendors' plugins. now: the time (Unix seconds)."""
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:
@@ -175,7 +175,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
-    """Yield a problem for each resource with devices that containers cannot open after a reload of systemd. Blocks."""
+    """For each resource with devices that containers cannot open after a reload of systemd, yield a message. Blocks."""
     if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
         return
     for resource in status.resources:
@@ -188,7 +188,7 @@ def _iso(at: float) -> str:
 
 
 def no_plugin(vendor: VendorConnection) -> str:
-    """Return a text: since when a vendor's plugin has not been connected to the agent."""
+    """Return a text with the time since which a vendor's plugin has not been connected to the agent."""
     return f"the vendor's plugin is not registered with the agent since {_iso(vendor.since)}"
 
 
@@ -257,7 +257,7 @@ class _ProviderCalls:
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
-        except BaseException as error:  # For example SystemExit: the thread must not end without a result.
+        except BaseException as error:  # For example, SystemExit: the thread must not end without a result.
             call.set_exception(error)
 
 
@@ -295,7 +295,7 @@ class Observer:
             measuring.cancel()
 
     def due(self) -> Sequence[tuple[load.Gauge, Sequence[Device]]]:
-        """Return, for each resource, its `load.Gauge` and the devices to measure. A new source gets a new `Gauge`."""
+        """Return, for each source with the hook `measure`, its `load.Gauge` and the listed devices to measure."""
         due = []
         gauges = {}
         for name, service in self._agent.services.items():
@@ -317,7 +317,7 @@ class Observer:
         now = time.time()
         new: list[Event] = []
         for resource in status.resources:
-            # The statistics objects continue to count. So copies keep the values of this moment.
+            # The statistics objects go on counting, so copies are kept for the comparison at the next call.
             endpoint = replace(resource.endpoint, refusals=dict(resource.endpoint.refusals))
             kept = replace(resource, endpoint=endpoint, registration=replace(resource.registration))
             new += events_between(self._before.get(resource.resource), kept, now)
@@ -426,7 +426,7 @@ class Observer:
     ) -> tuple[_Holders, _Holders]:
         """Return two mappings by device: the holders, and the claims with administrative access.
 
-        known: whether the containers with devices are known, because the kubelet's checkpoint was read recently.
+        known: whether the kubelet's checkpoint was read recently, so that the containers with devices are known.
         """
         held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)

@@ -1,7 +1,8 @@
 """The agent's HTTP server, with the standard library's http.server and socketserver. It serves a few read-only pages.
 
-The server limits the load that clients can cause: by a maximum number of connections, one request for each connection,
-a time limit for each step of a request, and cached responses for all clients. The server accepts only GET and HEAD.
+The server limits the load that clients can cause. It has a maximum number of connections, serves one request for each
+connection, has a time limit for each step of a request, and caches responses for all clients. It accepts only GET and
+HEAD.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ TEXT: Final = "text/plain; charset=utf-8"
 LIFETIME: Final = 0.5  # Minimum seconds for which a rendered response is reused.
 LIFETIME_FACTOR: Final = 10  # A response is reused for at least this multiple of its rendering's processor time.
 MAX_WAITING: Final = 8
-"""Maximum number of clients that wait for the rendering of one page. Further clients of this page get status 503, so
-that clients of other pages can connect."""
+"""Maximum number of clients that wait for the rendering of one page. Further clients of this page get status 503 at
+once, so that there are connections for clients of other pages."""
 SMALL: Final = 1024  # Responses of up to this number of bytes are not compressed.
 MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
 BACKLOG: Final = 1024  # Maximum connections that Linux keeps until the server accepts them.
@@ -44,7 +45,7 @@ BACKLOG: Final = 1024  # Maximum connections that Linux keeps until the server a
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: the headers by name. Upper and lower case in names are equal."""
+    """A client's request. headers: the headers by name; the names are not case-sensitive."""
 
     path: str
     query: str
@@ -74,13 +75,13 @@ class _Rendering(NamedTuple):
 class Route:
     """A page. All clients get the same rendered response while it is fresh.
 
-    A response is fresh for at least ten times the processor time of its rendering. So rendering uses at most a tenth of
-    a processor. While the next response is rendered, clients get the old response, but only until it is twice as old as
-    a fresh response may be.
+    A response is fresh for ten times the processor time of its rendering, but at least LIFETIME seconds. So rendering
+    uses at most a tenth of a processor. While the next response is rendered, clients get the old response, until the
+    old response is twice as old as a fresh response may be.
 
-    render: a function that makes the response for a key. key: a function that returns the key of a request: the few
-    properties on which the response depends. public: whether clients without credentials are served. lock: routes with
-    the same lock render one after the other.
+    key: a function that returns the key of a request: the few properties on which the response depends. render: a
+    function that makes the response for a key. public: whether clients without credentials are served. lock: a lock
+    that is held during rendering, so that routes with the same lock render one after the other.
     """
 
     render: Callable[[Any], Answer]
@@ -134,7 +135,7 @@ def listen(address: str) -> socket.socket:
             (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=BACKLOG
         )
     try:
-        # A host name as text instead of bytes would load the codec `idna`, which takes 0.3 MB of memory.
+        # The host name is given as bytes, because a text would load the codec `idna`, which takes 0.3 MB of memory.
         family, *_, resolved = socket.getaddrinfo(
             host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -149,12 +150,12 @@ class ClientLimits:
 
     request: float = 10.0  # Maximum seconds from the connection to the end of the request's head.
     answer: float = 30.0  # Maximum seconds in which a client must read the response.
-    grace: float = 0.1  # Replaces `request` and `answer` while other clients wait for a connection.
+    grace: float = 0.1  # Limit instead of `request` and `answer` while other clients wait for a connection.
     connections: int = 128
 
 
 class _Connection(NamedTuple):
-    since: float  # The time when the client was accepted, or had sent its request.
+    since: float  # The time at which the present step began: the client was accepted, or had sent its request.
     deadline: float  # The time at which the server ends the connection.
 
 
@@ -203,13 +204,14 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """End all connections, and stop listening."""
         self._over = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # This wakes the thread that accepts clients.
+            self.socket.shutdown(socket.SHUT_RDWR)  # The shutdown wakes the thread that accepts clients.
         self._thread.join(5.0)
         self.server_close()
         with self._changed:
             for sock in self._clients:
                 _cut(sock)
-            # A thread that still works on a response is a daemon thread, so the process can end without waiting for it.
+            # The wait may be short: the threads that still work on responses are daemon threads, so the process can end
+            # without them.
             self._changed.wait_for(lambda: not self._clients, 0.5)
 
     def _run(self) -> None:
@@ -222,7 +224,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                     _cut(sock)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Wait until there are fewer than the maximum of clients, then accept the next client."""
+        """Wait until there are fewer clients than the maximum, then accept the next client."""
         self._make_room(self.limits.connections)
         try:
             sock, address = self.socket.accept()
@@ -239,7 +241,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return sock, address
 
     def allow(self, sock: socket.socket, seconds: float) -> None:
-        """Set a client's time limit. seconds: the limit, from now."""
+        """Set the time limit for the next step of a client. seconds: the seconds from now."""
         now = time.monotonic()
         with self._changed:
             self._clients[sock] = _Connection(now, now + seconds)
@@ -247,7 +249,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients.
 
-        If there is no room, end the connection with the earliest deadline, once it is `grace` seconds old.
+        If there are more, end the connection with the earliest deadline, as soon as it is `grace` seconds old.
         """
         with self._changed:
             while len(self._clients) >= most > 0 and not self._over:
@@ -288,9 +290,9 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 def _cut(sock: socket.socket) -> None:
-    """End a connection. Then every read and write in the thread of this client fails."""
+    """End a connection, so that every read and write in the thread of its client fails."""
     with contextlib.suppress(OSError):
-        # Do not use SSLSocket.shutdown: the client's thread would continue without encryption.
+        # SSLSocket.shutdown must not be called, because the client's thread would then continue without encryption.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -325,13 +327,13 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        # Read the rest of the request. Otherwise Linux resets the connection, and the response may be lost.
+        # Read the rest of the request: if data is unread, Linux resets the connection, and the response may be lost.
         with contextlib.suppress(OSError):
             self.connection.setblocking(False)
             self.connection.recv(65536)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log no request. Otherwise any client could fill the log."""
+        """Log no request, because any client could fill the log."""
 
     def do_GET(self) -> None:
         self.server.allow(self.connection, self.server.limits.answer)

@@ -19,16 +19,16 @@ _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 LONGEST_VALUE: Final = 64
 """Maximum bytes of an attribute's value."""
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
-"""For each (vendor id, device id), as four lower-case hex digits: (vendor's name, device's name); None for a missing
-name."""
+"""For each (vendor id, device id), both as four lower-case hex digits: (vendor's name, device's name). An unknown name
+is None."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
     """Lists the devices of one bus (PCI or USB) that a filter selects.
 
     wanted: the filter; a field with None allows any value. sysfs_root, dev: the directories of sysfs and of device
-    nodes. ids: paths of files with the names of vendors and products; the first existing file is used. The other
-    arguments are those of `ScannedSource`.
+    nodes. ids: paths of files with the names of vendors and products; the first existing file is used. permissions,
+    resource, rescan: see `ScannedSource`.
     """
 
     BUS: ClassVar[str]
@@ -58,7 +58,7 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
     def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
         """Return the names for each (vendor id, device id).
 
-        Only new pairs cause a read of the file of names.
+        The file of names is read only if a pair is new.
         """
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
@@ -69,9 +69,9 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
 
 
 def missing(nodes: Iterable[str], maker: str = "udev") -> str:
-    """Return a message that names the first device node that does not exist; "" if all exist. Blocks.
+    """Return a message about the first of these device nodes that does not exist; "" if all exist. Blocks.
 
-    maker: the program that creates the nodes.
+    maker: the program that should create the nodes, for the message.
     """
     for node in nodes:
         looked_at.at(node)
@@ -113,8 +113,8 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
     """Read the names for each (vendor id, device id) from a file like pci.ids; None if the file cannot be read.
 
     In such a file, a line without a tab is a vendor, a line with one tab is a device of this vendor, and a line with
-    two tabs is a subsystem. After the vendors, there are other lists, whose lines begin with a capital letter and a
-    space. They are not read.
+    two tabs is a subsystem. The lists after the vendors, whose lines begin with a capital letter and a space, are not
+    read.
     """
     vendors = {vendor for vendor, _ in wanted}
     names: _NamesById = {}

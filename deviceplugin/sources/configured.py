@@ -2,7 +2,7 @@
 
 Each entry has a source of its own, whose async `watch` yields the entry's devices. An entry's source may have `notes`:
 sentences for the log, for example about a glob that matches nothing. An entry's source may also define the hooks
-`edits` and `measure`. They are called only with devices of the entry.
+`edits` and `measure`, which are called only with devices of the entry.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 _PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
 FIRST_LIST: Final = 2.0
-"""Maximum seconds before a resource's first device list, while an entry has not listed its devices. Devices of a slower
-entry are added in a later list."""
+"""Maximum seconds for which a resource's first device list waits for the first lists of all entries. Devices of a
+slower entry are added in a later list."""
 RETRY: Final = (1.0, 30.0)
-"""Seconds before the source of a failed entry is started again: (after the first failure, maximum)."""
+"""Seconds between a failure of an entry's source and its next start: (after the first failure, maximum)."""
 FIRST_PROBE: Final = 2.0
-"""Maximum seconds by which a new device's first probe delays the device list. If the probe takes longer, the device's
-health is unknown until the probe ends."""
+"""Maximum seconds for which a device list waits for the first probe of a new device. If the probe takes longer, the
+device's health is unknown until the probe ends."""
 OPEN_TIMEOUT: Final = 5.0
-"""Seconds within which the probe "open" must have opened all nodes of a device. Otherwise the result is bad."""
+"""Seconds within which the probe "open" must have opened all nodes of a device. Otherwise the probe's result is bad."""
 
 
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
@@ -128,9 +128,9 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A device of the resource. entry: the source that lists the device. listed: the device as this source lists it.
+    """A device of the resource. entry: the source of the config entry that lists the device.
 
-    device: the same device with the resource's settings.
+    listed: the device as the entry's source lists it. device: the same device with the resource's settings.
     """
 
     entry: DeviceSource
@@ -139,7 +139,7 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """Lists the devices of all entries of a resource. lock: devices at paths that the lock forbids are not listed."""
+    """Lists the devices of all entries of a resource. lock: the allowed paths; other devices are not listed."""
 
     def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
         self.config = config
@@ -179,7 +179,7 @@ class ConfiguredSource(DeviceSource):
 
     @functools.cached_property
     def hooks(self) -> frozenset[str]:
-        """The names of the hooks that the source of at least one entry has."""
+        """The names of the hooks that the source of any entry has."""
         hooks = {name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"}}
         return frozenset(hooks | {"edits"} if self._templates else hooks)
 
@@ -198,12 +198,12 @@ class ConfiguredSource(DeviceSource):
         return next(fitting, 1)
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the edits for one container from the hooks `edits` of the entries' sources.
+        """Return the edits for one container, from the entries' hooks `edits` and the resource's settings.
 
-        The edits in the resource's settings take precedence.
+        If the two conflict, the edits in the resource's settings take precedence.
         """
         edits = await self._ask("edits", devices)
-        names = sorted((device.id for device in devices), key=natural)  # The kubelet passes the devices in any order.
+        names = sorted((device.id for device in devices), key=natural)  # The kubelet gives no particular order.
         listed = [self._served[name].listed for name in names if name in self._served]
         env = {name: ",".join(_filled(value, device) for device in listed) for name, value in self._templates.items()}
         if not (edits or env):
@@ -231,10 +231,10 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources of the entries: one for each MIG profile, for pods' `limits` only.
+        """Yield the sources of the entries' further resources: one for each MIG profile, only for pods' `limits`.
 
-        These resources have no DRA driver. The published names of a driver's devices depend on the names of all the
-        driver's resources. So a resource that is added later would rename devices.
+        These resources have no DRA driver, because a resource that is added to a driver later would rename devices: the
+        published names of a driver's devices depend on the names of all resources of the driver.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -294,7 +294,7 @@ class ConfiguredSource(DeviceSource):
                         lists[index] = devices
                         changed.set()
                         backoff.reset()
-                return  # The source has ended, and its last list stays valid.
+                return  # The source has ended without an error, so its last list stays valid.
             except Exception:
                 delay = backoff.next()
                 _LOG.exception(
@@ -329,8 +329,8 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # Both ids are of the same device. Keep the id in the previous list, because a pod may hold a device
-                # under it.
+                # Two ids are of the same device. Keep the id that the previous list had, because a pod may hold the
+                # device under this id.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
@@ -359,7 +359,7 @@ class ConfiguredSource(DeviceSource):
 
 
 def _filled(value: str, device: Device) -> str:
-    """Return a text with a device's values in place of placeholders. {name} is the id for a device without a path."""
+    """Return a text with a device's values in place of placeholders. {name} is the id if the device has no path."""
     edits = device.container_edits
     nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
     host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
@@ -380,8 +380,8 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # This timeout is longer than the command's, because the message about a timeout of the command has more
-            # details.
+            # This timeout is longer than the timeout of the command, so that the command's timeout, whose message has
+            # more details, comes first.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()
@@ -425,7 +425,7 @@ class ProbedHealth:
         for name, (verdict, message) in findings.items():
             before = self._histories.get(name)
             if before is None:
-                continue  # The device was removed meanwhile.
+                continue  # The device was removed during the probe.
             after = self._histories[name] = before.checked(verdict, message, now, self._rules)
             if (before.health, before.message) != (after.health, after.message):
                 changed = True
@@ -435,7 +435,7 @@ class ProbedHealth:
 
 
 def _names(device: Device) -> list[str]:
-    """Return those names of a device that patterns can match: id, PCI address, paths on the host and in containers."""
+    """Return the names of a device that a pattern can match: id, PCI address, paths on the host and in containers."""
     edits = device.container_edits
     names = [device.id]
     if address := device.attributes.get(PCI_BUS_ID):

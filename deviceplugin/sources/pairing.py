@@ -2,7 +2,7 @@
 
 If sysfs shows the hardware of paths, paths of the same USB device or PCI function form a device. Other paths form a
 device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match. Paths
-without a partner belong to no device. Paths are paired by their order only within the same hardware.
+without a partner belong to no device. The order of paths decides only between paths of the same hardware.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PairedBy(enum.Enum):
 class Part:
     """A path that a glob matches.
 
-    hardware: the sysfs directory of the path's USB device or PCI function, "" if sysfs shows neither. text: for each
-    wildcard of the glob, the matched text in the path.
+    hardware: the sysfs directory of the path's USB device or PCI function, "" if sysfs shows neither. text: the text in
+    the path that each wildcard of the glob matches.
     """
 
     path: str
@@ -41,7 +41,7 @@ Group = tuple[Part | None, ...]
 
 @dataclass(slots=True)
 class Pairing:
-    """Groups of paths that form devices, with the reason for each group. left: the paths without a partner."""
+    """The groups of paths that form devices, with the reason for each group. left: the paths that are in no group."""
 
     groups: list[tuple[Group, PairedBy]] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
@@ -84,8 +84,8 @@ def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> I
     """Yield the paths of each USB device or PCI function as a group.
 
     If the globs match several paths of the same hardware, paths with the same wildcard text form a group. If the texts
-    differ, and each glob has the same number of matches, the first paths form a group, then the second paths, and so
-    on.
+    differ, and each glob has the same number of matches, the first matches of the globs form a group, the second
+    matches form the next group, and so on.
     """
     for hardware in dict.fromkeys(part.hardware for part in _first(columns, needed) if part.hardware):
         own = [[part for part in column if part.hardware == hardware] for column in columns]

@@ -1,8 +1,8 @@
 """A source of devices by path: each match of a glob is a device.
 
-With several globs, paired matches form a device (`pairing`). If the matched path is a symlink, the device's id is made
-from the link's path, because /dev/serial/by-id/... always leads to the same USB stick, but /dev/ttyUSB0 does not. The
-runtime resolves the symlink each time that it creates a container (containerd 2.1,
+With several globs, matches that belong together form a device (`pairing`). If the matched path is a symlink, the
+device's id is made from the link's path, because /dev/serial/by-id/... always leads to the same USB stick, but
+/dev/ttyUSB0 does not. The container runtime resolves the symlink each time that it creates a container (containerd 2.1,
 internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
 specAddContainerConfigDevices), so a restarted container gets the link's new target. No runtime resolves a symlink in a
 CDI file (`dra_bridge.driver.claim_files`). A plain file, a socket or a pipe is mounted into the container, because
@@ -77,7 +77,7 @@ def shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     end = text[-most * 3 // 5 :]
-    # Cut the beginning and the end to whole words, if this removes less than half of them.
+    # The kept beginning and end are cut to whole words, if this removes less than half of them.
     if words := re.match(rf".{{,{len(end) // 2}}}?[-_.](.+)", end):
         end = words[1]
     begin = text[: most - len(end) - 1]
@@ -114,9 +114,9 @@ def hardware_of(mode: int, rdev: int, sysfs: str = ROOT) -> str:
 class _Match:
     """A path that a glob matches (`alias`), and the target of this path (`host`) at the last scan.
 
-    seen: a hash of the target's status. identity: the target's identity token. hardware: the sysfs directory of its USB
-    device or PCI function, "" if there is none. container: the configured path in the container; "" if it is the same
-    as `alias`.
+    seen: a hash of the target's status. identity: the target's identity token. hardware: the sysfs directory of the
+    target's USB device or PCI function, "" if there is none. container: the configured path in the container; "" if it
+    is the same as `alias`.
     """
 
     alias: str
@@ -131,7 +131,7 @@ class _Match:
 
 @dataclass(slots=True)
 class _PathScan(Scan):
-    """A running scan. It resolves each directory only once. real: for each directory, its path without symlinks."""
+    """A running scan. real: for each directory that was resolved in this scan, its path without symlinks."""
 
     real: dict[str, str] = field(default_factory=dict)
 
@@ -164,13 +164,13 @@ class _PathScan(Scan):
 
 
 class PathSource(ScannedSource):
-    """Lists each match of a glob as a device. With several globs, paired matches form a device (`pairing`).
+    """Lists each match of a glob as a device. With several globs, matches are grouped to devices (`pairing`).
 
     A device's id is made from its first path. Paths without a partner belong to no device.
 
     parts: globs of absolute paths; a `PartConfig` instead of a glob can set another path in the container, or mark a
-    path as optional. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted. The
-    other arguments are those of `ScannedSource`.
+    path as optional. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted.
+    permissions, resource, rescan: see `ScannedSource`.
     """
 
     def __init__(
@@ -184,15 +184,15 @@ class PathSource(ScannedSource):
         super().__init__(permissions, resource, rescan)
         made = [PartConfig(path=part) if isinstance(part, str) else part for part in parts]
         self._parts = sorted(made, key=lambda part: part.optional)
-        """The globs for the paths of a device. The device's id is made from the match of the first glob, so this glob
-        is not optional."""
+        """The globs for the paths of a device. The first glob is not optional, because its match gives the device's id.
+        """
         self.globs = tuple(part.path for part in self._parts)
         for glob in self.globs:
             if not glob.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
-        """The devices of the last scan, each under its paths."""
+        """The devices of the last scan, by the paths of each device."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"
@@ -252,7 +252,7 @@ class PathSource(ScannedSource):
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
     def _match(self, alias: str, container: str, scan: _PathScan, before: _Match | None) -> _Match | None:
-        """Return a path's match with its present target: `before` if nothing has changed, None without a target."""
+        """Return the `_Match` of a path: `before` if nothing has changed; None if the path has no target."""
         host = scan.follow(alias)
         try:
             status = looked_at.stat(alias)
@@ -271,7 +271,7 @@ class PathSource(ScannedSource):
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
-    """Return the paths that an absolute glob matches, like glob.glob; but a path without wildcards need not exist.
+    """Return the paths that an absolute glob matches, like glob.glob, but a path without wildcards even if missing.
 
     All directories that this function reads are added to `scan.directories`.
     """
@@ -305,7 +305,7 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    # Leave out file names that are not UTF-8 (with surrogates, in Python), because the kubelet requires UTF-8.
+    # File names that are not UTF-8 (Python represents them with surrogates) are left out: the kubelet requires UTF-8.
     return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 

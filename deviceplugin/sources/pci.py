@@ -4,8 +4,8 @@ If a device is bound to vfio-pci, its container gets /dev/vfio/<group> and /dev/
 the device nodes of the device's kernel driver, such as /dev/dri/renderD128. A network function has no device node. Its
 PCI address is in an environment variable of the container.
 
-Changes in sysfs cause no inotify events. New nodes under /dev cause events, and each event causes a scan. The next
-periodic scan finds all other changes.
+New nodes under /dev cause inotify events, and each event causes a scan. Changes in sysfs cause no events, so only the
+next periodic scan finds them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
 _BRIDGE: Final = "0604"
-"""The class of PCI bridges. A bridge may stay bound to a driver of the host, because this driver does no DMA."""
+"""The class of PCI bridges. A bridge may stay bound to a driver of the host, because bridge drivers do no DMA."""
 _HARMLESS: Final = re.compile(r".*vfio.*|pci-stub")
 """Names of the drivers that other functions in an IOMMU group may have when the group is given to a virtual machine
 (Linux, drivers/vfio)."""
@@ -76,7 +76,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return an environment variable with the devices' addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,..."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        # Sort, because the order of `devices` is arbitrary, but the same devices should give the same value.
+        # Sorted, because the order of `devices` is arbitrary, but the same devices should give the same value.
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:
@@ -84,7 +84,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
         values = (bus.hex_digits(sysfs.read(f"{directory}/{name}")) for name in ("vendor", "device", "class"))
         vendor, device, class_ = values
         if not (vendor and device and class_):
-            return None  # The device was removed meanwhile.
+            return None  # The device was removed during the scan.
         driver, parent = sysfs.link_name(f"{directory}/driver"), sysfs.link_name(f"{directory}/physfn")
         return _Function(address, directory, vendor, device, class_, driver, parent)
 
@@ -136,8 +136,8 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def _foreign(self, function: _Function, group: str) -> str:
         """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if it can.
 
-        The kernel refuses to open a group if any function in the group is bound to a driver of the host. Bridges are an
-        exception.
+        The kernel refuses to open a group if any function in the group, except a bridge, is bound to a driver of the
+        host.
         """
         members = f"{function.directory}/iommu_group/devices"
         looked_at.at(members)

@@ -17,19 +17,19 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 15.0
-"""If a scan takes longer than these seconds, the listed devices become unhealthy, because a file system may hang."""
+"""If a scan takes longer than this number of seconds, a file system may hang, so all listed devices are unhealthy."""
 UNWATCHED: Final = 5.0
-"""Seconds between two scans if a directory's file system causes no inotify events."""
+"""Seconds between two scans if the file system of a watched directory causes no inotify events."""
 MAX_PAUSE: Final = 0.5
-"""Maximum seconds between two scans while watched directories change, but no device changes."""
+"""Maximum seconds of the pause between two scans while watched directories change without a change of devices."""
 
 
 @dataclass(slots=True)
 class Scan:
-    """The result of one scan. directories: directories to watch until the next scan. notes: sentences for the log.
+    """The result of one scan. directories: the directories to watch until the next scan. notes: sentences for the log.
 
-    seen: a value that changes if the same list of devices may have other hardware, for example after a device node was
-    created again.
+    seen: a value that changes if an unchanged list of devices may stand for other hardware, for example after a device
+    node was created again.
     """
 
     devices: list[Device] = field(default_factory=list)
@@ -39,16 +39,15 @@ class Scan:
 
 
 class ScannedSource(DeviceSource):
-    """Finds devices by scans: one at the start, one after each change in a watched directory, and periodic ones.
+    """Finds devices by scans: one at the start, one after each change in a watched directory, and periodic scans.
 
     permissions: the container's permissions for the nodes, some of r, w and m. resource: the resource's name, if the
-    source is not an entry of a config file, or if a hook needs the name. rescan: seconds between two periodic scans,
-    varied by up to a fifth.
+    source is not an entry of a config file, or if a hook needs the name. rescan: seconds between two periodic scans; a
+    random deviation of up to a fifth is added.
     """
 
     DEBOUNCE: ClassVar[float] = 0.0
-    """Seconds between a change and the scan. A driver creates device nodes some time after the device appears in sysfs.
-    """
+    """Seconds between a change and the scan, because a driver creates a device's nodes after its entry in sysfs."""
 
     def __init__(self, permissions: str, resource: str, rescan: float) -> None:
         self.resource = resource or self.resource
@@ -95,7 +94,7 @@ class ScannedSource(DeviceSource):
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
                 if pause:
-                    # Without this pause, many changes of other files in a directory could keep a CPU busy with scans.
+                    # Without this pause, frequent changes of other files would cause one scan after another.
                     await asyncio.sleep(pause)
                 rescan = self._rescan * random.uniform(0.8, 1.2)  # noqa: S311  # no secret
                 hinted = await watch.wait(rescan, unwatched=UNWATCHED)

@@ -19,10 +19,10 @@ _LOG: Final = logging.getLogger(__name__)
 class SimulatedSource(DeviceSource):
     """Lists simulated devices sim-0, sim-1 and so on. Each NUMA node has a block of consecutive devices.
 
-    count: number of devices at the start. numa: number of NUMA nodes; None if the devices' NUMA nodes are unknown.
-    unhealthy_file: the path of a file with the ids of unhealthy devices, as in the config file. prefix: the ids before
-    the hyphen. resource: the resource's name, if the source is not an entry of a config file. rescan: maximum seconds
-    between two reads of the file.
+    count: the number of devices at the start. numa: the number of NUMA nodes; None if the devices' NUMA nodes are
+    unknown. unhealthy_file: the path of a file with the ids of unhealthy devices, as in the config file. prefix: the
+    text before the hyphen in each id. resource: the resource's name, if the source is not an entry of a config file.
+    rescan: the maximum seconds between two reads of the file.
     """
 
     def __init__(

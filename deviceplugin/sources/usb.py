@@ -1,11 +1,11 @@
 """A source of USB devices, selected by properties in sysfs: vendor, product, serial number.
 
 A container gets the USB device's own node (/dev/bus/usb/001/004) and the nodes of its kernel drivers (/dev/ttyUSB0).
-When a device is plugged in again, its device number changes. Its id does not change, because the id consists of vendor,
+When a device is plugged in again, its device number changes, but its id stays, because the id consists of vendor,
 product and serial number. If the serial number is missing, the id contains the port instead. If a second device with
-the same serial number is plugged in, only the id of the second device contains the port: a pod may hold the first
-device, and under a new id the first device could be allocated twice. If both devices exist when the agent starts, both
-ids contain the port.
+the same serial number is plugged in, only the id of the second device contains the port. The first device keeps its id,
+because a pod may hold the device, and under a new id it could be allocated again. If both devices exist when the agent
+starts, both ids contain the port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
 _Plugged = tuple[str, str, str, str]
-"""The port, node, vendor and product of a device. These do not change while the device is plugged in."""
+"""The port, node, vendor and product of a device, which do not change while the device is plugged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class _Usb:
 
     @property
     def plugged(self) -> _Plugged:
-        # Without the serial number, because a read of the serial number sometimes fails.
+        # The serial number is left out, because a read of it sometimes fails.
         return self.port, self.node, self.vendor, self.product
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
     """Lists the USB devices that a filter selects, without hubs.
 
-    wanted: the filter. Use several filters for a device that changes its vendor or product id. Then all devices that
-    appear in one port are treated as the same device, and the port is this device's id and identity. options: the other
+    wanted: the filter. Give several filters for a device that changes its vendor or product id. All devices that appear
+    in one port are then treated as the same device, and the port is this device's id and identity. options: the other
     arguments of `SysfsSource`.
     """
 
@@ -74,7 +74,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         try:
             ports = sorted(os.listdir(self.root))
         except FileNotFoundError:
-            ports = []  # A Kubernetes node without a USB controller has no such directory.
+            ports = []  # A node without a USB controller has no directory of USB devices.
         except OSError as error:
             return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
@@ -129,7 +129,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
 
 
 def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugged, str]:
-    """Return the id of each device. A device that was plugged in at the last scan keeps its id."""
+    """Return the id of each device. A device keeps its id from the last scan while it is plugged in."""
     ids = {usb.plugged: before[usb.plugged] for usb in there if usb.plugged in before}
     taken = set(ids.values())
     plain = Counter(_plain_id(usb) for usb in there)

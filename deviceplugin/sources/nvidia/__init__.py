@@ -4,8 +4,8 @@
 which all sources of an event loop share. Each call has a deadline, because a driver may hang. `NvidiaSource` makes
 devices from the results.
 
-A GPU is not unhealthy only because its driver does not support a function of NVML. If the library or driver is missing
-(at the start, or while it is replaced), the source waits for the library or driver.
+A GPU does not become unhealthy if its driver merely lacks a function of NVML. If the library or driver is missing (at
+the start, or while it is replaced), the source waits for it.
 """
 
 from deviceplugin.sources.nvidia.devices import resource_of

@@ -26,7 +26,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 CDI_KIND: Final = "nvidia.com/gpu"
 NEEDED_NODES: Final = ("nvidiactl", "nvidia-uvm")
-"""Device nodes that every program needs to compute on a GPU. The driver's kernel modules do not create these nodes."""
+"""The device nodes that every program needs to compute on a GPU, and that the kernel modules do not create."""
 COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
 
 
@@ -35,7 +35,7 @@ def make_devices(
 ) -> list[Device]:
     """Return a `Device` for each of these GPUs or partitions. Reads CDI specs and /proc; blocks.
 
-    A device is healthy unless a device node for its containers is missing.
+    Each returned device is healthy, unless a device node that its containers need is missing.
     """
     names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
     made = []
@@ -59,7 +59,7 @@ def _missing(device: Device, places: Places, partition: Partition | None) -> str
 
 
 _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
-"""The device nodes of one device alone, and the device nodes that it shares with other devices."""
+"""A pair: the device nodes that belong to one device alone, and the device nodes that it shares with other devices."""
 
 
 def _make_device(
@@ -116,16 +116,16 @@ def resource_of(profile: str) -> str:
 def links_of_devices(
     between: Mapping[frozenset[str], float], made: Iterable[str], parents: Mapping[str, str]
 ) -> Mapping[frozenset[str], float]:
-    """Return the link score of each pair of these devices. made: UUIDs. between: the link scores of pairs of GPUs.
+    """Return the link score of each pair of devices. made: the devices' UUIDs. between: the scores of pairs of GPUs.
 
-    parents: for each partition, its GPU.
+    parents: for each partition, the GPU of the partition.
     """
     scores: dict[frozenset[str], float] = {}
     for uuid, other in combinations(made, 2):
         gpus = frozenset((parents.get(uuid, uuid), parents.get(other, other)))
         score = float(Link.SAME_BOARD) if len(gpus) == 1 else between.get(gpus, 0.0)
         if parents and len(gpus) == 2:
-            # NVLink does not connect partitions. So leave only the score of the PCIe connection.
+            # NVLink does not connect partitions, so only the score of the PCIe connection remains.
             score %= Link.NVLINK
         if score:
             scores[frozenset((uuid, other))] = score
@@ -144,7 +144,7 @@ def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _Own
     texts = (sysfs.read(f"{base}/access"), sysfs.read(f"{base}/ci{partition.compute}/access"))
     minors = [re.search(r"DeviceFileMinor:\s*([0-9]+)", text or "") for text in texts]
     nodes = [node(f"nvidia-caps/nvidia-cap{minor[1]}") for minor in minors if minor is not None]
-    # All compute instances of a GPU instance share the first node. Only this partition has the last node.
+    # `nodes` are the node of the GPU instance, which all its compute instances share, and this partition's own node.
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
 
 
@@ -180,7 +180,7 @@ def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
         if spec.get("kind") == CDI_KIND:
             return frozenset(str(device["name"]) for device in spec.get("devices", ()))
     except OSError:
-        pass  # The file was removed meanwhile.
+        pass  # The file was removed after the directory was listed.
     except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         _LOG.warning("%s cannot be read as a CDI spec: %s", file, error)
     return frozenset()

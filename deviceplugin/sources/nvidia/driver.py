@@ -21,12 +21,12 @@ _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
 SCAN_TIMEOUT: Final = 60.0
-"""Maximum seconds for a scan of all GPUs. The first scan may have to wake eight sleeping GPUs."""
+"""Maximum seconds for a scan of all GPUs. The time is long, because the first scan may have to wake sleeping GPUs."""
 EVENT_WAIT: Final = 1.0
-"""Maximum seconds of one wait for the driver's events. Other calls in the same thread begin only after this wait."""
+"""Maximum seconds of one wait for the driver's events. The time is short, because other calls wait for its end."""
 CALL_GRACE: Final = 10.0
 GAP: Final = 0.5
-"""Minimum seconds between two scans, also if many file events or driver events request scans."""
+"""Minimum seconds between two scans, even if many file events or driver events request scans."""
 
 
 class NvmlThread:
@@ -38,7 +38,7 @@ class NvmlThread:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._overdue: threading.Event | None = None
-        """An event that is set when the last overdue call has ended."""
+        """An event that is set when the last call that exceeded its deadline has ended."""
         threading.Thread(target=self._work, name="nvml", daemon=True).start()
 
     async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
@@ -55,7 +55,7 @@ class NvmlThread:
             try:
                 if future.set_running_or_notify_cancel():
                     future.set_result(function(*arguments))
-            except Exception as error:  # The caller gets the exception.
+            except Exception as error:  # Any exception is passed to the caller.
                 future.set_exception(error)
             finally:
                 over.set()
@@ -84,16 +84,16 @@ class GpuMonitor:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._subscriptions: dict[asyncio.Queue[NvmlUpdate], float] = {}
-        """For each subscribed source: the queue of updates for the source, and the seconds between scans that the
-        source requested."""
+        """For each subscribed source: the queue of the source's updates, and the seconds between scans that the source
+        has requested."""
         self._running: tuple[NvmlThread, Session, asyncio.Task[None]] | None = None
         self._last: NvmlUpdate | None = None
 
     @contextlib.contextmanager
     def subscribe(self, period: float) -> Iterator[asyncio.Queue[NvmlUpdate]]:
-        """Receive updates while the context manager is active, with a scan at least every `period` seconds.
+        """Give a queue that receives updates while the context is active, with a scan at least every `period` seconds.
 
-        If more than 10,000 updates wait in the queue, the oldest is dropped.
+        If more than 10,000 updates wait in the queue, the oldest update is dropped.
         """
         updates: asyncio.Queue[NvmlUpdate] = asyncio.Queue(10_000)
         if self._last is not None:
@@ -152,7 +152,7 @@ class GpuMonitor:
     ) -> None:
         """Send the driver's events to the sources until the next scan is due.
 
-        The next scan is due after `period` seconds, or soon after an event.
+        The next scan is due `period` seconds after the last one, or soon after an event.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -178,5 +178,5 @@ _drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Plac
 
 
 def shared(places: Places) -> GpuMonitor:
-    """Return the running event loop's only monitor for these paths of the driver's files."""
+    """Return the monitor for these paths of the driver's files. Each event loop has one monitor for the same paths."""
     return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, GpuMonitor(places))

@@ -20,18 +20,18 @@ GONE: Final = {1: "NVML was shut down", 9: "the NVIDIA driver is not loaded", 18
 BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "it is gone"}
 """NVML's error codes for a single broken GPU, with texts for messages."""
 ANY: Final = 0xFFFFFFFF
-"""In NVML, this number means all links of a GPU, or no partition."""
+"""The number that NVML uses for all links of a GPU, and for no partition."""
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
-"""Replaced libraries that are still loaded. They are unloaded when no session can be in a call of them."""
+"""Replaced libraries that are still loaded. A library is unloaded when no session can be in a call of it."""
 _users: Final[set[object]] = set()
-"""Sessions that have loaded the library. They may be in a call of the library."""
+"""The sessions that have loaded the library, and so may be in a call of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Paths of the driver's files. library: NVML's file, "" for the linker's choice. cdi: directories of CDI specs."""
+    """The paths of the driver's files. library: NVML's library, "" for the linker's choice. cdi: CDI directories."""
 
     library: str = ""
     sysfs: str = "/sys"
@@ -42,7 +42,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A MIG device. instance, compute: ids of its GPU instance and compute instance. memory: MiB.
+    """A MIG device. instance, compute: the ids of its GPU instance and compute instance. memory: its memory in MiB.
 
     placement: the partition's first memory slice, and the number of its slices; None if the driver does not report
     them.
@@ -59,9 +59,9 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: in MiB. attributes: the attributes of the GPU's device and of its partitions' devices.
+    """A GPU. memory: its memory in MiB. attributes: the attributes of the GPU's device and of its partitions' devices.
 
-    partitions: None if MIG mode is off.
+    partitions: the GPU's partitions; None if MIG mode is off.
     """
 
     uuid: str
@@ -76,7 +76,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NvmlScan:
-    """The result of a scan. findings: health by UUID. links: scores of pairs. listening: whether a GPU reports XIDs."""
+    """The result of a scan of all GPUs.
+
+    findings: for each UUID, the health. links: for each pair of GPUs, the link score. listening: whether any GPU
+    reports XIDs.
+    """
 
     gpus: tuple[Gpu, ...]
     findings: Mapping[str, ProbeResult]
@@ -98,7 +102,7 @@ class Xid:
 
 
 class NvmlError(Exception):
-    """Raised when no GPU can be read. verdict: the probe result for the health of all known GPUs."""
+    """Raised when no GPU can be read. verdict: the result that then counts as the probe result of all known GPUs."""
 
     def __init__(self, message: str, verdict: Verdict = Verdict.BAD) -> None:
         super().__init__(message)
@@ -121,7 +125,7 @@ def load(library: str, user: object) -> ModuleType:
     with _lock:
         if pynvml.nvmlLib is None:
             try:
-                # pynvml itself accepts no path of the library, and cannot load another library later.
+                # pynvml itself cannot load a library from another path, or a replaced library.
                 pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
             except OSError as error:
                 raise NvmlError(f"NVML is missing: {error}") from error
@@ -170,7 +174,7 @@ def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
 
 
 def pointer(handle: Any) -> int:
-    """Return the pointer in NVML's handle of a GPU. All handles of one GPU have the same pointer."""
+    """Return the pointer in NVML's handle of a GPU, which is the same in all handles of the GPU."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 

@@ -37,9 +37,9 @@ _CLOCKS: Final = {0: "graphics", 1: "sm", 2: "memory", 3: "video"}
 def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
     """Return a MIG profile's name. compute, slices: the slices of the compute instance and of the GPU instance.
 
-    memory, whole: the memory of the partition and of the GPU (MiB). The name contains the memory in whole GiB, computed
-    from the partition's memory rounded up to eighths of the GPU's memory. If a compute instance has fewer slices than
-    its GPU instance, the name begins with the compute instance's slices.
+    memory, whole: the memory of the partition and of the GPU (MiB). The name contains the partition's memory in whole
+    GiB, after rounding up to eighths of the GPU's memory. If a compute instance has fewer slices than its GPU instance,
+    the name begins with the number of the compute instance's slices.
     """
     gib = -(-whole // 1024)
     eighths = -(-memory * 8 // whole) if whole else 0
@@ -48,9 +48,9 @@ def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
 
 
 def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], partitions: dict[str, Partition]) -> Gpu:
-    """Return the GPU with its present partitions. handles: a mapping; the handle of each partition is added.
+    """Return the GPU with its present partitions. handles: a mapping to which the handle of each partition is added.
 
-    partitions: the partitions from earlier calls, by UUID. They are not read again.
+    partitions: the partitions from earlier calls, by UUID, which are not read again.
     """
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
@@ -91,7 +91,7 @@ def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: 
 
 
 def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapping[frozenset[str], float]:
-    """Return the link score of each pair of GPUs with a link. Ignores errors of NVML."""
+    """Return the link score of each pair of GPUs with a link. A pair whose link NVML cannot read is left out."""
     direct: Counter[frozenset[str]] = Counter()
     switched: Counter[str] = Counter()
     by_address = {gpu.address: gpu.uuid for gpu in gpus if gpu.address}
@@ -107,11 +107,11 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
     scores: dict[frozenset[str], float] = {}
     for uuid, other in combinations((gpu.uuid for gpu in gpus), 2):
         pair = frozenset((uuid, other))
-        # Both GPUs report a direct link, so each link is counted twice. An NVLink switch connects all GPUs with each
-        # other.
+        # A direct link is counted at both of its GPUs, so the count is halved. Links to an NVLink switch connect each
+        # pair of GPUs at the switch.
         count = -(-direct[pair] // 2) + min(switched[uuid], switched[other])
         level = -1
-        # KeyError: a GPU that cannot be read has no handle.
+        # A KeyError means a GPU without handle, because it could not be read.
         with contextlib.suppress(nv.NVMLError, KeyError):
             level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[uuid], handles[other])
         if score := Link.NVLINK * count + _LEVELS.get(level, 0):
@@ -147,7 +147,7 @@ def measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
         return None if value is None else value * factor
 
     def nvlink_bytes(field: int) -> float | None:
-        kib = field_value(nv, handle, field, ANY)  # ANY: the sum over all links.
+        kib = field_value(nv, handle, field, ANY)  # ANY requests the sum over all links.
         return None if kib is None else kib * 1024
 
     values = measure_memory(nv, handle)

@@ -24,10 +24,10 @@ _REPLACED: Final = 18
 _XID_EVENT: Final = 0x8
 _MIG_EVENT: Final = 0x100
 _MISSING: Final = {3, 4, 13}
-"""NVML's errors NOT_SUPPORTED, NO_PERMISSION and FUNCTION_NOT_FOUND. The health of a GPU does not depend on them."""
+"""The codes of NVML's errors NOT_SUPPORTED, NO_PERMISSION and FUNCTION_NOT_FOUND, which do not make a GPU unhealthy."""
 _RECOVERY_ACTION: Final = 230
-"""The number of NVML's field with the recovery action that the driver recommends. Before 12.560, nvidia-ml-py has no
-name for this field."""
+"""The number of NVML's field that contains the recovery action recommended by the driver. nvidia-ml-py has a name for
+this field only since version 12.560."""
 _ACTIONS: Final = {
     0: "",
     1: "it needs a reset",
@@ -43,7 +43,7 @@ _ACTIONS: Final = {
 class Session:
     """A session of NVML. The first scan opens the session.
 
-    A later scan opens it again if the driver was replaced, or GPUs were added or removed.
+    A later scan opens the session again if the driver was replaced, or GPUs were added or removed.
     """
 
     def __init__(self, places: Places) -> None:
@@ -133,7 +133,7 @@ class Session:
         if uuids != self._linked:
             self._links = readings.read_links(nv, gpus, handles)
             self._linked = uuids
-        # Do not listen to a lost GPU: the wait for events would fail for all GPUs.
+        # Lost GPUs are left out, because with one of them the wait for events would fail for all GPUs.
         self._events.watch([gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
         driver = text(optional(nv, nv.nvmlSystemGetDriverVersion))
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
@@ -146,7 +146,7 @@ class Session:
         if error.value in nvml.GONE:
             self.close()
             if error.value == _REPLACED:
-                nvml.unload(nv)  # The file may already be the library of the new driver.
+                nvml.unload(nv)  # The next scan loads the file again, which may be the library of the new driver.
             raise NvmlError(nvml.GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:
@@ -197,7 +197,7 @@ class Session:
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of GPUs and partitions by UUID, in base units, without values that are not reported."""
+        """Return the load of GPUs and partitions by UUID, in base units. Values that are not reported are left out."""
         measured: dict[str, dict[str, Any]] = {}
         whole = {gpu.uuid for gpu in self._gpus.values()}
         for name in ids:
@@ -216,7 +216,7 @@ class EventListener:
     def __init__(self, nv: Any) -> None:
         self.notes: tuple[str, ...] = ()
         self.registered: dict[int, str] = {}
-        """The UUIDs of the GPUs that report XIDs, by the pointer in their handles."""
+        """For each GPU that reports XIDs: its UUID, by the pointer in the GPU's handle."""
         self._nv = nv
         self._set: Any = None
         self._watched: frozenset[str] = frozenset()
@@ -272,7 +272,7 @@ class EventListener:
     def _collect(self, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
         due = False
-        for _ in range(1000):  # The number of events in one call is limited. The next call reads the others.
+        for _ in range(1000):  # Maximum number of events to read in one call. The next call reads further events.
             try:
                 data = self._nv.nvmlEventSetWait_v2(self._set, milliseconds)
             except self._nv.NVMLError as error:

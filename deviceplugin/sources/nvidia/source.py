@@ -1,4 +1,4 @@
-"""The source of NVIDIA GPUs and MIG partitions. Scans and XIDs (error numbers of the driver) determine their health."""
+"""The source of NVIDIA GPUs and MIG partitions. It judges their health by scans and by XIDs (the driver's errors)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
-    """Lists NVIDIA GPUs, or MIG partitions, with UUIDs as ids. period: seconds between scans.
+    """Lists NVIDIA GPUs, or MIG partitions, with UUIDs as ids.
 
-    clock: a monotonic clock.
+    rules: the rules of health. period: seconds between scans. clock: a function that returns monotonic seconds.
     """
 
     links: Mapping[frozenset[str], float] = MappingProxyType({})
@@ -70,7 +70,7 @@ class NvidiaSource(DeviceSource):
                     yield devices
 
     def update(self, update: NvmlUpdate) -> None:
-        """Process an update from the driver's thread: a scan, an XID, or an error that concerns all GPUs."""
+        """Process an update from the thread that calls NVML: a scan, an XID, or an error that concerns all GPUs."""
         if isinstance(update, Xid):
             self.health.count_xid(update, self._scan.gpus)
         elif isinstance(update, NvmlError):
@@ -133,10 +133,11 @@ class NvidiaSource(DeviceSource):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the environment variable by which the NVIDIA container runtime selects the GPUs of a container.
 
-        If containers get GPUs by CDI or device nodes, the value is `void`. Otherwise the value `all` of many images
-        would apply, and with this runtime as the default runtime, the container would get all GPUs.
+        If containers get GPUs by CDI or device nodes, the variable's value is `void`. Without it, the value `all` in
+        many images would apply, and the container would get all GPUs if the NVIDIA runtime is the default runtime.
         """
-        # The kubelet passes the devices in any order. The container numbers its GPUs in the order of the variable.
+        # Sorted, because the kubelet passes the devices in any order, and the container numbers its GPUs in the order
+        # of the variable.
         ordered = sorted(devices, key=position_of)
         visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
@@ -164,9 +165,9 @@ class GpuHealth:
 
     def __init__(self, rules: HealthRules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
         self.histories: dict[str, HealthHistory] = {}
-        """By UUID, the health history of each GPU and partition of the last scan."""
+        """For each UUID of a GPU or partition of the last scan, its health history."""
         self.counts: dict[str, Counter[str]] = {}
-        """For each UUID and XID number: the number of reports."""
+        """For each UUID, the number of reports of each XID."""
         self._rules = rules
         self.ignore_xids = frozenset(ignore_xids)
         self._clock = clock
@@ -189,7 +190,8 @@ class GpuHealth:
         ignored = xid.code in self.ignore_xids
         self._times[xid.gpu, xid.code] += 1
         times = self._times[xid.gpu, xid.code]
-        # Log only the 1st, 2nd, 4th, 8th and so on report of an XID, so that a program in a loop does not fill the log.
+        # Only the 1st, 2nd, 4th, 8th and so on report of an XID is logged, so that a program in a loop does not fill
+        # the log.
         if times & (times - 1) == 0:
             level = logging.INFO if ignored else logging.WARNING
             _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
