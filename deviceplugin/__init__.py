@@ -17,7 +17,7 @@ __all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "
 
 
 def __getattr__(name: str) -> object:
-    # The import of `run` loads gRPC. A program that only defines devices does not need gRPC.
+    # `run` is imported only on demand, because it loads gRPC, which a program that only defines devices does not need.
     if name == "run":
         from deviceplugin.node.process import run
 

@@ -27,8 +27,8 @@ def parse_address(address: str) -> tuple[str, int]:
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
     """Return the path of a Unix socket: directory/name+tail.
 
-    A name that makes the path too long gets a hash as its end. Raises ValueError if the directory's path leaves no room
-    for the hash.
+    If the path would be too long, the end of `name` is replaced by a hash. Raises ValueError if the directory's path
+    leaves no room for the hash.
     """
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:

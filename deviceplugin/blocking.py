@@ -1,7 +1,7 @@
 """Detects that a coroutine blocks the event loop, and names the line that blocks it.
 
-A blocked event loop serves no calls of the kubelet, and calls no signal handlers. So another thread detects and reports
-the block.
+A blocked event loop serves no calls of the kubelet, and calls no signal handlers. So a thread of its own detects and
+reports that the loop is blocked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 LIMIT: Final = 2.0
-"""Seconds without an iteration after which the event loop counts as blocked."""
+"""Seconds without an iteration of the event loop after which the loop counts as blocked."""
 PERIOD: Final = 5.0
 """Seconds between two checks of the event loop; each check wakes the loop once."""
 SAMPLE: Final = 0.2
-"""Seconds between two samples of the line that the thread of a blocked loop executes."""
+"""Seconds between two samples of the line of code that the thread of a blocked loop executes."""
 TIMES: Final = 3
-"""A line of a source is reported if it blocked the loop for less than LIMIT in this many of the last KEPT checks."""
+"""A line in a source's code is reported if it blocked the loop for less than LIMIT in this many of KEPT checks."""
 KEPT: Final = 20
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"
@@ -40,15 +40,15 @@ class LoopWatch:
     """Watches the present thread's event loop from another thread, until `end` is called.
 
     blocked: the resource, and the line of code that blocks the loop now, as text; "" while the loop runs. found: the
-    last line of a source that was reported, with its resource, as text; "" if no line was reported.
+    last reported line in a source's code, with the resource, as text; "" if no line was reported.
     """
 
     def __init__(self, period: float = PERIOD, limit: float = LIMIT) -> None:
         self.blocked = ""
         self.found = ""
         self._short: deque[tuple[str, str] | None] = deque(maxlen=KEPT)
-        """For each of the last KEPT checks: (resource, line) if a line of a source blocked the loop for less than
-        LIMIT, else None."""
+        """For each of the last KEPT checks: (resource, line) if a line in a source's code blocked the loop for less
+        than LIMIT, else None."""
         self._loop = asyncio.get_running_loop()
         self._looped = threading.get_ident()
         self._period, self._limit = period, limit
@@ -67,8 +67,8 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # The event loop is closed.
                 return
-            # A busy machine also delays the loop. So a line is treated as blocking only if two successive samples show
-            # the same line.
+            # A line is treated as blocking only if two successive samples show the same line, because a busy machine
+            # delays the loop too.
             line: tuple[str, str] | None = None
             same: tuple[str, str] | None = None
             while not turned.wait(SAMPLE) and not self._over.is_set():
@@ -94,8 +94,8 @@ class LoopWatch:
     def _line(self) -> tuple[str, str] | None:
         """Return the line of code that the loop's thread executes now, as (resource, line).
 
-        The resource is "" for code that no source calls. The result is None while the thread executes only the event
-        loop's own code.
+        The resource is "" if the code was not called by a source. The result is None while the thread executes only the
+        event loop's own code.
         """
         frame: FrameType | None = sys._current_frames().get(self._looped)  # noqa: SLF001 - the documented way to it
         place, resource = "", ""

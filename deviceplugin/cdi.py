@@ -1,4 +1,4 @@
-"""The Container Device Interface (tags.cncf.io/container-device-interface 1.0): names, paths, and device nodes."""
+"""Names, paths and device nodes in the Container Device Interface (tags.cncf.io/container-device-interface 1.0)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from deviceplugin import looked_at
 from deviceplugin.device import DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
-"""The directory in which container runtimes search for CDI specs. Its content is lost at a reboot."""
+"""The directory in which container runtimes search for CDI specs. On most nodes, a reboot empties the directory."""
 CLASS: Final = "claim"
 """The class in the kind (vendor/class) of a claim's CDI device; the vendor is made from the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
-"""The prefix of the name of a CDI device for a request with administrative access. The prefix for other requests is
-HOLDING, for example `claim_<claim UID>_<request>`."""
+"""The prefix of the name of a CDI device for a request with administrative access. The prefix for a request that holds
+devices is HOLDING, as in `claim_<claim UID>_<request>`."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
-"""Matches a claim's UID. Other text is refused, because the name of the claim's CDI file contains the UID."""
+"""Matches a valid UID of a claim. An invalid UID is refused, because the name of the claim's CDI file contains it."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
 
@@ -48,9 +48,10 @@ def qualified(driver: str, device: str) -> str:
 
 
 def file_of(name: str, uid: str) -> tuple[str, str]:
-    """Return the name of the CDI file of a claim with this CDI device, and the device's short name.
+    """Return (name of the CDI file, short name of the CDI device) for a CDI device of a claim.
 
-    The file name follows the CDI library: `<vendor>-<class>_<claim UID>.json`. name: the device's qualified name.
+    The file name is that of the CDI library: `<vendor>-<class>_<claim UID>.json`. name: the device's qualified name.
+    uid: the claim's UID.
     """
     kind, _, device = name.partition("=")
     return f"{kind.replace('/', '-')}_{uid}.json", device
@@ -95,7 +96,7 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
 
 def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, Any]]:
     for host in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in sorted(names)):
-        with contextlib.suppress(OSError):  # The node was removed meanwhile.
+        with contextlib.suppress(OSError):  # The node was removed after the directory was listed.
             if _is_node((status := os.lstat(host)).st_mode):
                 inside = os.path.join(node.path, os.path.relpath(host, directory))
                 yield _node(host, status, inside, node.permissions)
@@ -120,7 +121,7 @@ def own_directory(directory: str) -> str:
 
     The directory of CDI specs is mounted into the agent's container, and is in memory on most nodes. Container runtimes
     do not read its subdirectories. The files are not in the directory of CDI specs itself, because containerd reads all
-    specs again whenever a file there is renamed or removed (container-device-interface 1.1, pkg/cdi/cache.go: watch).
-    The kubelet would wait meanwhile for the agent's response.
+    specs again whenever a file there is renamed or removed (container-device-interface 1.1, pkg/cdi/cache.go: watch),
+    which would delay the agent's response to the kubelet.
     """
     return os.path.join(directory, "deviceplugin")

@@ -81,7 +81,7 @@ class CommandLine:
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
-            sys.stdout.flush()  # Flush here, so that errors are handled here and not at the interpreter's end.
+            sys.stdout.flush()  # An error of this flush is handled below; at the interpreter's end it would not be.
             return status
         except CommandError as error:
             print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
@@ -92,15 +92,15 @@ class CommandLine:
         except ModuleNotFoundError as error:
             if error.name != "aiohttp":
                 raise
-            print(error, file=sys.stderr)  # The message names the missing extra.
+            print(error, file=sys.stderr)  # The error's message names the extra to install.
             return 2
         except KeyboardInterrupt:
             return 130
         except OSError as error:
             if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
                 raise
-            # The reader of the output has closed the pipe, or the disk is full. The last flush of the interpreter must
-            # not fail.
+            # The reader of the output has closed the pipe, or the disk is full. Output to /dev/null instead prevents
+            # that the interpreter's last flush fails.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -218,7 +218,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _note_options(file: str, lock: Lock) -> None:
-    """If `run` accepts this file only with certain options, print these options."""
+    """Print the options without which `run` would not accept this file, if any are needed."""
     if arguments := lock.arguments():
         print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
 
@@ -232,7 +232,7 @@ def _devices(options: argparse.Namespace) -> int:
     listed, status = asyncio.run(_list(loaded))
     lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    # `real` is the target if the path is a symlink.
+    # If a node's path is a symlink, `real` is the target.
     hosts = {node.real for edit in edits for node in edit.device_nodes}
     hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))

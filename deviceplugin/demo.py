@@ -1,7 +1,7 @@
 """`deviceplugin demo`: simulates a node in one process, and prints its events. `dra_bridge.demo` uses the classes here.
 
-Before the demo prints a line, it checks that the line is true. If the line is not true, the demo fails. The demo writes
-only to a temporary directory.
+Before the demo prints a line about an event, it checks that the event has happened. If not, the demo fails. The demo
+writes only to a temporary directory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def joined(ids: Iterable[str]) -> str:
 
 
 class Gpus(SimulatedSource):
-    """Simulated devices. An environment variable names the devices of a container."""
+    """A source of simulated devices, which gives each container an environment variable with the ids of its devices."""
 
     resource = GPU
 
@@ -59,7 +59,7 @@ class Gpus(SimulatedSource):
 
 
 class Printer:
-    """Prints events, in colours on a terminal."""
+    """Prints events of the demo, in colours if the output is a terminal."""
 
     COLOURS: Final = {"kubelet": 34, "plugin": 35, "driver": 36, "bridge": 36, "pod": 32, "device": 33, "failed": 31}
 
@@ -73,7 +73,7 @@ class Printer:
         self._print(*(self._styled(line, 1) for line in lines))
 
     def event(self, subject: str, text: str, *more: str) -> None:
-        """Print an event with its time. subject: its cause, such as "kubelet". more: further lines about the event."""
+        """Print an event with its time. subject: the event's cause, such as "kubelet". more: further lines about it."""
         passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", 2)
         self._print(f"{passed}  {self._styled(f'{subject:<8}', self.COLOURS[subject])} {text}")
         self._print(*(f"{'':18}{line}" for line in more))
@@ -227,7 +227,7 @@ class _Demo:
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
-            time.sleep(0.01)  # The demo gets no event when a scan ends.
+            time.sleep(0.01)  # The end of a scan can only be polled.
             (resource,) = self.served.agent.status().resources
             shown = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))

@@ -62,7 +62,7 @@ def counted(number: int, what: str = "device") -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with escaped control characters: those for the cursor, colours and text direction of a terminal."""
+    """Return a text with control characters escaped, as they could change a terminal's cursor or text direction."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -155,8 +155,8 @@ class DeviceNode:
     """A device node of the host, and its path and permissions in a container.
 
     If `container` is empty, the path in the container is the same as on the host. `permissions` is a combination of r
-    (read), w (write) and m (mknod). If `host` is a symlink, `target` is its target at the source's last scan. The
-    runtime resolves the link itself.
+    (read), w (write) and m (mknod). If `host` is a symlink, `target` is the link's target at the source's last scan;
+    the container runtime gets `host` and resolves the link itself.
     """
 
     host: str
@@ -274,8 +274,8 @@ _KINDS: Final = (
     ("env", "", "environment variable"),
     ("annotations", "", "annotation"),
 )
-"""For each field of `ContainerEdits`: the attribute that names an entry ("" if the field is a mapping by name), and the
-word for an entry in messages."""
+"""For each field of `ContainerEdits`: the attribute of an entry that identifies the entry ("" if the field is a
+mapping), and the word for an entry in messages."""
 
 
 def _checked(
@@ -285,7 +285,7 @@ def _checked(
     annotations: Mapping[str, str],
     cdi: tuple[str, ...],
 ) -> ContainerEdits:
-    """Return edits with these entries, without a check: the entries come from edits that were checked.
+    """Return edits with these entries, without checks, because the entries come from edits that were checked.
 
     Each Allocate calls this function, so it must be fast.
     """
@@ -377,7 +377,7 @@ class Device:
 
     @property
     def links(self) -> tuple[DeviceNode, ...]:
-        """Those `nodes` whose host path is a symlink. The runtime resolves the symlink at each container start."""
+        """The `nodes` whose host path is a symlink. The runtime resolves the symlink at each container start."""
         return tuple(node for node in self.nodes if isinstance(node, DeviceNode) and node.target)
 
     @property

@@ -25,22 +25,22 @@ ADVICE: Final = (
 
 
 def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Return whether systemd writes the device rules of pods: with cgroup v2 and the kubelet's systemd driver."""
+    """Return whether systemd writes the device rules of pods' cgroups: cgroup v2 with the kubelet's systemd driver."""
     there = {name for name in ("cgroup.controllers", "system.slice", "kubepods") if (cgroup_root / name).exists()}
     return there == {"cgroup.controllers", "system.slice"}
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return a mapping: for each device node without a link /dev/char/MAJOR:MINOR (or block), the missing link's path.
+    """For each device node without a link /dev/char/MAJOR:MINOR (or block), return the path of the missing link.
 
-    places: the directories below which `char` and `block` are searched for the link. A link in one directory is enough.
+    places: the directories with the subdirectories `char` and `block`. A link below one of `places` is enough.
     """
     missing: dict[str, str] = {}
     for path in {node.host for device in devices for node in device.container_edits.device_nodes}:
         try:
             status = os.stat(path)
         except OSError:
-            continue  # The source itself reports a missing node.
+            continue  # A missing node is reported by the source.
         if kind := "char" if stat.S_ISCHR(status.st_mode) else "block" if stat.S_ISBLK(status.st_mode) else "":
             link = f"{kind}/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             if not any((place / link).exists() for place in places):
@@ -49,7 +49,7 @@ def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), 
 
 
 def warning(missing: dict[str, str]) -> str:
-    """Return a sentence about device nodes without links: the effect and the remedy. missing: from `unlinked`."""
+    """Return a sentence with the effect and the remedy of missing links. missing: the result of `unlinked`."""
     shown: Sequence[str] = [f"{path} ({link})" for path, link in list(missing.items())[:3]]
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     what = counted(len(missing), "device node")

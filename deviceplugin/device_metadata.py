@@ -4,7 +4,7 @@ A file has one JSON object for each version of the format, the newest version fi
 same. A reader uses the first object whose version it supports (dynamic-resource-allocation 0.37, api/metadata and
 kubeletplugin/metadata.go).
 
-The file of a claim's request names the devices of that request. A pod with `limits` has no claim. So each device has a
+For a claim, each request has a file that names the devices of the request. For pods with `limits`, each device has a
 file of its own, which is written at the device's first Allocate. This file is kept until the node's next boot, because
 the kubelet mounts it again whenever the container restarts.
 """
@@ -29,10 +29,9 @@ Described = dict[str, Any]
 VERSIONS: Final = ("v1beta1", "v1alpha1")
 """The written versions of the format, the newest first. Kubernetes 1.36 supports only v1alpha1."""
 DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
-"""The directory of device metadata files in containers."""
+"""The directory in containers that contains the device metadata files."""
 BY_LIMITS: Final = "extendedresources"
-"""The subdirectory of DIRECTORY for devices that containers get by `limits`. Kubernetes itself defines no such files.
-"""
+"""The subdirectory of DIRECTORY for devices that containers get by `limits`, for which Kubernetes defines no files."""
 
 
 def attribute(value: AttributeValue) -> Described:
@@ -53,7 +52,7 @@ def described(resource: str, device: Device) -> Described:
     """Return a device's attributes for its metadata file, without attributes that the Kubernetes API would refuse."""
     attributes = {EXTENDED_RESOURCE: attribute(canonical_resource(resource))}
     for name, value in device.attributes.items():
-        with contextlib.suppress(NamingError):  # The invalid attribute is reported with the slices.
+        with contextlib.suppress(NamingError):  # The slices' publisher reports the invalid attribute.
             check_attribute(name, value)
             attributes[name] = attribute(value)
     if device.numa_nodes:
@@ -64,9 +63,9 @@ def described(resource: str, device: Device) -> Described:
 def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described], pod_claim: str = "") -> bytes:
     """Return the content of a metadata file.
 
-    about: name, namespace and uid of the claim; empty if there is no claim. request: the request's name, with the
-    subrequest. devices: driver, pool, name and attributes of each device. pod_claim: the claim's name in the pod, if
-    the claim was made from a template.
+    about: the name, namespace and uid of the claim; empty if there is no claim. request: the request's name, with the
+    subrequest. devices: for each device, its driver, pool, name and attributes. pod_claim: the claim's name in the pod,
+    if the claim was made from a template.
     """
     body: Described = {"metadata": {**about, "generation": 1}}
     if pod_claim:
@@ -77,7 +76,7 @@ def stream(about: Mapping[str, Any], request: str, devices: Sequence[Described],
 
 
 def claim_path(driver: str, claim: str, request: str, pod_claim: str = "") -> str:
-    """Return the path in containers of the metadata file of a claim's request. request: without the subrequest."""
+    """Return the path in containers of a request's metadata file. request: the request's name, without subrequest."""
     kind, name = ("resourceclaimtemplates", pod_claim) if pod_claim else ("resourceclaims", claim)
     return f"{DIRECTORY}/{kind}/{name}/{request}/{driver}-metadata.json"
 

@@ -23,8 +23,8 @@ POLL: Final = 10.0
 class DirectoryReader:
     """Waits for changes of directories.
 
-    directories: for each directory, a function that returns those parts of the content whose changes end a wait.
-    unwatched, polled: the arguments of the present call of `wait`.
+    directories: for each directory, a function that returns those parts of the directory's content whose changes end a
+    wait of this reader. unwatched, polled: the arguments of the present call of `wait`.
     """
 
     def __init__(self, directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> None:
@@ -41,7 +41,7 @@ class DirectoryReader:
     def changed(self, directory: DirectoryWatch[Any], before: Any, now: Any) -> None:
         """End the present or the next wait if the parts of the content for this reader have changed.
 
-        Call it in the event loop. before: the former content; None if the content was not read before.
+        Must be called in the event loop. before: the former content; None if the directory was not read before.
         """
         part = self._directories[directory]
         if before is None or part(before) != part(now):
@@ -56,8 +56,8 @@ class DirectoryReader:
     ) -> bool:
         """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
 
-        unwatched: maximum seconds between two reads of directories without file events. polled: the directories whose
-        file events this reader does not need now. A directory is not watched while none of its readers needs events.
+        unwatched: the maximum seconds between two reads of directories without file events. polled: the directories
+        whose file events this reader does not need now. A directory is not watched while no reader needs its events.
         """
         self.unwatched, self.polled = unwatched, polled
         for directory in self._directories:
@@ -70,8 +70,8 @@ class DirectoryReader:
 class DirectoryWatch(Generic[_T]):
     """Watches directories while there are readers. The function `contents` reads the directories.
 
-    contents: a blocking function. A result that differs from the last result is a change. gather: which file events may
-    be delayed (`filewatch.Gather`). poll: maximum seconds between two reads.
+    contents: a blocking function. A result that differs from the last result is a change. gather: the delay of file
+    events (`filewatch.Gather`). poll: the maximum seconds between two reads.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """Maximum seconds, in the present wait, between two reads of directories without file events."""
+        """In the present wait of `_keep`: the maximum seconds to the next read if there are no file events."""
         self._events = True
-        """Whether the directories are watched in the present wait."""
+        """Whether the directories are watched for file events in the present wait of `_keep`."""
 
     async def now(self) -> _T:
         """Read the directories now. Raises LookTimeoutError.
@@ -125,7 +125,7 @@ class DirectoryWatch(Generic[_T]):
             self._keeping = None
 
     def hurry(self, unwatched: float, *, events: bool) -> None:
-        """End the present wait if it is longer than a reader permits.
+        """Read the directories now if the present wait is too long for a reader, or lacks file events that it needs.
 
         unwatched: as in `DirectoryReader.wait`. events: whether the reader needs file events.
         """

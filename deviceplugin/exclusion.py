@@ -1,10 +1,10 @@
 """Finds devices that exclude each other because of their hardware, also devices of different resources.
 
-Pure functions.
+All functions are pure.
 
 Two devices exclude each other if they are the same hardware: their identities have a token (such as a device number) in
-common. They also exclude each other if they are partitions that consume the same counters, and the counters do not
-suffice for both.
+common. Two partitions also exclude each other if they consume the same counters, and the counters do not suffice for
+both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deviceplugin.naming import parse_quantity
 DeviceKey = tuple[str, str]
 """The key of a device: (resource, device id)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
-"""An amount for each counter, by counter set and counter."""
+"""An amount for each counter, by the names of counter set and counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Hardware:
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return the hardware of a device. tokens: its identity tokens. scope: the scope of its counter sets."""
+    """Return the hardware of a device. tokens: the device's identity tokens. scope: the scope of its counter sets."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
@@ -75,10 +75,7 @@ def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
 
 
 class HardwareIndex:
-    """The hardware of all devices of this process at one moment.
-
-    Shows which devices are the same or exclude each other.
-    """
+    """The hardware of all devices of this process at one moment: shows which devices exclude each other."""
 
     def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
         self._hardware = hardware
@@ -96,11 +93,10 @@ class HardwareIndex:
                     self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
-        """The devices that have peers: other devices of the same hardware or counter set (`peers`)."""
+        """The devices that have peers (other devices of the same hardware or counter set)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
-        """For each device, its lasting tokens: those that are recorded for a holder (`deviceplugin.identity.lasting`).
-        """
+        """For each device, the tokens that are recorded for a holder (`deviceplugin.identity.lasting`)."""
         self.listed: Final = frozenset(self._by_token)
         """The identity tokens of all devices."""
 

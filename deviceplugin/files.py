@@ -1,4 +1,4 @@
-"""Files that several processes use: identities of files, atomic replacement, and locks."""
+"""Functions for files that several processes use: identities of files, atomic replacement, and locks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 def put(path: str, data: bytes, draft: str, mode: int) -> None:
     """Replace a file atomically, without a sync to disk. A draft file that an earlier call has left behind is removed.
 
-    draft: the path of a temporary file in the same directory that no other writer uses. Before OSError is raised, the
-    draft is removed.
+    draft: the path of a temporary file in the same directory that no other writer uses. Raises OSError, after the draft
+    has been removed.
     """
     looked_at.at(path)
     try:
@@ -101,7 +101,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
             raise
         if leads_to(path, lock):
             return lock
-        os.close(lock)  # The file was removed before it was locked. So open the file that is at the path now.
+        os.close(lock)  # The file was removed before it was locked, so the file that is at the path now is opened.
 
 
 def leads_to(path: str | Path, file: int) -> bool:

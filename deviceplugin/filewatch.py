@@ -2,8 +2,8 @@
 
 Each event loop has one watcher with one inotify instance. An event of inotify is only a hint to read the directory
 again. Events can be missing: an overflow drops events, a directory that was moved away causes no events, some file
-systems cause no events, and the user may have no inotify instance or watch left. So each wait has two timeouts after
-which the reader reads without a hint: one for directories with events, and one for directories without events.
+systems cause no events, and the user may have no inotify instance or watch left. So each wait for a hint has two
+timeouts, after which the reader reads without a hint: one for directories with events, one for directories without.
 
 While a directory does not exist, its nearest existing ancestor is watched. Ancestors are not watched otherwise, because
 the kubelet replaces a file in /var/lib/kubelet nine times for each pod. A periodic check shows whether the directory at
@@ -11,9 +11,9 @@ the path is still the watched directory.
 
 The event loop makes no system call that waits for a file system. A temporary thread makes such calls. watchdog 7 holds
 a lock while it begins to watch a directory. So the thread first reads the directory's status: if the file system hangs,
-only this thread hangs. If the file system stops responding between the two calls, no directory causes events until a
-new inotify instance replaces the present one, at the end of the first wait after 5 s. Until then, waits end by their
-timeouts.
+only this thread hangs, without the lock. If the file system stops responding only after this read, no directory causes
+events until a new inotify instance replaces the present one, at the end of the first wait after 5 s. Until then, waits
+end by their timeouts.
 """
 
 from __future__ import annotations
@@ -53,27 +53,28 @@ NAMES: Final[_Events] = frozenset(
 )
 """The inotify events for created, removed and renamed entries of a directory."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
-"""The events of `NAMES`, and events of written files. Do not use them for /dev: each close of /dev/null would be an
-event."""
+"""The events of `NAMES`, and events of written files. They must not be used for /dev, because each close of /dev/null
+would be an event."""
 
 CHECK: Final = 1.0
-"""Minimum seconds between two checks whether a path still leads to the watched directory. Checks are made after waits.
+"""Minimum seconds between two checks whether a path still leads to the watched directory. A check is made after a wait.
 """
 SOON: Final = 0.03
 """Seconds between two reads of a directory without file events, while a caller waits for its content."""
 AT_REST: Final = 2.0
 """Seconds between two reads of a directory without file events, while no caller waits for its content."""
 RENEW: Final = 600.0
-"""Seconds after which a check renews the inotify watch of a directory. The event for the end of the watch may have been
-lost."""
+"""Seconds after which a check renews a directory's inotify watch, because the watch may have ended, and the event about
+its end may have been lost."""
 _LOOKS: Final = 20
-"""Maximum tries of a thread to watch a directory that is created and removed repeatedly. The next wait tries again."""
+"""Maximum tries of one thread to watch a directory that is created and removed repeatedly. The next wait starts another
+thread."""
 
 
 class Gather(NamedTuple):
-    """Delays the hints of a `Watch`, so that several file events cause one hint. seconds: the delay.
+    """The delay of the hints of a `Watch`, so that several file events cause one hint. seconds: the delay.
 
-    prompt: a file event at a path with this ending causes a hint without delay.
+    prompt: the ending of those paths whose file events cause a hint without delay.
     """
 
     seconds: float
@@ -101,7 +102,7 @@ class Watcher:
         return Watch(self, directories, hints, gather)
 
     def unwatched(self) -> tuple[Unwatched, ...]:
-        """Return the watched directories that cause no file events. Any thread may call this."""
+        """Return the watched directories that cause no file events. Any thread may call this method."""
         found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
         for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
             failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure
@@ -110,13 +111,13 @@ class Watcher:
         return tuple(Unwatched(failure, tuple(directories)) for failure, directories in found.items())
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the loop. Any thread may use this method."""
+        """Call a function in the event loop. Any thread may use this method."""
         if (loop := self._loop()) is not None:
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loop.call_soon_threadsafe(function, *arguments)
 
     def want(self, watch: Watch, directories: frozenset[str], hints: _Events) -> None:
-        """Set the directories whose file events give hints to `watch`. hints: the types of these events."""
+        """Set the directories whose file events cause hints for `watch`. hints: the types of these events."""
         gone = [watch.places.pop(directory) for directory in watch.places.keys() - directories]
         for directory in directories - watch.places.keys():
             place = watch.places[directory] = self._places.setdefault(directory, _Place(directory))
@@ -131,7 +132,7 @@ class Watcher:
             self._close()
 
     def check(self, watch: Watch, *, hinted: bool) -> None:
-        """Check, if a check is due, whether the paths of `watch` still lead to the watched directories."""
+        """If a check is due, check whether the paths of `watch` still lead to the watched directories."""
         if not watch.places:
             return
         self._open()
@@ -179,7 +180,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Start a thread that makes the inotify watch of a directory, for a `Watch` that has no running thread."""
+        """Start a thread that makes a directory's inotify watch, if a `Watch` of it has no running thread."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -207,7 +208,7 @@ class Watcher:
             before = place.begun
             place.take(begun)
             if begun.found != before.found:
-                place.wake()  # Changes before the watch began caused no event.
+                place.wake()  # A hint is needed, because changes before the watch began have caused no event.
             if begun.failure != before.failure or self._said:
                 self._report()
         else:
@@ -219,7 +220,7 @@ class Watcher:
     def _drop(self, *places: _Place) -> None:
         """Remove the directories (places) that no `Watch` needs any more.
 
-        A directory is removed later if a thread is working on it.
+        If a thread is working on a directory, the directory is removed later.
         """
         dropped = [place for place in places if not place.wants and place.asked_at is None]
         for place in dropped:
@@ -229,15 +230,15 @@ class Watcher:
             _in_thread(self._instance.forget, dropped)
 
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
-        """Give a hint to those watches of a directory (place) that want this event. at: the watched path.
+        """Give a hint to those `Watch` objects of a directory (place) that want this event. at: the watched path.
 
-        event: None if the directory was removed.
+        event: the file event; None if the directory was removed.
         """
         if place.hint(at, event):
             self._look_at(place)
 
     def _report(self) -> None:
-        """Log each directory that causes no events any more, and log when all directories cause events again."""
+        """Log each directory that has ceased to cause events, and log when all directories cause events again."""
         lacking = {one.failure: one for one in self.unwatched()}
         for failure in lacking.keys() - self._said:
             _LOG.warning("%s", lacking[failure])
@@ -278,31 +279,31 @@ def _find(directory: str) -> _Found:
     at = directory
     while True:
         try:
-            state = os.stat(os.path.join(at, ""))  # The trailing slash makes os.stat of a file fail.
+            state = os.stat(os.path.join(at, ""))  # With a trailing slash, os.stat fails for a file.
             break
         except (FileNotFoundError, NotADirectoryError):
             at = os.path.dirname(at)
-    # Check the permission here: watchdog 7 ignores the error of inotify_add_watch for an unreadable directory.
+    # The permission is checked, because watchdog 7 ignores inotify_add_watch's error for an unreadable directory.
     if not os.access(at, os.R_OK, effective_ids=True):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
     return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return False for watchdog's error about an emitter that has already stopped. Other records are logged."""
+    """Return False for watchdog's error about an emitter that has stopped already, which must not be logged."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
 class _Instance:
     """A watchdog observer with one inotify instance, used by several threads.
 
-    Raises OSError if no instance can be created, EMFILE if the user has none left, RuntimeError if no thread can be
-    started.
+    Raises OSError if no inotify instance can be created (EMFILE if the user's limit is reached), RuntimeError if no
+    thread can be started.
     """
 
     def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        if not files_left(3):  # If watchdog 7 can open an inotify file but no pipe, it does not close the inotify file.
+        if not files_left(3):  # watchdog 7 would leak the inotify file if it could not open a pipe after it.
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._observer = Observer()
         self._observer.start()
@@ -315,7 +316,7 @@ class _Instance:
 
     @property
     def stuck(self) -> bool:
-        """Whether a call that makes an inotify watch hangs in a file system. Any thread may read this."""
+        """Whether a call that makes an inotify watch hangs in a file system. Any thread may read this property."""
         since = self._held_since
         return since is not None and time.monotonic() - since > unwatched.SILENT
 
@@ -337,17 +338,17 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all inotify watches. If a thread hangs in a call of the instance, they end when that call returns."""
+        """End all inotify watches. If a thread hangs in a call of the instance, they end when the call returns."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
 
     def look(self, place: _Place, hint: _Call) -> _Begun:
-        """Watch a directory, or its nearest existing ancestor. hint: called with each event."""
+        """Watch a directory, or its nearest existing ancestor. hint: a function that is called with each event."""
         hints = place.wanted
         found: _Found | None = None
         try:
-            # Search for the directory again in each try, because changes before the watch began have caused no event.
+            # After the watch has begun, the directory is searched again: changes before that have caused no event.
             for _ in range(_LOOKS):
                 before, found = found, _find(place.directory)
                 if found == before:
@@ -381,21 +382,21 @@ class _Instance:
     def _leave(self, place: _Place) -> None:
         if (observed := self._of.pop(place, None)) is not None:
             observed.wants = {other: wanted for other, wanted in observed.wants.items() if other is not place}
-            # If this fails, the next try of another watch of the directory reports the failure.
+            # A failure is not reported here, because the next try to watch the directory would report it.
             with contextlib.suppress(OSError, RuntimeError):
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
         """Watch the directory at the path for all events that its places want. Raises OSError, RuntimeError.
 
-        The kernel has only one watch for each inode. So the one request must name all these events.
+        The kernel has only one watch for each inode, so one request must name the events of all places.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
             recent = time.monotonic() - observed.begun_at < RENEW
             if hints and recent and not observed.ended and observed.begun == (observed.identity, hints):
                 return
-            # When a directory was deleted, watchdog has already removed the directory's emitter.
+            # KeyError: watchdog has already removed the emitter of a deleted directory.
             with contextlib.suppress(KeyError, OSError):
                 self._observer.unschedule(observed.watch)
             observed.watch = None
@@ -405,7 +406,7 @@ class _Instance:
         observed.ended, observed.begun, observed.begun_at = False, (observed.identity, hints), time.monotonic()
         observed.watch = self._observer.schedule(observed, observed.path, event_filter=list(hints))
         for place in observed.wants:
-            self._call(place.wake)  # Changes before the watch began caused no event.
+            self._call(place.wake)  # Hints are needed: changes before the watch began have caused no event.
 
 
 class _Observed(events.FileSystemEventHandler):
@@ -415,7 +416,7 @@ class _Observed(events.FileSystemEventHandler):
         self.path = path
         self.identity = (0, 0)
         self.wants: Mapping[_Place, tuple[str, _Events]] = {}
-        """For each place: its path to this directory, and the types of events that it wants. Each change makes a new
+        """For each place: its path to this directory, and the types of events that it wants. A change replaces the
         mapping."""
         self.watch: ObservedWatch | None = None
         self.begun: tuple[tuple[int, int], _Events] | None = None
@@ -427,7 +428,7 @@ class _Observed(events.FileSystemEventHandler):
         self._call = call
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
-        # Only queue calls for the loop: an exception here would end watchdog's thread.
+        # Events are only queued for the event loop, because an exception here would end watchdog's thread.
         gone = isinstance(event, events.DirDeletedEvent) and os.fsdecode(event.src_path) == self.path
         self.ended |= gone
         for place, (at, hints) in self.wants.items():
@@ -447,7 +448,7 @@ class _Place:
         """Whether a thread should make a new inotify watch of the directory."""
         self.next_look = 0.0
         self.asked_at: float | None = None
-        """Since when a thread has been working on the directory (monotonic seconds)."""
+        """The time at which a thread began to work on the directory (monotonic seconds); None if no thread does."""
         self._backoff = Backoff(first=CHECK, most=60.0)
 
     def want(self, watch: Watch, hints: _Events) -> None:
@@ -460,7 +461,7 @@ class _Place:
 
     @property
     def at(self) -> str:
-        """The watched path: of the directory, or of the directory's nearest existing ancestor."""
+        """The path that is watched: the directory's, or that of its nearest existing ancestor."""
         return self.directory if self.begun.found is None else self.begun.found.at
 
     @property
@@ -519,7 +520,7 @@ class _Place:
 
 
 class Watch:
-    """Collects the hints of some directories for one reader. Several hints before a wait end only one wait."""
+    """Collects the hints about some directories for one reader. Several hints before a wait end only one wait."""
 
     def __init__(
         self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE
@@ -539,14 +540,14 @@ class Watch:
         self.close()
 
     def set(self, directories: Iterable[str]) -> None:
-        """Watch these directories instead of the former ones. The watch of a new directory begins with a hint."""
+        """Watch these directories instead of the former ones. The beginning of a new directory's watch gives a hint."""
         wanted = frozenset(os.path.abspath(directory) for directory in directories)
         self._watcher.want(self, wanted, self._hints)
 
     async def wait(self, timeout: float, unwatched: float = math.inf) -> bool:
-        """Wait for a hint. Return False if none came within `timeout` seconds. The caller reads in both cases.
+        """Wait for a hint; return False if none came within `timeout` seconds. In both cases, the caller reads again.
 
-        unwatched: the timeout (seconds) if a directory causes no file events; the shorter of both timeouts applies.
+        unwatched: a further timeout (seconds), which applies while any of the directories causes no file events.
         """
         watched = all(place.watched for place in self.places.values())
         hinted = await in_time(self._hinted.wait(), timeout if watched else min(timeout, unwatched))
@@ -567,7 +568,7 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # Set this first, because a change during the following calls must cause another hint.
+        self._gathering = False  # This comes first, so that a later event causes another hint.
         self._hinted.set()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ The rules (tests compare them with an independent model):
 4. An unhealthy device becomes healthy after `successes` good probes in a row, all at least `quiet` seconds after the
    device's last fault. If `quiet` is None, the device stays unhealthy after a fault.
 5. A probe without a result leaves an unhealthy device unhealthy. The health of any other device becomes unknown until
-   the next probe with a result. Such a probe neither extends nor ends a row of good or bad probes.
+the next probe with a result. A probe without a result neither extends nor ends a row of good or bad probes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ProbeResult = tuple[Verdict, str]
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """The numbers in the module's rules. quiet: None if a device stays unhealthy after a fault."""
+    """The numbers in the rules of this module. quiet: None if a device stays unhealthy after a fault."""
 
     failures: int = 3
     successes: int = 2
@@ -53,7 +53,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """A device's health by the module's rules, and the earlier probes and faults on which the rules depend."""
+    """A device's health by the rules of this module, and the earlier probes and faults on which the rules depend."""
 
     health: Health = Health.UNKNOWN
     message: str = "not probed yet"
@@ -82,7 +82,7 @@ class HealthHistory:
         return HealthHistory(Health.HEALTHY, "", known=True)
 
     def faulted(self, message: str, now: float) -> HealthHistory:
-        """Return the history after a fault. now: the fault's time, by the same clock as in `checked`."""
+        """Return the history after a fault. now: the fault's time (monotonic seconds)."""
         return replace(self, health=Health.UNHEALTHY, message=message, successes=0, fault_at=now, known=True)
 
 
@@ -95,7 +95,7 @@ def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
 _TEMPFAIL: Final = 75  # The exit status for "no result" (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # The last line of a command's output is searched for in this many bytes at the output's end.
+_KEPT: Final = 4096  # Number of bytes at the end of a command's output that are kept, to find the last line.
 
 
 def open_probe(device: Device) -> ProbeResult:
@@ -147,8 +147,8 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
                 output = _output(process, timeout)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
-                    # A child process of the command in a session of its own is not killed, and the probe does not wait
-                    # for it.
+                    # The command's process group is killed. A child in a session of its own survives, and the probe
+                    # does not wait for it.
                     os.killpg(process.pid, signal.SIGKILL)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
@@ -163,7 +163,7 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     """Wait for the end of a command; return the last _KEPT bytes of its output.
 
-    Raises TimeoutExpired if the command, or a child process that has its output open, runs after `timeout` seconds.
+    Raises TimeoutExpired if the command, or a child process with its output open, still runs after `timeout` seconds.
     """
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
@@ -183,7 +183,7 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
 class Prober:
     """Probes devices, at most `at_once` at a time. A hanging probe does not delay the probes of other devices.
 
-    timeout: seconds for one probe.
+    timeout: the maximum seconds for one probe.
     """
 
     probe: Callable[[Device], ProbeResult]
@@ -206,8 +206,7 @@ class Prober:
     async def _check(self, device: Device) -> ProbeResult:
         now = asyncio.get_running_loop().time()
         if (deadline := self._deadlines.get(device.id)) is not None:
-            # The previous probe has not reached its deadline, because its caller was cancelled. So it has not failed
-            # yet.
+            # The previous probe still runs because its caller was cancelled. Before its deadline, it has not failed.
             if now < deadline:
                 return Verdict.UNREADABLE, "the previous probe has not ended yet"
             return Verdict.BAD, "the probe still hangs"
@@ -225,7 +224,7 @@ class Prober:
         try:
             return await hooks.call(f"the probe of {device.id}", run, timeout=self.timeout)
         except hooks.HookTimeoutError as error:
-            if error.work is None:  # No thread was started, so no thread removes the entry.
+            if error.work is None:  # The probe has no thread that would remove the entry.
                 del self._deadlines[device.id]
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)

@@ -1,4 +1,4 @@
-"""Runs the hooks that change devices, one at a time for each device.
+"""Runs the hooks that change devices (reset, prepare, unprepare, released), one at a time for each device.
 
 A grant of a device waits until the device's running hooks have ended.
 """
@@ -21,21 +21,21 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 
 CANCELLED: Final = 1.0
-"""Seconds after its cancellation from which a coroutine that has not ended counts as a running hook."""
+"""Seconds that a hook's coroutine has to end after its cancellation. After that, the hook counts as still running."""
 
 
 class DeviceBusyError(HookError):
-    """Raised if a hook still runs for a device, so that no other hook can. The message names hook and device."""
+    """Raised if a hook still runs for a device, so that no other hook can run. The message names hook and device."""
 
 
 @dataclass(eq=False, slots=True)
 class HookRun:
     """One call of a hook.
 
-    tokens: for each device, its identity tokens when the hook began; the device's id may stand for other hardware
-    later. over: a future that is done when the hook has ended or is overdue. left: whether the hook still runs although
-    its caller has stopped waiting. overdue: whether the hook still runs after its timeout, and so counts as a holder of
-    its devices.
+    tokens: for each device, its identity tokens when the hook began (later, the device's id may stand for other
+    hardware). over: a future that is done when the hook has ended or is overdue. left: whether the hook still runs
+    although its caller has stopped waiting. overdue: whether the hook still runs after its timeout, and so counts as a
+    holder of its devices.
     """
 
     hook: str
@@ -67,8 +67,8 @@ class HookRuns:
     """The running hooks that change devices, for pods and claims: reset, prepare, unprepare, released.
 
     Hooks on the same hardware run one by one, in the order of their calls. A hook that still runs after its timeout, or
-    after its caller was cancelled, counts as a holder of its devices until the hook ends. Hooks run in this process. So
-    no hook runs on after the end of the process.
+    after its caller was cancelled, counts as a holder of its devices until the hook ends. Hooks run in this process, so
+    no hook continues after the end of the process.
     """
 
     def __init__(self, devices: HookDevices) -> None:
@@ -107,7 +107,7 @@ class HookRuns:
     ) -> asyncio.Task[str]:
         """Call a hook in a background task. The task returns the hook's error as text, "" if the hook succeeded.
 
-        The method `wait` also waits for this hook. ended: a function that is called with the task's result before those
+        The method `wait` waits for this hook too. ended: a function that is called with the task's result before such
         calls of `wait` return.
         """
         run = self._begin(hook, source, devices)
@@ -132,7 +132,7 @@ class HookRuns:
         """
         devices = {key: self._devices.tokens(key) for key in keys}
         while await self._wait(devices, [run for run in self.running if resets or run.overdue or run.hook != "reset"]):
-            pass  # Check again, because another hook may have begun meanwhile.
+            pass  # The check is repeated, because another hook may have begun during the wait.
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> HookRun:
         keys = ((source.resource, device.id) for device in devices)
@@ -177,7 +177,7 @@ class HookRuns:
         return bool(runs)
 
     def _leave(self, run: HookRun, work: asyncio.Future[Any]) -> None:
-        """Treat a hook as a holder of its devices until it ends. A cancelled coroutine has CANCELLED seconds to end."""
+        """Treat a hook as a holder of its devices until it ends; a coroutine first has CANCELLED seconds to end."""
         run.left = True
         work.add_done_callback(lambda _: self._end(run))
         if isinstance(work, asyncio.Task):

@@ -1,9 +1,9 @@
 """Calls the hooks of an author's source, each with a deadline.
 
 If a hook fails or never returns, only the caller that needs the hook's result fails. Each plain function runs in a
-daemon thread of its own. In a thread pool, hanging functions would occupy all threads, and the process could not end. A
-coroutine that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of
-`asyncio.sleep`) blocks the whole agent, also the check of its timeout.
+daemon thread of its own, because in a thread pool, hanging functions would occupy all threads, and the process could
+not end. A coroutine that does not end after its cancellation is abandoned. A coroutine that blocks (`time.sleep`
+instead of `asyncio.sleep`) blocks the whole agent, and so the check of the coroutine's timeout too.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Maximum number of threads that hang in timed-out calls of one hook. If this number is reached, new calls fail at
-once."""
+"""Maximum number of threads that hang in timed-out calls of one hook. Further calls of the hook fail at once."""
 
 LATE: Final = 0.5
-"""Seconds after the deadline within which a cancelled coroutine should end. If it ends later, the log says that it
-blocked the event loop."""
+"""If a coroutine ends later than this number of seconds after its deadline, it must have blocked the event loop, and
+the log says so."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
 _stuck: dict[asyncio.Future[Any], str] = {}
-"""For each call that hangs in a thread: its future, and the name of the hook."""
+"""For each call that hangs in a thread: the call's future, and the name of the hook."""
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class HookError(Exception):
-    """Raised when a hook raised an exception (see `__cause__`), or returned an awaitable."""
+    """Raised when a hook raised an exception (see `__cause__`), or returned an awaitable instead of awaiting it."""
 
 
 class HookTimeoutError(HookError):
@@ -59,7 +58,7 @@ Left = Callable[[asyncio.Future[Any]], None]
 
 
 def _nobody(work: asyncio.Future[Any]) -> None:
-    """Ignore an abandoned call. This is the default of the argument `left`."""
+    """Do nothing about an abandoned call. This function is the default of the argument `left`."""
 
 
 @overload
@@ -101,9 +100,9 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 
 @dataclass(slots=True)
 class HookStatistics:
-    """Statistics of the calls of sources' hooks, by (resource, hook). Counters only grow.
+    """Statistics of the calls of hooks, by (resource, hook). Counters only grow.
 
-    seconds: the total duration of all calls, also of failed calls.
+    seconds: the total duration of all calls, including failed calls.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -164,7 +163,7 @@ def _place(error: Exception) -> str:
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Stop waiting for a call, and cancel a coroutine. A reference to the call's future is kept until the call ends."""
+    """Stop waiting for a call; cancel it if it is a coroutine. The call's future is kept until the call ends."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)
@@ -187,11 +186,11 @@ def _run(
         outcome, error = hook(*args), None
     except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # SystemExit, for example: the caller needs a result.
+    except BaseException as raised:  # For example, SystemExit: the caller needs a result.
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_complete, future, outcome, error)
-    except RuntimeError:  # The loop is closed. No caller waits for the result, but the thread has ended.
+    except RuntimeError:  # The loop is closed, so no caller waits for the result. The thread has ended.
         _stuck.pop(future, None)
 
 

@@ -1,4 +1,4 @@
-"""Identifies a device by tokens (texts) for its device nodes, for their hardware in sysfs, and from its source.
+"""Identifies a device by tokens: texts for its device nodes, for their hardware in sysfs, and from its source.
 
 Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware for the two
 devices: a USB stick can get the device number that another stick had before. If several listed devices have the same
@@ -8,7 +8,7 @@ devices without any other device number are the same hardware.
 A link of udev in a directory `by-path`, or an identity from the function `port`, stands for a port, whatever hardware
 is in the port. The holder of such a device holds the port. The holder of any other device holds the hardware
 (`lasting`). The present tokens of a device name both its hardware and its port. So a stick that is listed twice, by its
-serial number and by its port, is one device.
+serial number and by its port, counts as one device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
-"""Matches an identity from the function `token`, which each check reads again from the file's status. Any other
-identity is a text from the source."""
+"""Matches an identity that the function `token` has made from a file's status; each check reads the status again. Any
+other identity is a text from the source."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
-"""Matches a token of hardware: the name of a USB device or PCI function, and its component (such as an interface) to
-which a device node leads."""
+"""Matches a token of hardware: the name of a USB device or PCI function, and the component of it (such as an interface)
+to which a device node leads."""
 _PLACE: Final = "place:"
-"""The prefix of the token of a place: a USB port or PCI slot, and the component of the hardware to which a device node
-leads."""
+"""The prefix of the token of a place. The token names a USB port or PCI slot, and the component of the hardware there
+to which a device node leads."""
 _PORT: Final = "port:"
 _PORTS: Final = "by-path"
 """The name of the directories in which udev makes links named after ports (systemd, rules.d/60-serial.rules and
@@ -69,9 +69,7 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
 def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
     """Return the tokens of the files that exist at these paths.
 
-    files: whether to include files that are no device nodes.
-
-    Blocks.
+    Blocks. files: whether to include files that are no device nodes.
     """
     tokens = set()
     for path in paths:
@@ -90,7 +88,7 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """Return a dict: for the token of each existing device node of the device, the first path of this node."""
+    """For the token of each existing device node of the device, return the first path of this node."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):
@@ -104,9 +102,9 @@ def port(name: str) -> str:
 
 
 def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
-    """Return the tokens of the hardware of device nodes, and of its ports or slots.
+    """Return the tokens of the hardware of device nodes, and of the ports or slots of this hardware.
 
-    paths: for the token of each node, the node's path.
+    paths: the path of each device node, by the node's token.
     """
     tokens: set[str] = set()
     for number, path in paths.items():
@@ -120,7 +118,7 @@ def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
 
 
 def is_usb(tokens: Collection[str]) -> bool:
-    """Return whether a device with these tokens is a USB device. Its device numbers may change at any time."""
+    """Return whether a device with these tokens is a USB device, whose device numbers may change at any time."""
     return any(token.startswith(("hardware:usb:", "port:usb:")) for token in tokens)
 
 
@@ -130,7 +128,7 @@ def is_port(tokens: Collection[str]) -> bool:
 
 
 def numbers_change(tokens: Collection[str]) -> bool:
-    """Return whether the device node of a device with these tokens may later get another number for the same holder."""
+    """Return whether a node of a device with these tokens may get another number while the holder is the same."""
     return is_usb(tokens) or is_port(tokens)
 
 
@@ -184,9 +182,9 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
-    """Return those device numbers that, according to sysfs, do not belong to the granted hardware any more. Blocks.
+    """Return those of these device numbers that, by sysfs, do not belong to the granted hardware any more. Blocks.
 
-    granted: the tokens of the granted hardware. If none of them is of hardware or a place, the result is empty.
+    granted: the tokens of the granted hardware. If no token in it is of hardware or of a place, the result is empty.
     """
     hardware = frozenset(token for token in granted if _HARDWARE.fullmatch(token) or token.startswith(_PLACE))
     if not hardware:
@@ -198,7 +196,7 @@ def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Token
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
     """Return whether two sets of tokens are of the same device.
 
-    Both sets must contain the same port; or they must have a token in common, and no different hardware in sysfs.
+    They are if both contain the same port, or if they have a token in common and sysfs shows no different hardware.
     """
     common = frozenset(tokens).intersection(other)
     if not common or is_port(common):
@@ -208,14 +206,14 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens can be of the same hardware. An empty set can be of any hardware."""
+    """Return whether two sets of tokens can be of the same hardware. An empty set can stand for any hardware."""
     return not (tokens and other) or agree(tokens, other)
 
 
 def reachable(tokens: Tokens) -> Tokens:
-    """Return those tokens that are of device nodes and files. A container opens a device by these.
+    """Return the tokens of the device nodes and files by which a container opens a device.
 
-    Tokens of the nodes' hardware are not in the result.
+    Tokens of hardware, places and ports are left out.
     """
     return frozenset(filter(_LOOKED_UP.fullmatch, tokens))
 
@@ -240,9 +238,9 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     boot: the id of the node's boot during which the tokens are valid. tokens: the tokens that do not change while the
     device has the same holder. sure: True if all tokens are of this device; False if they are of all devices in an
-    AllocateResponse, or of a control node. reached: tokens of nodes to which the device's paths have led since the
-    grant. A restarted container may open these nodes, even if they later stand for other hardware. left: those of
-    `tokens` that are of nodes which the holder cannot open any more, because its container has restarted.
+    AllocateResponse, or of a control node. reached: the tokens of nodes to which the device's paths have led since the
+    grant; a restarted container may open these nodes, even if they later stand for other hardware. left: the tokens in
+    `tokens` whose nodes the holder cannot open any more, because its container has restarted.
     """
 
     boot: str = ""
@@ -252,7 +250,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; an empty set if they are from another boot, because its containers have ended."""
+        """Return the tokens; an empty set if they are from another boot, because that boot's containers have ended."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:
@@ -265,17 +263,17 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, reached=self.reached | more - self.tokens, left=self.left - more)
 
     def reaching_only(self, nodes: Tokens) -> Identity:
-        """Return the identity of a holder that can open only these nodes. nodes: their tokens, from this boot."""
+        """Return the identity for a holder that can open only these nodes. nodes: the nodes' tokens in this boot."""
         nodes = reachable(nodes)
         return msgspec.structs.replace(self, reached=nodes - self.tokens, left=reachable(self.tokens) - nodes)
 
     def leaving(self, nodes: Tokens) -> Identity:
-        """Return the identity of a holder that cannot open these nodes any more."""
+        """Return the identity for a holder that cannot open these nodes any more. nodes: the nodes' tokens."""
         left = self.left | reachable(self.tokens) & nodes
         return msgspec.structs.replace(self, reached=self.reached - nodes, left=left)
 
     def says_more_than(self, recorded: Identity) -> bool:
-        """Return whether this identity must replace a recorded identity of the same holder. self: read in this boot."""
+        """Return whether this identity, read in this boot, must replace a recorded identity of the same holder."""
         if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
             return False
         return self.boot != recorded.boot or self.sure
@@ -305,7 +303,7 @@ async def read(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[s
     for device in devices.values():
         if device.nodes or device.identity.startswith("file:"):
             return await looks.at(kind, _tokens_of_all, devices, brief=True)
-    return _tokens_of_all(devices)  # These devices have no paths, so no thread is needed.
+    return _tokens_of_all(devices)  # No thread is needed here, because these devices have no paths.
 
 
 def _tokens_of_all(devices: Mapping[str, Device]) -> dict[str, Tokens]:

@@ -30,8 +30,8 @@ class InventorySnapshot:
 
     version: 0 before the source's first list, then one more after each change. devices: the devices by id, in the
     source's order; gone devices are last. gone: the ids of devices that the source does not list any more. identities:
-    the known identity tokens of each device, by id. replicas: for each id, how many containers may share the device;
-    empty if the source shares no device.
+    for each device id, the known identity tokens. replicas: for each device id, the number of containers that may share
+    the device; empty if the source shares no device.
     """
 
     resource: str
@@ -116,7 +116,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        # A gone device without a holder may be removed before a subscriber gets a snapshot that marks it as gone.
+        # A device without a holder may be removed so soon that no snapshot of this subscriber has marked it as gone.
         if name not in before.gone:
             yield DeviceChange(name, "vanished", bad=True)
         else:
@@ -140,8 +140,8 @@ def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySn
 class Inventory:
     """Holds one resource's present devices, and calls subscribers after each change. Belongs to one event loop.
 
-    looks: the thread pool for all reads of these devices' paths. While such a read hangs, all devices are marked as
-    unhealthy.
+    looks: the thread pool for all reads of the devices' paths. While such a read hangs, all devices of the resource are
+    marked as unhealthy.
     """
 
     def __init__(self, resource: str) -> None:
@@ -175,7 +175,7 @@ class Inventory:
         return self._replace(merged(self._listed, listed, identities, replicas))
 
     def share(self, replicas: Mapping[str, int]) -> None:
-        """Set how many containers may share each device, by id."""
+        """Set, for each device id, the number of containers that may share the device."""
         if replicas != (now := self._listed).replicas:
             self._replace(dataclasses.replace(now, version=now.version + 1, replicas=replicas))
 
@@ -197,7 +197,7 @@ class Inventory:
         return True
 
     def _looked(self) -> None:
-        """Mark the devices as unhealthy if a read hangs; restore their listed health if no read hangs any more."""
+        """Mark all devices as unhealthy if a read hangs; else restore the health that the source has listed."""
         if self._listed.listed:
             self._show(blamed(self._listed, self.looks.hanging, self.snapshot.version + 1))
 

@@ -1,6 +1,6 @@
 """Records the path that a thread is reading. If the read hangs, messages name this path (`deviceplugin.looks`).
 
-This is a separate module, so that `deviceplugin validate` can use it without importing asyncio.
+This module is separate from `deviceplugin.looks`, so that `deviceplugin validate` can use it without asyncio.
 """
 
 from __future__ import annotations

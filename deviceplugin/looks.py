@@ -2,8 +2,8 @@
 
 If a file system stops responding (a lost network, FUSE, a broken disk), a call hangs, and nothing can end its thread.
 So the event loop makes no file operation. Each resource, and each directory that the agent uses, has its own pool of a
-few threads, so that a hanging look does not delay looks of other pools. The threads are daemon threads. Unlike threads
-of `concurrent.futures`, they do not keep the process from ending.
+few threads, so that a hanging look does not delay the looks of other pools. The threads are daemon threads, which,
+unlike threads of `concurrent.futures`, do not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ LONG: Final = 15.0
 PROMPT: Final = 0.01
 """Maximum seconds for which the event loop blocks while a thread makes a file access that usually takes microseconds.
 
-On a busy node, a switch from the thread back to the event loop would take longer than this access.
+Blocking is better than waiting for a wake-up, because on a busy node, the switch from the thread back to the event loop
+takes longer than the file access.
 """
 SLOW: Final = 10.0
-"""Seconds for which the event loop does not block for file accesses of a pool after one of them took longer than
-PROMPT."""
+"""After a file access took longer than PROMPT, the event loop does not block for file accesses of the same pool for
+this number of seconds."""
 IDLE: Final = 30.0
 """Seconds without work after which a thread of a pool ends."""
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
-"""Number of file accesses that exceeded their deadline, by resource ("" for other files) and kind of access. Counters
-only grow."""
+"""Number of file accesses that exceeded their deadline, by (resource, kind of access); the resource is "" for files of
+no resource. Counters only grow."""
 
 
 class LookTimeoutError(OSError):
-    """Raised when a file access exceeded its deadline, or did not begin because an earlier one of its pool hangs."""
+    """Raised when a file access exceeded its deadline, or did not begin because an earlier access of its pool hangs."""
 
 
 class Look(Generic[_T]):
@@ -66,9 +67,9 @@ class Look(Generic[_T]):
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # The property `result` raises it.
+        except Exception as error:  # The property `result` raises the exception.
             self._error = error
-        except BaseException as error:  # SystemExit, for example: the caller needs a result.
+        except BaseException as error:  # For example, SystemExit: the caller needs a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
         looked_at.begin(None)
         self._arguments = ()
@@ -103,8 +104,8 @@ class Look(Generic[_T]):
             if error is not None:
                 raise error
         finally:
-            # The exception's traceback refers to this frame: without the `del`, only a garbage collection could free
-            # this cycle.
+            # The exception's traceback refers to this frame. The `del` breaks this reference cycle, which only a
+            # garbage collection could free otherwise.
             del error
         return self._outcome  # type: ignore[return-value]  # it has ended
 
@@ -112,9 +113,9 @@ class Look(Generic[_T]):
 class Looks:
     """A thread pool for looks (file accesses with deadlines) at one resource's hardware, or at one directory.
 
-    Belongs to one event loop. subject: the name of the hardware or directory in messages, such as a path. threads:
-    maximum number of looks at a time, hanging looks included. resource: the resource whose hardware is read. changed: a
-    function that the loop calls when `hanging` changes.
+    An instance belongs to one event loop. subject: the name of the hardware or directory in messages, such as a path.
+    threads: the maximum number of looks at a time, hanging looks included. resource: the resource whose hardware is
+    read; "" for other files. changed: a function that the loop calls when `hanging` changes.
     """
 
     def __init__(self, subject: str, threads: int = 3, resource: str = "") -> None:
@@ -122,13 +123,13 @@ class Looks:
         self.resource = resource
         self.changed: Callable[[], None] = lambda: None
         self.hanging = ""
-        """A text that names the file access that hangs now, so that no other one can begin; "" if none hangs."""
+        """A text that names the file access that hangs now, so that no other access can begin; "" if none hangs."""
         self._most = threads
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Look[Any]] = queue.SimpleQueue()
         self._threads = 0
         self._outstanding = 0
-        """Number of calls that run in a thread or wait for a thread."""
+        """The number of calls that run in a thread or wait for a thread."""
         self._overdue: set[Look[Any]] = set()
         self._slow_until = 0.0
 
@@ -160,24 +161,24 @@ class Looks:
     async def until_answered(
         self, kind: str, function: Callable[..., _T], *arguments: object, timeout: float = TIMEOUT, brief: bool = False
     ) -> _T:
-        """Call a function as `at` does, but wait without a limit. After `timeout` seconds, `hanging` names the path."""
+        """Call a function as `at` does, but wait without a limit; `hanging` names the path after `timeout` seconds."""
         look = self.begin(kind, function, *arguments)
         if not (brief and self.ended_at_once(look)) and await self.late(look, timeout, give_up=False):
             await self.until_ended(look)
         return look.result
 
     def brief(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T] | None:
-        """Call a function that usually takes microseconds; return its `Look`, or None if the function has not returned.
+        """Call a function that usually takes microseconds; return its `Look`, or None if it takes longer than PROMPT.
 
-        After PROMPT seconds, the function continues in a thread, and its result is dropped. The function is not called
-        while an earlier look of the pool has not ended.
+        The function then continues in its thread, and its result is dropped. If an earlier look of the pool has not
+        ended, the function is not called, and the result is None.
         """
         if self.hanging or self._outstanding:
             return None
         look = self.begin(kind, function, *arguments, place=place)
         if self.ended_at_once(look):
             return look
-        with contextlib.suppress(RuntimeError):  # If the loop is closed, no caller waits.
+        with contextlib.suppress(RuntimeError):  # There is no running loop, so no task waits for the pool.
             asyncio.get_running_loop().call_later(TIMEOUT, self._note_late, look, TIMEOUT)
         return None
 
@@ -195,9 +196,9 @@ class Looks:
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
-        """Start a call in a thread, and return it. The caller waits for its end by `ended_at_once` or `late`."""
+        """Start a call in a thread, and return its `Look`. The caller waits for it by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
-        timeouts.setdefault((self.resource, kind), 0)  # Each counter begins at 0.
+        timeouts.setdefault((self.resource, kind), 0)  # The metric has a series even before the first timeout.
         with self._lock:
             self._outstanding += 1
             more = self._outstanding > self._threads and self._threads < self._most
@@ -217,9 +218,10 @@ class Looks:
         return False
 
     async def late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Wait for a look. Return "" if it has ended, else the reason; until its end, `at` refuses further looks.
+        """Wait for a look, at most `timeout` seconds. Return "" if the look has ended, else a text that it hangs.
 
-        give_up: whether to cancel the look if it has not begun within `timeout` seconds.
+        While the look hangs, `at` refuses further looks. give_up: whether to cancel the look if it has not begun within
+        `timeout` seconds.
         """
         await self._end_of(look, timeout)
         return self._note_late(look, timeout, give_up=give_up)

@@ -28,21 +28,20 @@ def node_name() -> str:
 
 
 PCIE_ROOT: Final = "resource.kubernetes.io/pcieRoot"
-"""Standard attribute: the device's PCIe root complex as `pci<domain>:<bus>` (dynamic-resource-allocation 0.36)."""
+"""The standard attribute for a device's PCIe root complex, `pci<domain>:<bus>` (dynamic-resource-allocation 0.36)."""
 
 PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
-"""Standard attribute: the PCI address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
+"""The standard attribute for a PCI address, `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
 NUMA_NODE: Final = "resource.kubernetes.io/numaNode"
-"""Standard attribute: the device's NUMA node, never -1 (dynamic-resource-allocation 0.37). The bridge to DRA adds it.
-"""
+"""The standard attribute for a device's NUMA node, never -1 (dynamic-resource-allocation 0.37), added by the bridge."""
 
 EXTENDED_RESOURCE: Final = "extendedResource"
-"""Attribute that the bridge adds to each device in ResourceSlices: the device's extended resource."""
+"""The attribute with the device's extended resource, which the bridge adds to each device in ResourceSlices."""
 
 SHARES: Final = "shares"
-"""Capacity that the bridge adds to a shared device in ResourceSlices: how many claims may share the device. By default,
-a claim takes 1 of this capacity."""
+"""The capacity with the number of claims that may share a device, which the bridge adds to a shared device in
+ResourceSlices. By default, a claim takes 1 of this capacity."""
 
 MAX_ENTRIES: Final = 32
 """Maximum number of attributes and capacities together that one device may have."""
@@ -56,8 +55,8 @@ _MAX_COUNTERS: Final = 32  # Maximum number of counters in one counter set.
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
-# A quota for the resource has the key requests.NAME. This key must be a qualified name: at most 253 + 1 + 63
-# characters.
+# The part before the slash is shorter than the usual 253 characters, because the key of a quota for the resource,
+# requests.NAME, must be a qualified name too.
 RESOURCE: Final = rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){SUBDOMAIN}/{NAME}"
 _PRE: Final = r"(?:0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 SEMVER: Final = (
@@ -203,7 +202,7 @@ def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
             check_capacity(name, value)
         except NamingError as error:
             yield "capacity", str(error)
-    # The bridge may add two more entries: the attribute with the resource's name, and the capacity of a shared device.
+    # Two entries are reserved for the bridge: the attribute with the resource's name, the capacity of a shared device.
     most, count = MAX_ENTRIES - 2, len(device.attributes) + len(device.capacity)
     if count > most:
         where = "attributes" if device.attributes else "capacity"
@@ -216,18 +215,18 @@ def qualified(name: str, driver: str) -> str:
 
 
 def canonical_resource(resource: str) -> str:
-    """Return the value of EXTENDED_RESOURCE for a resource: its name, or a long name's last characters and a hash."""
+    """Return the value of EXTENDED_RESOURCE for a resource: its name, or, if that is too long, its end with a hash."""
     if len(resource) <= _MAX_VALUE:
         return resource
     return f"{resource[-(_MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the published name of the device with this id: a DNS label, which is always the same for an id.
+    """Return the published name of the device with this id: a DNS label, which depends only on the arguments.
 
-    An id that is a DNS label is its own name. Any other id gets a hashed name: a shortened label, `--`, and ten digits
-    of the id's SHA-256. An id with the form of a hashed name gets a hashed name too. So two ids never have the same
-    name.
+    If the id is a DNS label, the name is the id. Any other id gets a hashed name: a shortened label, `--`, and ten
+    digits of the id's SHA-256. An id that looks like a hashed name gets a hashed name too, so two ids never have the
+    same name.
 
     qualifier: the prefix for the device's resource (`qualifiers`); `--` separates prefix and name.
     """
@@ -235,7 +234,7 @@ def device_name(device: str, qualifier: str = "") -> str:
     if not qualifier:
         return device if plain else _hashed(device, device)
     name = f"{qualifier}--{device}"
-    # If the qualifier or the id contains "--", the name is hashed. So it differs from all names with other qualifiers.
+    # If the qualifier or the id contains "--", the name is hashed, so that names with different qualifiers differ.
     if plain and "--" not in device and "--" not in qualifier and LABEL.fullmatch(name):
         return name
     return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
@@ -244,9 +243,9 @@ def device_name(device: str, qualifier: str = "") -> str:
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
     """Return, for each resource of one driver, the argument `qualifier` of `device_name` for the resource's devices.
 
-    The qualifier is "" for a driver's only resource. Otherwise the qualifier is the text after the slash in the
-    resource's name, or a hash if this text is no DNS label or not unique. So devices of different resources have
-    different published names.
+    The qualifier is "" for a driver's only resource. Otherwise, it is the text after the slash in the resource's name,
+    or a label with a hash if this text is no DNS label or not unique. So devices of different resources have different
+    published names.
     """
     words = {name: name.rpartition("/")[2] for name in resources}
     if len(words) < 2:
@@ -273,10 +272,10 @@ def class_name(resource: str, driver: str) -> str:
 
 
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifier of each resource of a driver: kept ones, and for new resources different new ones.
+    """Return the qualifier of each resource of a driver: the kept qualifier, or a new one that differs from all others.
 
-    kept: the qualifiers of earlier published names, also of resources that the driver no longer has. Kept qualifiers do
-    not change, so that published names do not change when another resource is added.
+    kept: the qualifiers of earlier published names, including resources that the driver no longer has. A kept qualifier
+    does not change, so that published names do not change when another resource is added.
     """
     made = qualifiers((*kept, *resources))
     end = "--" if "" in kept.values() else ""

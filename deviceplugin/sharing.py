@@ -1,4 +1,4 @@
-"""Ids of replicas. Several containers can hold one device at the same time by different replicas.
+"""Makes the ids of replicas, by which several containers can hold one device at the same time.
 
 The kubelet gets the ids of replicas as `device::0`, `device::1` and so on. For a device that is not shared, the kubelet
 gets the device's own id. So the kubelet's id shows whether the device is shared.
@@ -26,7 +26,7 @@ def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
 def _shares(source: DeviceSource, device: Device) -> int:
     try:
         return max(1, min(source.replicas, int(source.replicas_of(device))))
-    except Exception:  # `source_check` reports this error too, when the source yields its device list.
+    except Exception:  # Ignored here: `source_check` reports the error when the source yields its device list.
         return source.replicas
 
 

@@ -17,7 +17,7 @@ from deviceplugin.device import ContainerEdits, Device
 
 Policy = Literal["links", "packed", "distributed", "none"]
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
-"""The type of the result of `measure`: for each device id and quantity, a number, or numbers by label value
+"""The type of the result of `measure`: for each device id and quantity, a number, or a number for each label value
 ("xid_errors_total": {"79": 1})."""
 
 
@@ -209,8 +209,8 @@ class DeviceSource:
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""Minimum similarity (ratio of difflib) of a misspelling: `perfer` counts as a misspelling of prefer, but `match` is
-not similar enough to watch."""
+"""Minimum similarity (ratio of difflib) of a misspelling. `perfer` counts as a misspelling of `prefer`, but `match` is
+not similar enough to `watch`."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
@@ -235,15 +235,15 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     if hasattr(DeviceSource, name):
         return ""
     method = isinstance(value, _METHODS)
-    # A plain method cannot be a misspelt property, and a property cannot be a misspelt method.
+    # `links` is the only property: a method cannot be a misspelling of it, and a property not of another hook.
     hooks = [hook for hook in _OPTIONAL if isinstance(value, property) == (hook == "links")]
     names = hooks if method else [setting for setting, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
     free = [candidate for candidate in names if getattr(kind, candidate) is getattr(DeviceSource, candidate)]
     if (meant := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
         return str(meant)
     letters = Counter(name.lower())
-    # The number of common letters, in any order, gives an upper bound of difflib's ratio. Because of this check,
-    # difflib is not imported for most names.
+    # The number of common letters, in any order, gives an upper bound of difflib's ratio. Only names above `_ALIKE` by
+    # this bound need difflib, so most programs do not import it.
     near = [
         candidate
         for candidate in free
@@ -274,7 +274,7 @@ _OTHER_NAMES: Final = {
     "getpreferredallocation": "prefer",
     "resourcename": "resource",
 }
-"""For each name in the kubelet's API, the method or setting of `DeviceSource` with the same purpose."""
+"""For each name in the kubelet's API (in lower case), the method or setting of `DeviceSource` with the same purpose."""
 
 
 @functools.cache  # Cached, because each Allocate calls this function.

@@ -65,7 +65,7 @@ def check_source(source: object) -> None:
 
 
 def overlong(source: DeviceSource) -> str:
-    """Return a text that names the kubelet's calls whose timeout is shorter than the source's hooks may take, or ""."""
+    """Return a text that names the calls of the kubelet whose timeout the source's hooks may exceed; "" if none."""
     calls: list[tuple[str, int, tuple[str, ...]]] = [("PreStartContainer", PRE_START, ("reset",))]
     calls += [("NodePrepareResources", PREPARE, ("reset", "prepare"))] if source.driver else []
     calls_over = [
@@ -111,7 +111,7 @@ def _check_links(source: DeviceSource) -> None:
 
 
 def _mistake(name: str, method: Any) -> str:
-    """Return a text if a method of a source is the wrong kind of function (plain, coroutine or generator), else ""."""
+    """Return an error if a source's method is the wrong kind of function (plain, coroutine or generator), else ""."""
     if not callable(method):
         return f"must be a method, not {method!r}"
     usual = list(inspect.signature(getattr(DeviceSource, name)).parameters)[1:]
@@ -147,7 +147,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
         if not isinstance(device, Device):
             raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
         if device.consumes or device.counters:
-            # This call raises an error if the amount of a counter is invalid.
+            # The call of `hardware_of` raises an error if the amount of a counter is invalid.
             exclusion.hardware_of(device, frozenset(), "")
         if source.replicas != 1:
             number = source.replicas_of(device)
@@ -161,7 +161,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
 
 def _instead(value: object) -> str:
     if inspect.iscoroutine(value):
-        value.close()  # Otherwise Python warns again of a coroutine that was never awaited.
+        value.close()  # Prevents Python's own warning of a coroutine that was never awaited.
         return f"a coroutine: {hooks.NOT_AWAITED}"
     if isinstance(value, Device):
         return f"a Device: write yield [Device({value.id!r})]"
@@ -191,7 +191,7 @@ def not_yielding(source: DeviceSource) -> str:
 
 
 def _place(source: DeviceSource, lists: object) -> str:
-    """Return `Class.watch` for messages, with file and line if the generator has them."""
+    """Return the text `Class.watch` for messages, with the present file and line of the generator if they are known."""
     kind = type(source).__name__
     for attribute in ("gi_frame", "ag_frame"):
         if (frame := getattr(lists, attribute, None)) is not None:

@@ -1,7 +1,7 @@
 """Reads sysfs: values, NUMA nodes, device nodes, and the USB device or PCI function of a device number.
 
-The functions take paths. So tests can use another directory tree. A missing value is not an error but None, because
-sysfs can change during a read.
+The functions take paths, so that tests can use another directory tree. A missing value gives None, not an error,
+because sysfs can change during a read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROOT: Final = "/sys"
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 _COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
-"""Matches the part of a name that the kernel counts up when devices appear: 0 in ttyUSB0, b in sdb."""
+"""Matches the part of a name that counts devices in the order of their appearance: 0 in ttyUSB0, b in sdb."""
 _PLACES: Final = ("port_number", "index", "partition")
-"""Files in sysfs with a fixed number of one component of a device: a port of a serial adapter, a stream of a camera."""
+"""Files in sysfs with the fixed number of a component of a device: of a serial adapter's port, of a camera's stream."""
 
 
 def read(path: str) -> str | None:
@@ -40,9 +40,9 @@ def numa_node(directory: str) -> int | None:
 
 
 def numa_node_above(directory: str, within: str) -> int | None:
-    """Return the NUMA node of a directory, or of its nearest ancestor that states one.
+    """Return the NUMA node that a sysfs directory or its nearest ancestor states; None if there is none.
 
-    within: a text. Ancestors whose paths do not contain this text are not read.
+    within: a text that must be in an ancestor's path. Other ancestors are not read.
     """
     while within in directory:
         if (node := numa_node(directory)) is not None:
@@ -95,9 +95,9 @@ def device_above(directory: str) -> str | None:
 class HardwarePart:
     """The hardware of a device node.
 
-    devices: names of the USB device or PCI function; each of these names identifies the hardware. place: the bus, and
-    the USB port or PCI slot. part: the component of the hardware to which the node leads, such as an interface or a
-    partition.
+    devices: the names of the USB device or PCI function; each of the names identifies the hardware. place: the bus, and
+    the USB port or PCI slot. part: the component of the hardware to which the device node leads, such as an interface
+    or a partition.
     """
 
     devices: frozenset[str]
@@ -109,7 +109,7 @@ class HardwarePart:
 class HardwareReader:
     """Finds the hardware of device numbers.
 
-    A reader lists the USB devices only once, so use a new reader for each scan.
+    A reader lists the USB devices only once, so each scan needs a new reader.
     """
 
     root: str = ROOT
@@ -171,7 +171,7 @@ def _step(above: str, name: str) -> str:
     If several names in `above` would be equal without counters, return the whole name.
     """
     if name.startswith(f"{os.path.basename(above)}:"):
-        return name.partition(":")[2]  # The name of a USB interface ends with configuration and number (1.0).
+        return name.partition(":")[2]  # The end of a USB interface's name: its configuration and number (1.0).
     plain = _COUNTED.sub("", name)
     for place in _PLACES:
         if (value := read(f"{above}/{name}/{place}")) is not None:

@@ -35,7 +35,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fits(rows: Iterable[str], width: int | None) -> bool:
-    """Return whether each of these lines fits the width; None stands for any width."""
+    """Return whether each of these lines fits the width. width: the number of columns; None for no limit."""
     return width is None or max(map(len, rows)) <= width
 
 

@@ -41,7 +41,7 @@ class Tasks:
 
 
 class SharedCall(Generic[_T]):
-    """Makes one call on behalf of all callers that arrive before the call begins. Calls run one after another.
+    """Makes one call for all callers that arrive before the call begins. Calls run one after another.
 
     If a caller is cancelled, the call continues, because other callers may wait for its result.
     """
@@ -68,7 +68,7 @@ class SharedCall(Generic[_T]):
     def _ended(self, task: asyncio.Task[_T]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # Retrieve the exception, because all callers may have been cancelled.
+            task.exception()  # Prevents asyncio's warning, if all callers were cancelled and none got the exception.
 
     async def close(self) -> None:
         """Cancel the running call and the waiting call."""
@@ -76,7 +76,7 @@ class SharedCall(Generic[_T]):
 
 
 async def in_time(work: Awaitable[object], timeout: float | None = None) -> bool:
-    """Wait for an awaitable; return whether it finished within `timeout` seconds. None or inf: no limit."""
+    """Wait for an awaitable; return whether it finished within `timeout` seconds. timeout: None or inf for no limit."""
     try:
         async with asyncio.timeout(None if timeout == math.inf else timeout):
             await work
@@ -103,6 +103,6 @@ async def ended(future: asyncio.Future[_T]) -> _T:
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # Retrieve the exception. The cancellation is raised instead of it.
+            future.exception()  # Prevents asyncio's warning; the cancellation is raised instead of the exception.
         raise cancelled
     return future.result()

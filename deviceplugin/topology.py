@@ -1,6 +1,6 @@
 """Chooses the devices that a container gets together: pure functions over ids, NUMA nodes and link scores.
 
-Ids without scores or NUMA nodes are chosen last. They cause no error. Ids are in natural order: sim-2 before sim-10.
+Ids without scores or NUMA nodes cause no error; they are chosen last. Ids are in natural order: sim-2 before sim-10.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}
 # If there are more sets of devices than this, not all sets are compared. Sets that differ only in interchangeable
 # devices count as one set.
 _EXACT: Final = 1 << 16
-# The requests that are assumed to come after a request for one device, as (devices per request, number of requests).
+# The later requests for which a request for one device should leave good devices, as (devices, number of requests).
 _USUAL: Final = ((4, 2), (2, 4))
 # Number of steps after which `_served_alike` gives up its search.
 BUDGET: Final = 40_000
 _STARTS: Final = 24  # Number of sets with which the heuristic starts.
 _SWAPS: Final = 32  # Number of swaps that the heuristic tries from each set.
-_DENSE: Final = 256  # Maximum number of devices for which a matrix of scores is made.
+_DENSE: Final = 256  # Maximum number of devices for which a matrix of all scores is made.
 
 
 class Link(enum.IntEnum):
@@ -175,7 +175,7 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
 
 
 def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the ids of each device; the smallest id is last."""
+    """Return, for each device, its ids in `ids`, the smallest id last."""
     devices: dict[str, list[str]] = {}
     for name in sorted(ids, key=natural, reverse=True):
         devices.setdefault(physical.get(name, name), []).append(name)
@@ -244,8 +244,8 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
         take(nodes[min(enough, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
     for node in by_use:
         take(nodes[node].copy())
-    # A node's number of free devices only decreases (because of devices near several nodes), so an outdated entry is
-    # corrected and put back.
+    # An entry's number of free devices may be outdated, because devices near several nodes are taken for other nodes.
+    # As the number only decreases, such an entry is corrected and put back.
     largest = [(-len(members), node) for node, members in nodes.items()]
     heapq.heapify(largest)
     while missing and largest:
@@ -264,11 +264,11 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
 def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple[list[list[int]], list[int]]:
     """Return the scores of all pairs of `free`, and each free device's total score with `required`, as integers from 0.
 
-    The same amount is added to the scores of all pairs. This does not change the ranking of sets of equal size.
+    The smallest number becomes 0 by subtraction from all, which does not change the ranking of sets of equal size.
     """
     among = [score.get(frozenset(pair), 0) for pair in combinations(free, 2)]
     beside = [score.get(frozenset(pair), 0) for pair in product(free, required)]
-    # Scores have so few bits that sums stay below 2^60.
+    # The number of bits of a score is so small that all sums stay below 2^60.
     whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())
     pairs = whole[: len(among)]
     bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
@@ -283,7 +283,7 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 def _integers(values: list[float], bits: int) -> list[int]:
     """Return the values, multiplied by a common factor, as integers of at most `bits` bits.
 
-    If all values already are such integers, they are not changed.
+    If all values already are integers of at most `bits` bits, they are not changed.
     """
     if set(map(type, values)) != {int}:
         values = [_finite(value) for value in values]
@@ -299,7 +299,7 @@ def _finite(value: float) -> float:
 
 
 def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[list[int]]:
-    """Return classes of interchangeable devices: with equal scores to all others. The first device's class is last."""
+    """Return classes of devices with equal scores to all other devices; the class of the first device is last."""
     classes: list[list[int]] = []
     sums = [sum(row) for row in matrix]
     for device, row in enumerate(matrix):
@@ -319,10 +319,10 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 class _Sets:
     """All sets of some devices (at most 2^16 sets). Sets that differ only in interchangeable devices count as one set.
 
-    A set is represented by an integer with a digit for each class of interchangeable devices: the number of devices of
-    this class in the set. So subtracting the integer of a subset removes the subset's devices from a set. Some long
-    integers contain a number for each set, so that one addition changes the numbers of all sets. Other long integers
-    contain a bit for each set, so that one AND filters all sets.
+    An integer represents a set. It has a digit for each class of interchangeable devices: the number of devices of this
+    class in the set. So the difference of a set's and a subset's integers represents the set without the subset. Some
+    long integers contain a number for each set, so that one addition changes the numbers of all sets. Other long
+    integers contain a bit for each set, so that one AND filters all sets.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
@@ -393,16 +393,14 @@ class _Sets:
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
         """Sort sets of equal rank: by the total of the remaining devices (the highest first), then by ids."""
-        # If each device is a class of its own, the set with the higher integer has the smaller ids.
+        # If each device is a class of its own, a higher integer means smaller ids, so the integers are the sort keys.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return those sets of `ties` that leave the devices with the highest totals for `later` further requests.
+        """Return those sets of `ties` whose remaining devices allow the highest totals for `later` further requests.
 
-        enough: the maximum number of sets to return, None for all.
-
-        candidates: all sets of the size of these requests.
+        candidates: all sets of the size of these requests. enough: the maximum number of sets to return, None for all.
         """
         sizes, size = self.sizes, self.sizes[candidates[0]]
         # For each possible remainder, a number with a bit for each set that leaves this remainder.
@@ -412,7 +410,7 @@ class _Sets:
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # These sets are the best: no later request can get a higher total than the first request.
+                return alike  # With these sets, each later request gets the highest possible total.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
@@ -423,7 +421,10 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return up to `enough` of the sets `ties` that leave `later` disjoint sets of `best`; [] beyond `BUDGET`."""
+        """Return up to `enough` sets of `ties` whose remaining devices contain `later` disjoint sets of `best`.
+
+        The result is [] if there is no such set, or if the search takes more steps than `BUDGET`.
+        """
         budget, sizes, size = BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
@@ -435,7 +436,7 @@ class _Sets:
             fitting = [subset for subset in some if sizes[remainder - subset] == rest]
             if requests == 1 or not fitting:
                 return bool(fitting)
-            # The order of requests does not matter. So sets before this set are not tried again.
+            # The order of requests does not matter, so sets before `subset` need not be tried again.
             return any(serves(remainder - subset, fitting[at:], requests - 1) for at, subset in enumerate(fitting))
 
         serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
@@ -500,10 +501,10 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
-            others = order[at + 1 :] + order[:at]  # Each start prefers other devices among devices with equal scores.
+            others = order[at + 1 :] + order[:at]  # Among devices with equal scores, each start takes different ones.
             starts.append([first, *sorted(others, key=gains.__getitem__, reverse=True)][:missing])
-    # Scale down the scores of remaining devices: all of them together count less than the smallest difference between
-    # the totals of two sets.
+    # The scores of remaining devices are scaled down, so that all of them together count less than the smallest
+    # difference between the totals of two sets.
     unit = 1 + 2 * sum(degrees)
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
@@ -519,10 +520,10 @@ def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[i
 def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: float) -> tuple[int, set[int]]:
     """Return the best set of a series of swaps, with its value. Each swap replaces the worst device by the best other.
 
-    The two devices are not swapped back for some steps. So the series continues even if no single swap improves a set.
+    Two swapped devices are not swapped back for some steps, so the series goes on even if no swap improves the set.
     """
     gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
-    # Each pair counts twice in `value`. So each device's own value is counted twice too.
+    # In `value` each pair of devices counts twice, so each device's own value is counted twice too.
     value = sum(gains[device] + nodes[device] for device in chosen)
     best, best_set = value, set(chosen)
     entered, gone = list[int](), list[int]()
@@ -567,7 +568,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Return the devices that good sets may contain, for more than _DENSE devices. So the score matrix stays small."""
+    """For more than _DENSE devices, return those that good sets may contain, so that the score matrix stays small."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

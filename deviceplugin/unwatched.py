@@ -24,9 +24,9 @@ class UnwatchedCause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> UnwatchedCause:
-        """Return the cause for an error of the operating system.
+        """Return the cause that an error of the operating system shows.
 
-        EMFILE has two causes: no file descriptor is left, or no inotify instance.
+        EMFILE can mean two causes: no file descriptor is left, or no inotify instance is left.
         """
         if isinstance(error, TimeoutError):
             return cls.SILENT
@@ -48,7 +48,7 @@ class WatchFailure(NamedTuple):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> WatchFailure:
-        """Return the failure for an error of the operating system."""
+        """Return the failure that an error of the operating system shows."""
         cause = UnwatchedCause.of(error)
         return cls(cause, str(error) if cause is UnwatchedCause.ERROR else "")
 

@@ -1,4 +1,4 @@
-"""The version of the package, which setup.cfg reads from here, and the command that installs the package."""
+"""The version of the package, and the command that installs the package. setup.cfg reads the version from here."""
 
 from typing import Final
 
