@@ -25,7 +25,7 @@ ADVICE: Final = (
 
 
 def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Return whether systemd writes the device rules of pods' cgroups: cgroup v2 with the kubelet's systemd driver."""
+    """Return whether systemd writes the device rules of pods' cgroups (cgroup v2 and the kubelet's systemd driver)."""
     there = {name for name in ("cgroup.controllers", "system.slice", "kubepods") if (cgroup_root / name).exists()}
     return there == {"cgroup.controllers", "system.slice"}
 

@@ -39,7 +39,7 @@ class Hardware:
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return the hardware of a device. tokens: the device's identity tokens. scope: the scope of its counter sets."""
+    """Return the hardware of a device. tokens: the device's identity tokens. scope: as in `Hardware`."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {

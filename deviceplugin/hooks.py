@@ -163,7 +163,7 @@ def _place(error: Exception) -> str:
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Stop waiting for a call; cancel it if it is a coroutine. The call's future is kept until the call ends."""
+    """Stop waiting for a call, and cancel it if it is a coroutine. The call's future is kept until the call ends."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)

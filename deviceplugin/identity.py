@@ -182,7 +182,7 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
-    """Return those of these device numbers that, by sysfs, do not belong to the granted hardware any more. Blocks.
+    """Return the device numbers, from `numbers`, that by sysfs no longer belong to the granted hardware. Blocks.
 
     granted: the tokens of the granted hardware. If no token in it is of hardware or of a place, the result is empty.
     """
@@ -196,7 +196,8 @@ def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Token
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
     """Return whether two sets of tokens are of the same device.
 
-    They are if both contain the same port, or if they have a token in common and sysfs shows no different hardware.
+    The result is True if both contain the same port, or if they have a token in common and sysfs shows no different
+    hardware.
     """
     common = frozenset(tokens).intersection(other)
     if not common or is_port(common):

@@ -178,7 +178,7 @@ class Looks:
         look = self.begin(kind, function, *arguments, place=place)
         if self.ended_at_once(look):
             return look
-        with contextlib.suppress(RuntimeError):  # There is no running loop, so no task waits for the pool.
+        with contextlib.suppress(RuntimeError):  # Without a running event loop, no task waits for this look.
             asyncio.get_running_loop().call_later(TIMEOUT, self._note_late, look, TIMEOUT)
         return None
 
@@ -264,7 +264,7 @@ class Looks:
             return look.abandoned
 
     def _note_late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Record that a look exceeded its deadline. Return a text for messages, "" if the look has ended meanwhile."""
+        """Record that a look exceeded its deadline. Return a text for messages; "" if the look has ended after all."""
         if look.ended_within(0.0):
             return ""
         timeouts[self.resource, look.kind] += 1

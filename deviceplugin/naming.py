@@ -243,9 +243,9 @@ def device_name(device: str, qualifier: str = "") -> str:
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
     """Return, for each resource of one driver, the argument `qualifier` of `device_name` for the resource's devices.
 
-    The qualifier is "" for a driver's only resource. Otherwise, it is the text after the slash in the resource's name,
-    or a label with a hash if this text is no DNS label or not unique. So devices of different resources have different
-    published names.
+    The qualifier is "" for a driver's only resource. If a driver has several resources, the qualifier is the text after
+    the slash in the resource's name, or a label with a hash if this text is no DNS label or not unique. So devices of
+    different resources have different published names.
     """
     words = {name: name.rpartition("/")[2] for name in resources}
     if len(words) < 2:

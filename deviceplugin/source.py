@@ -74,8 +74,8 @@ class DeviceSource:
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again after each change.
 
-        It is an async generator, which must not block, or a plain generator, which runs in a thread of its own and may
-        block. If the generator ends, its last list stays valid. If the generator raises an exception, or yields
+        This method is an async generator, which must not block, or a plain generator, which runs in a thread of its own
+        and may block. If the generator ends, its last list stays valid. If the generator raises an exception, or yields
         anything but lists of Device, `watch` is called again after a delay; until then, the last list stays valid.
 
             async def watch(self):
@@ -183,7 +183,7 @@ class DeviceSource:
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """Link scores: a number for each frozenset of two device ids; a higher number means closer. Must be quick.
+        """Link scores: a number for each frozenset of two device ids; a higher number means closer. Must not take long.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
         `{frozenset(("fpga0", "fpga1")): 100.0}`

@@ -61,15 +61,15 @@ def _in_order(devices: Iterable[str]) -> list[str]:
 def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, deadline: float = 0.25) -> list[str]:
     """Choose the `size` devices of `available` with the highest link scores to each other.
 
-    score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). The function chooses the set with
+    score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). The total of devices is the sum of the
+    scores of all their pairs. The set is chosen by these rules; each decides among sets that are equal by the former.
 
-    1. the highest total of the scores of all pairs in the set; among sets with equal totals, the set that leaves the
-    best remainder: 2. the highest total that the next request of this size can get, then the request after that, and so
-    on, until fewer than `size` devices are left; 3. the highest total of all pairs of the remaining devices; 4. the
-    smallest ids, in natural order.
+    1. The set has the highest total. 2. The remaining devices allow the highest total for the next request of this
+    size, then for the request after that, and so on, until fewer than `size` devices are left. 3. The remaining devices
+    together have the highest total. 4. The set has the smallest ids, in natural order.
 
-    If `size` is 1, rule 2 is replaced: the best remainder is the remainder with the highest total for two successive
-    requests of four devices; among equal remainders, for four requests of two devices.
+    If `size` is 1, rule 2 is about other requests: the remaining devices allow the highest totals for two successive
+    requests of four devices, then for four requests of two devices.
 
     The result is exact for up to 16 devices, and for more if enough of them are interchangeable. Otherwise a heuristic
     applies rules 1, 3 and 4 within a fixed number of steps (some 10 ms for 64 devices), or until `deadline` seconds
@@ -158,8 +158,8 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas one by one: each time, a replica of the device with the fewest replicas in use.
 
-    Ids in use are those of `physical` that are not in `available`, and the ids already chosen. Among equal devices, the
-    device with the most free replicas is chosen, then the smallest id.
+    Ids in use are the ids in `physical` that are not in `available`, and the ids already chosen. Among equal devices,
+    the device with the most free replicas is chosen, then the smallest id.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -199,8 +199,8 @@ def arranged(devices: Collection[str], score: Score) -> list[str]:
 def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], float]:
     """Return a score for each pair of devices: 20 if they have a NUMA node in common, else 10.
 
-    The result has no pairs with devices without a NUMA node. It has n^2/2 pairs, so use `numa_compact` for many
-    devices.
+    A pair with a device without a NUMA node is left out. The result has up to n^2/2 pairs, so use `numa_compact` for
+    many devices.
     """
     placed = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {

@@ -48,7 +48,7 @@ class WatchFailure(NamedTuple):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> WatchFailure:
-        """Return the failure that an error of the operating system shows."""
+        """Return the `WatchFailure` for an error of the operating system."""
         cause = UnwatchedCause.of(error)
         return cls(cause, str(error) if cause is UnwatchedCause.ERROR else "")
 

@@ -46,8 +46,8 @@ DIAL: Final = 10.0
 PRE_START: Final = 30.0
 """Maximum seconds to wait for PreStartContainer. The kubelet waits equally long."""
 TURN: Final = 20.0
-"""Maximum seconds for which a hanging call to one plugin delays calls to other plugins. This is less than the time for
-which a claim waits for a response."""
+"""Maximum seconds for which a hanging call to one plugin delays calls to other plugins. The number is less than the
+seconds for which a claim waits for a response."""
 KEPT: Final = 45.0
 """Seconds for which a plugin's unused response for a claim is kept for the claim's next Prepare. The kubelet waits
 equally long for a Prepare."""
@@ -91,7 +91,7 @@ class VendorCallError(Exception):
     """Raised when a plugin refuses a call (with the plugin's message) or does not respond (with the agent's message).
 
     code: the gRPC status code for the kubelet; UNAVAILABLE after a lost connection. unanswered: True if the plugin did
-    not respond, False if it refused the call. details: gRPC's message.
+    not respond, False if it refused the call. details: the text of the gRPC error.
     """
 
     def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
@@ -344,7 +344,7 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises AdoptionError if that is impossible on this node."""
+        """Serve until cancelled. Raises AdoptionError if plugins cannot register on this node."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_RegistrationServicer_to_server(self, server)
         lock = InstanceLock(self.directory, KUBELET_SOCKET)
@@ -404,9 +404,9 @@ class VendorPlugins(RegistrationServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
         """Register a plugin's endpoint as the kubelet does, with the same refusals.
 
-        The plugin's socket is in the agent's directory or in `plugins_registry`. The name in the request does not show
-        in which of the two: the Kubernetes sample plugin registers only the name if the file DEPRECATION does not
-        exist.
+        The plugin's socket is searched in the agent's directory and in `plugins_registry`, because the request need not
+        contain the directory: if the file DEPRECATION does not exist, the Kubernetes sample plugin registers only the
+        socket's name.
         """
         places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
         try:

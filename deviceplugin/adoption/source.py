@@ -155,11 +155,11 @@ class VendorIds(DeviceIds):
     """The kubelet ids of a vendor's devices. Each is the device's own id, even if it looks like a replica's id."""
 
     def device_id_of(self, name: str) -> str:
-        """Return the id itself."""
+        """Return `name`, because the device has the same id."""
         return name
 
     def offered_as(self, name: str) -> str:
-        """Return the id itself."""
+        """Return `name`, because the device has the same id."""
         return name
 
     def names_of(self, device: Device) -> tuple[str, ...]:
@@ -188,11 +188,11 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin is connected. Otherwise the agent ends its own ListAndWatch stream at the kubelet.
+        """Whether the plugin is connected. While it is not, the agent has no ListAndWatch stream at the kubelet.
 
-        The plugin may restart and register with the kubelet itself. Up to 1.36, the kubelet would drop this
-        registration if the agent's stream ended after it. So the agent's stream ends at once, unless devices are
-        `kept_back`.
+        A plugin that restarts may register with the kubelet itself. If the agent's stream ended after that, a kubelet
+        up to 1.36 would drop the plugin's registration. So the agent's stream ends as soon as the plugin disconnects,
+        unless devices are `kept_back`.
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
@@ -214,10 +214,11 @@ class AdoptedEndpoint(Endpoint):
     def kept_back(self) -> frozenset[str]:
         """The ids of devices that claims hold or may get, which the agent keeps registered as unhealthy.
 
-        Otherwise the plugin would register them and allocate them to pods. The kubelet calls Allocate of the endpoint
-        that registered last, and the agent's endpoint refuses these ids. The kubelet got each of these devices as
-        Unhealthy before the device moved to DRA, so it has not allocated the device since. If a claim is known only
-        from its file, the ids are from the file, because the register has no records of the claim's devices.
+        If the agent did not register them, the plugin would register them with the kubelet, and allocate them to pods.
+        The kubelet calls Allocate of the endpoint that registered last, and the agent's endpoint refuses these ids. The
+        kubelet got each of these devices as Unhealthy before the device moved to DRA, so it has not allocated the
+        device since. If a claim is known only from its file, the ids are from the file, because the register has no
+        records of the claim's devices.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}

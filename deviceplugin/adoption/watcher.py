@@ -108,7 +108,7 @@ class PluginWatcher:
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
-        """Call GetInfo, register the plugin, and notify it. Raises RefusedError, grpc.aio.AioRpcError."""
+        """Call GetInfo, register the plugin, and notify the plugin. Raises RefusedError, grpc.aio.AioRpcError."""
         # These modules are imported only when a plugin is found, to save memory: most nodes have no such plugin.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub

@@ -1,4 +1,4 @@
-"""Vendors' device plugins, and whether each can serve pods' `limits` and claims if an agent has adopted it.
+"""The known device plugins of vendors. An agent that has adopted such a plugin can serve `limits`, and perhaps claims.
 
 These facts come from the plugins' code (November 2026). For a claim, the agent calls the plugin's Allocate although no
 pod requests the resource. So a plugin cannot serve claims if it searches for the requesting pod, or if it frees devices

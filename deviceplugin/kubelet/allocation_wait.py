@@ -31,7 +31,7 @@ controller creates the next pod at once."""
 
 
 class EndingHolders:
-    """Records, for each device id of one resource, the time at which Allocates began to wait for the former holder."""
+    """Records, for each device id of one resource, the time at which Allocates began to wait for its former holder."""
 
     def __init__(self) -> None:
         self.since: Mapping[str, float] = {}

@@ -176,7 +176,7 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
             for directory, pods in _levels(tree):
                 try:
                     place = frozenset({place_of(directory, boot)})
-                except FileNotFoundError:  # The directory was removed meanwhile, with all cgroups below it.
+                except FileNotFoundError:  # The directory was removed after the listing, with all cgroups below it.
                     continue
                 visible |= place
                 for uid, path in pods:
@@ -298,7 +298,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
     try:
         with os.scandir(directory) as entries:
             return [(entry.name, entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:  # The directory was removed meanwhile.
+    except FileNotFoundError:  # The directory does not exist any more.
         return []
 
 

@@ -51,7 +51,7 @@ another program writes a file."""
 
 
 class CheckpointError(Exception):
-    """Raised when the checkpoint is missing, unreadable or damaged. Then the kubelet's allocations are unknown."""
+    """Raised when the checkpoint is missing, unreadable or damaged, so that the kubelet's allocations are unknown."""
 
 
 @dataclass(frozen=True, slots=True)

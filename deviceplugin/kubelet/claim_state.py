@@ -22,7 +22,7 @@ FILE_NAME: Final = "dra_manager_state"
 
 
 class ClaimStateError(Exception):
-    """Raised when the kubelet's claim state cannot be read or is damaged. Then the prepared claims are unknown."""
+    """Raised when the kubelet's claim state is unreadable or damaged, so that the prepared claims are unknown."""
 
 
 class ClaimStateMissingError(ClaimStateError):

@@ -63,12 +63,12 @@ def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
                 if uid in pods:
                     links.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
             except (OSError, ValueError):
-                continue  # The link was removed meanwhile, or was not created by the kubelet.
+                continue  # The link was removed after the listing, or was not created by the kubelet.
     return links
 
 
 def _container_of(cgroup: ContainerCgroup, links: Iterable[LogLink]) -> str | None:
-    """Return the name of the container that has a cgroup; None for a sandbox, or a container that is starting."""
+    """Return the name of the container to which `cgroup` belongs; None for a sandbox, or a starting container."""
     return next((link.container for link in links if link.id in cgroup.name), None)
 
 
@@ -158,7 +158,7 @@ def restarted(
             return False
         if now.times > times:
             continue
-        linked = any(link.container == name and link.made >= now.last for link in links)  # The container has started.
+        linked = any(link.container == name and link.made >= now.last for link in links)  # The last start succeeded.
         over = linked or waited >= STARTING or any(other.last > now.last for other in begun.values())
         unlinked = (one for one, of in by_cgroup.items() if of is None and not linked)
         own = name in by_cgroup.values() or any(one.made >= now.last for one in unlinked)

@@ -157,7 +157,7 @@ class DeviceIds:
         return (*now, *(name for name, of in self.legacy.items() if of == device))
 
     def offered_as(self, name: str) -> str:
-        """Return the id of the device that has this kubelet id now; the kubelet id itself if no device has it."""
+        """Return the id of the device that has this kubelet id now; the kubelet id itself if no device has this id."""
         listed = self._inventory.snapshot.devices.get(name)
         if listed is not None and self.names_of(listed) == (name,):
             return name
@@ -201,7 +201,7 @@ class ListStreams:
         """The last computed device list, as (version of the list, list, healthy ids in the list)."""
 
     def start(self, on_end: Callable[[], None]) -> None:
-        """Accept ListAndWatch streams. on_end: called when a stream ends and no other stream is open."""
+        """Accept ListAndWatch streams. on_end: a function that is called when the last open stream has ended."""
         self._serving, self._on_end = True, on_end
 
     def stop(self) -> None:
@@ -291,8 +291,8 @@ class ListStreams:
                 if resends != self._resends:
                     resends, sent = self._resends, None
                 if lines is not None and lines not in (sent, refused):
-                    # A list that withdraws a device is sent at once. Otherwise the next pod in a burst could get the
-                    # withdrawn device.
+                    # Only a list that withdraws no device may wait. A withdrawal is sent at once, because the next pod
+                    # in a burst could get the withdrawn device.
                     if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
                         await self._in_flight.pause()
                         paused = True

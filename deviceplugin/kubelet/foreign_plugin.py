@@ -27,7 +27,7 @@ disk."""
 LISTED: Final = 1.0
 """Seconds after the creation of a plugin's socket within which the plugin's device list is in the checkpoint."""
 _TICK: Final = 0.01
-"""Seconds by which a file's modification time may be earlier than the time of the write on the clock."""
+"""Maximum seconds by which a file's modification time may be earlier than the clock at the time of the write."""
 _OWN: Final = re.compile(r"kubelet\.sock|.*-[0-9a-f]{8}\.sock")
 """Names of the sockets of the kubelet and of this framework, which do not count as other plugins' sockets.
 

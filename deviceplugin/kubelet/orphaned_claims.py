@@ -1,8 +1,8 @@
 """Finds claims of DRA drivers that this process does not run, so that no pod gets the devices of these claims.
 
 Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
-or removed from the configuration. For each of these claims, the agent's own file names the claim's devices. There are
-also claims of vendors' drivers. The devices of a vendor's claim are known only by the device nodes in the claim's CDI
+or removed from the configuration. For each of these claims, the agent's own file names the claim's devices. Claims of
+vendors' drivers are found as well. The devices of such a claim are known only by the device nodes in the claim's CDI
 file, because the vendor's driver has other names for devices.
 """
 
@@ -147,8 +147,8 @@ class OrphanedClaims:
     def uses(self) -> tuple[Use, ...]:
         """Return the uses of devices by claims of other drivers.
 
-        The returned object stays the same until a use changes. While the kubelet's claim state cannot be read, the uses
-        are those of the claims in its last readable content.
+        The returned object stays the same until a use changes. While the kubelet's claim state cannot be read, the
+        result has the uses by the claims in the last readable claim state.
         """
         return self._held.uses
 

@@ -46,7 +46,7 @@ def sockets_in(directory: Path) -> dict[str, FileIdentity]:
     sockets: dict[str, FileIdentity] = {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # The socket was removed meanwhile.
+            with contextlib.suppress(OSError):  # The socket was removed after the listing.
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISSOCK(status.st_mode):
                     sockets[entry.name] = FileIdentity.of(status)

@@ -59,7 +59,7 @@ SHOWN: Final = PodsShown(cgroups=True, directories=True)
 
 
 def recorded(shown: Collection[tuple[str, str]], boot: str) -> dict[str, frozenset[str]]:
-    """Return each pod's places (directories of its cgroups) from the register, without those of another boot."""
+    """Return each pod's places (directories of its cgroups) from the register, without places of another boot."""
     places: dict[str, frozenset[str]] = {}
     for uid, place in shown:
         if place.startswith(f"{boot[:8]}:"):
@@ -77,9 +77,9 @@ class PodProcesses:
     running: the pods with a process in their cgroup; None if no cgroup tree is visible. directories: the pods with a
     directory; None if no pod directories are visible. empty: the pods whose cgroup has no process. paths: the cgroups
     of each pod. places: for each pod, the parent directories of its cgroups. visible: the directories of cgroups that
-    were listed. root: the parent of the pods' directories, "" if it is not visible. checkpoint_decides: whether the
-    kubelet's checkpoint alone decides about pods that the visible cgroups would not contain; such a pod then counts as
-    ended here.
+    were listed. root: the parent of the pods' directories, "" if it is not visible. checkpoint_decides: whether a pod
+    counts as ended here if the visible cgroups would not contain it; only the kubelet's checkpoint then shows whether
+    the pod has devices.
     """
 
     running: frozenset[str] | None = None

@@ -1,4 +1,4 @@
-"""Chooses which of the available devices a container should get (for GetPreferredAllocation)."""
+"""Chooses, for GetPreferredAllocation, the devices that a container should get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY: Final = 64
 def avoiding(
     avoided: Collection[str], ids: DeviceIds, available: list[str], must_include: list[str], size: int
 ) -> tuple[list[str], list[str]]:
-    """Return (available, must_include), changed so that an avoided device is chosen only if the others are too few.
+    """Return (available, must_include), changed so that avoided devices are chosen only if there are too few others.
 
     avoided: device ids. available, must_include: kubelet ids. size: the number of ids that the container gets.
     """

@@ -561,7 +561,7 @@ class PluginRegistration:
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: DirectoryReader, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
+        """Wait for Register's response; return False if the kubelet restarts or ends before it. Raises AioRpcError."""
         try:
             # The whole directory is read, because the next step needs contents that include the new socket.
             while not call.done() and (await self._directory.now()).kubelet == kubelet:

@@ -33,7 +33,7 @@ class RequestSchedule:
         self._delay = FIRST_REQUEST
 
     def dispute(self) -> None:
-        """Record that the kubelet has allocated a held id again, because it counts the former holder as ended."""
+        """Record that the kubelet has allocated a held id again, because the kubelet counts the holder as ended."""
         self._disputed = True
         self._scan_wanted.set()
 

@@ -204,7 +204,7 @@ class Endpoint(DevicePluginServicer):
         return ""
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Prepare the device list for a Register. registered: the ids that the kubelet counts as healthy before it."""
+        """Prepare the device list for a Register. registered: the ids that the kubelet counts as healthy now."""
 
     async def calls_ended(self, timeout: float) -> bool:
         """Wait until no kubelet call about a pod is running; return whether all calls ended within `timeout` seconds.

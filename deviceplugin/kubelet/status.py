@@ -52,8 +52,8 @@ class ResourceStatus:
 
     withheld: for each device id that is not offered, the reason. held_twice: the devices whose holders, under all ids,
     together have more than the whole device. elsewhere: for each held id whose device is not listed any more, the
-    (resource, device) under which the granted hardware is listed now, if it is known. vendor: the connection to the
-    vendor's plugin; None if the resource is not adopted.
+    (resource, device) pairs under which the granted hardware is listed now. vendor: the connection to the vendor's
+    plugin; None if the resource is not adopted.
     """
 
     resource: str

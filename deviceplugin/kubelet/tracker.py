@@ -97,8 +97,8 @@ class HolderTracker:
         self.looks: Final = Looks("the kubelet's files")
         """Runs all reads of the kubelet's checkpoint and claim state, and of the pods' cgroups."""
         self.other_looks: Final = Looks("files of other agents and drivers", threads=1)
-        """Runs all reads of other agents' copies and of claim files. It has one thread, because each read of the copies
-        returns only the changes since the last read."""
+        """Runs all reads of other agents' copies and of claim files, in only one thread, because each read of copies
+        finds only the changes since the last read."""
         self._present = SharedCall(lambda: self.looks.at("checkpoint", self._checkpoint.newest, brief=True))
         """Reads the checkpoint. Simultaneous calls, by the registrations of several resources, share one read."""
         self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
@@ -172,9 +172,10 @@ class HolderTracker:
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
         """For grants without a known holder, return allocations, without container names, of all possible holders.
 
-        This is only needed if the kubelet has lost its checkpoint since the grant, so that its new checkpoint does not
-        name the holder. A sign of this is that the checkpoint lacks the grant's resource before this process has
-        registered. A pod whose log directory is older than the grant is no possible holder.
+        Such a grant has possible holders only if the kubelet has lost its checkpoint since the grant, so that its new
+        checkpoint does not name the holder. The sign of a lost checkpoint is that, before this process has registered,
+        the checkpoint lacks the grant's resource. A pod whose log directory is older than the grant is no possible
+        holder.
         """
         possible: set[Allocation] = set()
         registered = {resource for version in seen.checkpoints for resource in version.registered}
@@ -195,7 +196,7 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return those of these ids that another pod still holds, each with the reason.
+        """Return, for each of these ids that another pod still holds, the reason.
 
         Called before an Allocate is granted. Reads the checkpoint again.
 
@@ -251,7 +252,7 @@ class HolderTracker:
         return holders.pending_grants(read, pending, self._answer).begun
 
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
-        """Return those of these ids whose holding pods have running processes."""
+        """Return the ids, from `device_ids`, whose holding pods have running processes."""
         return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:

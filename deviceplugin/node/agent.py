@@ -188,7 +188,8 @@ class Agent:
         wanted = dict(wanted)
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
         for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
-            # The config file does not name this resource, but a vendor's plugin has registered it, or claims hold it.
+            # A vendor's plugin has registered this resource, or claims hold its devices, but the config does not name
+            # it.
             wanted[resource] = AdoptedSource(resource, self._vendors)
         await self.supervisor.reconfigure(wanted, unchanged)
         for resource in self._vendors.registered_resources - self.services.keys():

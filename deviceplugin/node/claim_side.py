@@ -33,7 +33,7 @@ class ClaimSide:
         """
 
     def contested(self, resource: str, reason: str) -> None:
-        """Handle the registration of a resource by another plugin at the kubelet. reason: the evidence of it."""
+        """Handle the registration of a resource by another plugin at the kubelet. reason: the evidence for messages."""
 
     async def end(self) -> None:
         """Stop preparing claims. After this method, the agent ends its service for pods."""

@@ -14,8 +14,8 @@ from deviceplugin.register.records import Allocation
 _LOG: Final = logging.getLogger(__name__)
 
 SHOWN: Final = 8
-"""Maximum number of changes between two snapshots to log at INFO or WARNING. Further changes are logged at DEBUG,
-unless a device with a holder vanished or became unhealthy."""
+"""Maximum number of changes between two snapshots to log at INFO or WARNING. Further changes are logged at DEBUG. The
+vanishing or failure of a device with a holder is always logged as WARNING."""
 
 
 class InventoryLog:

@@ -228,8 +228,8 @@ async def _serve(
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
-        # This signal handler runs even while a coroutine blocks the loop, so that the loop cannot call `stop`. SIGALRM,
-        # or a second signal, then ends the process.
+        # If a coroutine blocks the loop, this signal handler still runs, but the loop cannot call `stop`. SIGALRM, or a
+        # second signal, then ends the process.
         signal.alarm(ENDING)
         signal.signal(number, signal.SIG_DFL)
         loop.call_soon_threadsafe(stop, signal.Signals(number).name)

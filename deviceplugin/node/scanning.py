@@ -32,7 +32,7 @@ _FIELDS: Final = ("resource", "device")
 SOON: Final = 0.3
 """Seconds between a grant and the scan that should find the pod of the grant."""
 BURST: Final = 0.9
-"""Maximum seconds between the first of several grants and this scan, even if further grants follow."""
+"""Maximum seconds between the first of several grants and the scan for their pods, even if further grants follow."""
 
 
 class ScanResult(NamedTuple):

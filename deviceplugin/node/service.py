@@ -86,8 +86,8 @@ class Service(EndpointHost):
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        """The devices that had vanished, and the legacy ids (of a former configuration), at the last scan. The next
-        scan forgets those of them that have no holder."""
+        """The devices that had vanished, and the legacy ids (of a former configuration), at the last scan. If such a
+        device or id has no holder at the next scan, it is forgotten."""
 
     async def run(self) -> None:
         """Serve until cancelled. Raises RegistrationError if the resource cannot be served on this node at all."""

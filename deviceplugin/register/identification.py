@@ -32,8 +32,8 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
 
     An identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of the
     device. The device nodes to which the device's paths lead now are recorded as nodes that a holder from Allocate can
-    open, because the runtime resolves the paths of the AllocateResponse at each start of the container. They are not
-    recorded for a prepared claim, because its containers can open only the nodes in the claim's CDI file (`renew`).
+    open, because the runtime resolves the paths of the AllocateResponse at each start of the container. For a prepared
+    claim no such nodes are recorded, because its containers can open only the nodes in the claim's CDI file (`renew`).
     """
 
     def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
@@ -154,8 +154,8 @@ def renew(
 
     before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: for each request,
     the present tokens of the devices whose nodes its containers should get. A request is refused while another holder
-    has, or can open, one of these nodes. answered: returns the claim's new Prepare response, given the refused
-    requests.
+    has, or can open, one of these nodes. answered: a function that returns the claim's new Prepare response; its
+    argument is the refused requests.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Renewed]:

@@ -398,7 +398,7 @@ def begin_move(
 ) -> Decision[Mapping[str, State]]:
     """Begin to move devices to the plugin or to DRA. The result is the new state of each device whose state changed.
 
-    A device that is moving in the other direction turns back. Quarantined devices do not move. A device in another
+    A device that is moving away from side `to` turns back. Quarantined devices do not move. A device in another
     driver's slices does not move either, because it must first move to the plugin. driver: the driver whose claims will
     get the devices. for_claim: whether the move begins because a claim needs the devices.
     """

@@ -98,7 +98,7 @@ class View:
 
 
 class Wanted(NamedTuple):
-    """A requested or granted device, the device's identity at that time, and the amount.
+    """A requested or granted device, with its identity and the amount at the request or grant.
 
     since: the time of the grant (Unix seconds); 0.0 before the grant, or if the time is unknown.
     """

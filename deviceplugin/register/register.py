@@ -489,7 +489,7 @@ class Register:
     async def start(self, resource: str, ids: Mapping[str, str], begun: Collection[Allocation] = ()) -> None:
         """Check the devices of a starting container, and record which device nodes the container gets.
 
-        ids: device by id. begun: the allocations for pending grants of these ids, if the checkpoint names them.
+        ids: for each id, its device. begun: the allocations for pending grants of these ids that a checkpoint names.
 
         At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes. A USB device can
         have another device number by then. A device that has another id now is checked under that id.

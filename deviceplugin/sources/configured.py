@@ -47,7 +47,7 @@ FIRST_PROBE: Final = 2.0
 """Maximum seconds for which a device list waits for the first probe of a new device. If the probe takes longer, the
 device's health is unknown until the probe ends."""
 OPEN_TIMEOUT: Final = 5.0
-"""Seconds within which the probe "open" must have opened all nodes of a device. Otherwise the probe's result is bad."""
+"""Maximum seconds for the probe "open" to open all nodes of a device. After that, the probe's result is bad."""
 
 
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
@@ -380,8 +380,8 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # This timeout is longer than the timeout of the command, so that the command's timeout, whose message has
-            # more details, comes first.
+            # The command has a timeout of its own, which is shorter than this one, and so comes first. Its message has
+            # more details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()

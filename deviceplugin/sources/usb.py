@@ -53,8 +53,8 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
     """Lists the USB devices that a filter selects, without hubs.
 
     wanted: the filter. Give several filters for a device that changes its vendor or product id. All devices that appear
-    in one port are then treated as the same device, and the port is this device's id and identity. options: the other
-    arguments of `SysfsSource`.
+    in one port are then treated as the same device, and the port is this device's id and identity. options: further
+    arguments, passed to `SysfsSource`.
     """
 
     BUS = "usb"

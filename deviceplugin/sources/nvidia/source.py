@@ -133,8 +133,8 @@ class NvidiaSource(DeviceSource):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the environment variable by which the NVIDIA container runtime selects the GPUs of a container.
 
-        If containers get GPUs by CDI or device nodes, the variable's value is `void`. Without it, the value `all` in
-        many images would apply, and the container would get all GPUs if the NVIDIA runtime is the default runtime.
+        If containers get GPUs by CDI or device nodes, the variable's value is `void`. Without the variable, the value
+        `all` in many images would apply, and the container would get all GPUs if the NVIDIA runtime is the default.
         """
         # Sorted, because the kubelet passes the devices in any order, and the container numbers its GPUs in the order
         # of the variable.
