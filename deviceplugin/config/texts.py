@@ -85,27 +85,27 @@ def _id_advice(value: str) -> str:
 RESOURCE_NAME = _text(
     naming.RESOURCE,
     naming.resource_advice,
-    "The extended resource that pods name in their limits: a vendor domain, a slash, a name.",
+    "The name of the extended resource, as in pods' limits: a vendor domain, a slash, a name.",
     examples=["example.com/serial", "example.com/gpu"],
 )
 DRIVER_NAME = _text(
     SUBDOMAIN,
     "{!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com",
-    "The DRA driver that serves the same devices to claims (dra-bridge); a DNS name.",
+    "The name of the DRA driver by which dra-bridge serves the same devices to claims; a DNS name.",
     longest=naming.MAX_DRIVER,
     examples=["serial.example.com"],
 )
 GLOB = _text(
     rf"(?![^\x00]*\*\*)(?:{_GLOB_STEP})+",
     _path_advice,
-    "An absolute path; *, ? and [abc] match within one directory, as in a shell.",
+    "A glob of absolute paths. As in a shell, *, ? and [abc] match within one directory.",
     examples=["/dev/ttyUSB*", "/dev/serial/by-id/*", "/dev/kvm"],
 )
 ABSOLUTE_PATH = _text(rf"(?:{_STEP})+", _path_advice, "An absolute path.", examples=["/opt/vendor/lib"])
 PERMISSIONS = _text(
     r"(?!.*r.*r)(?!.*w.*w)(?!.*m.*m)[rwm]{1,3}",
     "{!r} is not a set of permissions; write any of r (read), w (write) and m (mknod), such as rw",
-    "What a container may do with the device nodes: r read, w write, m mknod.",
+    "The permissions of containers for the device nodes: r (read), w (write), m (mknod).",
     examples=["rw", "r", "rwm"],
 )
 ENV_NAME = _text(
@@ -114,7 +114,7 @@ ENV_NAME = _text(
     "An environment variable's name.",
 )
 ENV_VALUE = _text(
-    r"[^\x00]*", "a variable cannot contain a NUL character", "An environment variable's value, text.", longest=MAX_TEXT
+    r"[^\x00]*", "a variable cannot contain a NUL character", "The text of an environment variable.", longest=MAX_TEXT
 )
 ANNOTATION_NAME = _text(
     _QUALIFIED,
@@ -124,14 +124,14 @@ ANNOTATION_NAME = _text(
 CDI_NAME = _text(
     device.CDI_NAME,
     "{!r} is not a CDI device's full name; write vendor/class=name, such as example.com/nic=nic0",
-    "A CDI device's full name, vendor/class=name; its spec must be on the node.",
+    "The full name of a CDI device, vendor/class=name, whose CDI spec must be on the node.",
     examples=["example.com/nic=nic0"],
 )
 ATTRIBUTE_NAME = _text(
     rf"(?:(?=[^/]{{1,63}}/){SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}",
     "{!r} is not the name of an attribute or capacity: a letter or '_', then letters, digits and '_', "
     "32 at the most, with or without a domain before it, such as model or example.com/model",
-    "A name of resource.k8s.io: an identifier of 32 characters, with or without a domain.",
+    "A name as in resource.k8s.io: an identifier of at most 32 characters, with or without a domain.",
 )
 QUANTITY = _text(
     r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?",
@@ -151,29 +151,28 @@ ATTRIBUTE_TEXT = _text(r"[\s\S]*", "is not text", "Text.", longest=64)
 HEX_ID = _text(
     r"(?:0x)?[0-9a-fA-F]{4}",
     _id_advice,
-    "An id of four hexadecimal digits, with or without 0x before it; quote it, or YAML may take it for a number.",
+    "An id of four hexadecimal digits, with or without 0x before it. Write the id in quotes, because YAML may read it "
+    "as a number.",
     examples=["8086", "0x10de"],
 )
 PCI_CLASS = _text(
     r"(?:0x)?(?:[0-9a-fA-F]{2}){1,3}",
     '{!r} is not a PCI class; write two, four or six hexadecimal digits in quotes, such as "0300"',
-    "A PCI class: two (base class), four (and subclass) or six (and interface) hexadecimal digits; in quotes.",
+    "A PCI class in quotes: two hexadecimal digits (base class), four (with subclass) or six (with interface).",
     examples=["03", "0108"],
 )
 MIG_PROFILE = _text(
     r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
     "{!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
-    "Only partitions of this profile; `mig` has no effect then.",
+    "If set, the devices are the partitions of this profile, and `mig` has no effect.",
     examples=["1g.10gb", "3g.40gb"],
 )
 PATTERN = _text(
     r"(?:[^\x00\[]|\[(?:![^\x00]|[^!\x00])[^\]\x00]*\])+",
     _pattern_advice,
-    "A pattern as in a shell: *, ? and [abc]; * matches anything.",
+    "A pattern as in a shell, with *, ? and [abc]. A * matches any text, slashes included.",
 )
-WORD = _text(
-    r"[^\x00]*", "an argument cannot contain a NUL character", "An argument of a command, text.", longest=MAX_TEXT
-)
+WORD = _text(r"[^\x00]*", "an argument cannot contain a NUL character", "The program or an argument.", longest=MAX_TEXT)
 SHARE = Meta(
     pattern=r"^(?:none|all|(?:100|[1-9]?[0-9])%)$",
     extra={

@@ -33,18 +33,18 @@ class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "Devices without hardware, for tests and trials; their ids are sim-0, sim-1, ..."
+    __doc__ = "Simulated devices without hardware, for tests and trials. Their ids are sim-0, sim-1 and so on."
 
     count: Annotated[int, Meta(ge=1, le=65536, description="The number of devices.")]
     numa: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        _about("The number of NUMA nodes that the devices are spread over, in blocks."),
+        _about("The number of NUMA nodes. Each NUMA node has a block of consecutive devices."),
     ] = None
     unhealthy_file: Annotated[
         AbsolutePath | None,
         _about(
-            "A file that lists the unhealthy devices: on each line an id, a space and the reason. The agent watches "
-            "it. If it is missing or empty, all devices are healthy."
+            "The path of a file with the unhealthy devices: on each line an id, a space and the reason. The agent "
+            "reads the file again when it changes. If the file is missing or empty, all devices are healthy."
         ),
     ] = None
 
@@ -55,36 +55,37 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
     mig: Annotated[
         Literal["none", "single", "mixed"],
         _about(
-            "none: whole GPUs. single: partitions under this resource's name; all must have the same profile. "
-            "mixed: unpartitioned GPUs under this resource's name, and partitions as mig-<profile> in its domain, "
-            "such as nvidia.com/mig-1g.10gb. The partitions of mixed are for limits only: for claims give each "
-            "profile a resource with `profile` and `driver`."
+            "The devices of this resource. none: whole GPUs. single: partitions, which must all have the same profile. "
+            "mixed: unpartitioned GPUs; for each profile, its partitions are a further resource, named mig-<profile> "
+            "in the same domain, such as nvidia.com/mig-1g.10gb. These further resources are for limits only. To give "
+            "partitions to claims, configure a resource with `profile` and `driver` for each profile."
         ),
     ] = "none"
     profile: Annotated[str, texts.MIG_PROFILE] | None = None
     injection: Annotated[
         Literal["env", "cdi", "nodes"],
         _about(
-            "How a container gets the GPUs. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
-            "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: only the device nodes."
+            "How a container gets the GPUs. env: by the variable NVIDIA_VISIBLE_DEVICES, for the NVIDIA container "
+            "runtime. cdi: by the device names in the node's CDI spec for nvidia.com/gpu. nodes: by device nodes only."
         ),
     ] = "env"
     # The default is the list of XIDs that NVIDIA's own plugin ignores, because programs cause them, not the hardware.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
-        _about("XIDs that do not make the GPU unhealthy; by default those that applications cause."),
+        _about("XIDs (error numbers) that do not make a GPU unhealthy. The default XIDs are caused by applications."),
     ] = (13, 31, 43, 45, 68, 109)
     recovery: Annotated[
         Annotated[int, Meta(ge=0, le=31_536_000)] | Literal["never"],
         _about(
-            "After an XID, successful probes make a GPU healthy again once this many seconds have passed without "
-            "another fault. never: the GPU stays unhealthy until the agent restarts."
+            "Seconds without a further fault after which successful probes make a GPU healthy again after an XID. "
+            "never: the GPU stays unhealthy until the agent restarts."
         ),
     ] = 300
     library: Annotated[
         AbsolutePath | None,
         _about(
-            "The path of libnvidia-ml.so.1, if the loader does not find it; `run` loads it only with --allow-commands."
+            "The path of libnvidia-ml.so.1, if the loader does not find it. `run` loads the library from this path "
+            "only with --allow-commands."
         ),
     ] = None
 
@@ -95,13 +96,15 @@ class PciConfig(_Strict, frozen=True, kw_only=True):
     vendor: HexId | None = None
     device: HexId | None = None
     class_: Annotated[str, texts.PCI_CLASS] | None = msgspec.field(default=None, name="class")
-    driver: Annotated[Pattern | None, _about("The kernel driver bound to it, such as vfio-pci; a pattern.")] = None
+    driver: Annotated[
+        Pattern | None, _about("The name of the kernel driver bound to the device, such as vfio-pci; a pattern.")
+    ] = None
     address: Annotated[
         Pattern | None, _about("The PCI address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])
     ] = None
     functions: Annotated[
         Literal["all", "physical", "virtual"],
-        _about("physical: without SR-IOV's virtual functions. virtual: only these."),
+        _about("The functions to list. physical: all but the virtual functions of SR-IOV. virtual: only the virtual."),
     ] = "all"
 
 
@@ -115,73 +118,73 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
 
 class PluginConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = (
-        "Devices of a vendor's device plugin. The plugin registers in the directory of --adopt, lists the devices and "
-        "answers Allocate; `run` serves them only with that option. The keys below concern claims."
+        "Devices of a vendor's device plugin. The plugin registers in the directory of the option --adopt, lists the "
+        "devices and answers Allocate. `run` serves such devices only with this option. The keys below concern claims."
     )
 
     claims: Annotated[
         bool,
         _about(
-            "Serves the devices to claims although the agent does not know this plugin. The plugin's answer must "
-            "depend on the ids alone, and the plugin must not look up the pod, neither in the API server nor in "
-            "PodResources."
+            "Whether the devices are for claims although the agent does not know this plugin. The plugin's answer must "
+            "then depend on the ids alone, and the plugin must not search for the pod, neither in the API server nor "
+            "in PodResources."
         ),
     ] = False
     answer: Annotated[
         Literal["request", "claim"],
         _about(
-            "request: Allocate is called for each request of a claim. claim: Allocate is called once for the whole "
-            "claim, and each container that uses a part of the claim gets the answer."
+            "How often Allocate is called for a claim. request: once for each request of the claim. claim: once for "
+            "the whole claim; each container that uses any request of the claim then gets the whole answer."
         ),
     ] = "request"
     pre_start: Annotated[
         Literal["each", "once"],
         _about(
-            "When the plugin needs PreStartContainer. each: before each start of a container, so claims are refused. "
-            "once: it is enough to call it when the claim is prepared."
+            "When the plugin needs PreStartContainer. each: before each start of a container, which is impossible for "
+            "claims, so claims are refused. once: it is enough to call PreStartContainer when the claim is prepared."
         ),
     ] = "each"
     drop_annotations: Annotated[
         tuple[Pattern, ...],
         _about(
-            "Patterns of annotations that are dropped from the plugin's answers for claims; any other annotation is an "
-            "error."
+            "Patterns of annotations that are dropped from the plugin's answers for claims. Any other annotation in an "
+            "answer is an error."
         ),
     ] = ()
 
 
 _CONTAINER = _about(
-    "The path in the container; by default that on the host. {id} and {name} stand for the device's id and the last "
-    "part of its path. In a pod with user namespaces the path has to exist on the host as well.",
+    "The path in the container; by default the path on the host. {id} and {name} stand for the device's id and the "
+    "last part of its path. In a pod with user namespaces, the path must exist on the host as well.",
     examples=["/dev/modem", "/dev/cameras/{name}"],
 )
 
 
 class PartConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "A part of the devices of a group."
+    __doc__ = "A part of each device of a group."
 
-    path: Annotated[Glob, _about("A glob of which each device has one match.")]
+    path: Annotated[Glob, _about("A glob. Each device has one of the paths that match the glob.")]
     container: Annotated[AbsolutePath | None, _CONTAINER] = None
     optional: Annotated[bool, _about("Whether there are also devices without this part.")] = False
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
-    __doc__ = "Where devices come from; exactly one of these keys, and `container` beside `path`."
+    __doc__ = "A selection of devices by exactly one of these keys. The key `container` is allowed only with `path`."
 
     path: Annotated[
         Glob | None,
         _about(
             "Each path that the glob matches is a device. A symlink is followed each time that a container starts, and "
-            "is the name inside the container; a plain file or socket is mounted. `run` takes a path outside of "
-            "/dev, or a symlink that leads out of /dev, only with --allow-host-path."
+            "the path in the container is that of the symlink. A plain file or socket is mounted. `run` accepts a path "
+            "outside of /dev, or a symlink that leads out of /dev, only with --allow-host-path."
         ),
     ] = None
     simulated: SimulatedConfig | None = None
     group: Annotated[
         Annotated[tuple[Glob | PartConfig, ...], Meta(min_length=2, extra_json_schema={"uniqueItems": True})] | None,
         _about(
-            "The matches that belong together make one device: those of one USB device or PCI function, else those "
-            "whose wildcards match the same text."
+            "Several globs. The paths that belong together form one device: paths of the same USB device or PCI "
+            "function, else paths for which the wildcards match the same text."
         ),
     ] = None
     nvidia: NvidiaConfig | None = None
@@ -190,12 +193,12 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         UsbConfig
         | Annotated[
             tuple[UsbConfig, ...],
-            Meta(min_length=2, description="Ids that one device has one after the other; then its port identifies it."),
+            Meta(min_length=2, description="Ids that one device has in turn; its port then identifies the device."),
         ]
         | None,
         _about(
-            "USB devices by their ids. A list has all ids of a device that changes them, for example when its firmware "
-            "is loaded: what has one of them in a port is one device, whichever it has.",
+            "USB devices by their ids. A list names all ids of a device whose ids change, for example when its "
+            "firmware is loaded. All devices in one port that have an id of the list then count as the same device.",
             examples=[
                 {"vendor": "0403"},
                 [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"}],
@@ -230,7 +233,7 @@ class MountConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = "A file or directory of the host that is mounted into containers with a device."
 
     host: Annotated[
-        AbsolutePath, _about("The path on the host; outside of /dev `run` takes it only with --allow-host-path.")
+        AbsolutePath, _about("The path on the host. `run` accepts a path outside of /dev only with --allow-host-path.")
     ]
     container: Annotated[AbsolutePath, _about("The path in the container.")]
     readonly: Annotated[bool, _about("Whether the mount is read-only.")] = True
@@ -244,8 +247,9 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
         | Annotated[
             Mapping[Pattern, Annotated[int, Meta(ge=1, le=10_000)]],
             _about(
-                "Numbers by pattern. A pattern matches a device's id, path, address or a word of its product name, "
-                "in upper or lower case. The first pattern that matches counts; a device that none matches has 1."
+                "The number for each pattern. A pattern matches a device's id, path, address or a word of its product "
+                "name, in upper or lower case. The first pattern that matches a device counts. A device without a "
+                "matching pattern has the number 1."
             ),
         ],
         _about("How many containers may share each device.", examples=[4, {"a100": 4, "t4": 2}]),
@@ -259,20 +263,21 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
 
 class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = (
-        "A command that probes one device. Exit status 0: healthy; 75: unknown; any other: unhealthy. It runs with the "
-        "agent's rights, which may be root's on the node; `run` takes it only with --allow-commands."
+        "A command that probes one device. Exit status 0 means healthy, 75 unknown, any other status unhealthy. The "
+        "command runs with the agent's rights, which may be those of root on the node. `run` accepts a command only "
+        "with --allow-commands."
     )
 
     command: Annotated[
         tuple[Annotated[str, texts.WORD], ...],
         Meta(
             min_length=1,
-            description="Program and arguments, no shell; {id} and {node} stand for the device's id and first node, "
-            "which are also in DEVICE_ID and DEVICE_NODES.",
+            description="The program and its arguments, without a shell. {id} and {node} stand for the device's id and "
+            "first node. The environment has the id in DEVICE_ID and all nodes in DEVICE_NODES.",
         ),
     ]
     timeout: Annotated[
-        int, Meta(ge=1, le=600, description="Seconds after which the command is killed and the probe has failed.")
+        int, Meta(ge=1, le=600, description="Seconds after which the command is killed, and counts as a failed probe.")
     ] = 10
 
 
@@ -282,38 +287,43 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
     probe: Annotated[
         Literal["none", "open"] | CommandProbeConfig,
         _about(
-            "open: open the device's nodes (which resets some serial devices). A command: run it for each device. "
-            "none: health comes only from the source, such as NVML for GPUs."
+            "The probe of each device. open: the agent opens the device's nodes, which resets some serial devices. A "
+            "command: the agent runs the command. none: only the source of the devices, such as NVML for GPUs, reports "
+            "their health."
         ),
     ] = "none"
     period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between probes.")] = 10
-    failures: Annotated[int, Meta(ge=1, le=1000, description="Failed probes in a row that make it unhealthy.")] = 3
-    successes: Annotated[int, Meta(ge=1, le=1000, description="Good probes in a row that make it healthy again.")] = 2
+    failures: Annotated[
+        int, Meta(ge=1, le=1000, description="The number of failed probes in a row that make a device unhealthy.")
+    ] = 3
+    successes: Annotated[
+        int, Meta(ge=1, le=1000, description="The number of good probes in a row that make a device healthy again.")
+    ] = 2
 
 
 class DraConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "How the devices are divided between limits (extended resource) and claims (DRA); for dra-bridge."
+    __doc__ = "How dra-bridge divides the devices between limits (extended resource) and claims (DRA)."
 
     share: Annotated[
         Annotated[int, Meta(ge=0, le=1_000_000)] | Annotated[str, texts.SHARE],
         _about(
-            "How many devices claims get: none, all, a number, or a percentage.", examples=["none", "all", 4, "50%"]
+            "How many devices are for claims: none, all, a number, or a percentage.", examples=["none", "all", 4, "50%"]
         ),
     ] = "none"
     drain: Annotated[
         Literal["cordon", "wait"],
         _about(
-            "What happens to a device that is to move while a pod or claim holds it. cordon: new pods and claims no "
-            "longer get it, and it moves when it is idle. wait: it stays available until it is idle, unless an "
-            "allocated claim needs it."
+            "What happens to a device that must move between limits and claims while a pod or claim holds it. cordon: "
+            "new pods and claims no longer get the device, and it moves when it has no holder. wait: the device stays "
+            "available until it has no holder, unless an allocated claim needs it."
         ),
     ] = "cordon"
     unhealthy: Annotated[
         Literal["NoSchedule", "NoExecute"],
         _about(
-            "The effect of the taint on an unhealthy device. NoSchedule: new claims do not get it. NoExecute: pods "
-            "that use it are also ended. If one resource of a driver has NoExecute, it applies to all of the driver's "
-            "devices."
+            "The effect of the taint on an unhealthy device. NoSchedule: new claims do not get the device. NoExecute: "
+            "pods that use the device are also ended. If one resource of a driver has NoExecute, this effect applies "
+            "to all devices of the driver."
         ),
     ] = "NoSchedule"
 
@@ -325,29 +335,29 @@ class VersionAttribute(_Strict, frozen=True, kw_only=True):
 
 
 class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
-    __doc__ = "A resource and its devices. A reload does not touch a resource whose keys are unchanged."
+    __doc__ = "A resource and its devices. A reload of the file does not change a resource whose keys are unchanged."
 
     name: Annotated[str, texts.RESOURCE_NAME]
     driver: Annotated[str, texts.DRIVER_NAME] | None = None
     devices: Annotated[
         tuple[DeviceEntry, ...],
-        Meta(min_length=1, description="Where the resource's devices come from; the entries are added up."),
+        Meta(min_length=1, description="Selections of devices. The resource has the devices of all entries together."),
     ]
     permissions: Annotated[str, texts.PERMISSIONS] = "rw"
     env: Annotated[
         Mapping[Annotated[str, texts.ENV_NAME], Annotated[str, texts.ENV_VALUE]],
         _about(
             "Environment variables of containers with a device. {id}, {path} and {name} stand for the device's id, its "
-            "path in the container, and the last part of its path on the host; those of several devices are joined by "
-            "commas.",
+            "path in the container, and the last part of its path on the host. If a container has several devices, "
+            "their values are joined by commas.",
             examples=[{"CAMERA": "{path}"}],
         ),
     ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
         tuple[AbsolutePath, ...],
         _about(
-            "More device nodes for containers with a device, with the same permissions, such as control nodes. Devices "
-            "and resources may share them.",
+            "Further device nodes for containers with a device, such as control nodes, with the same permissions. "
+            "Several devices and resources may have the same further nodes.",
             examples=[["/dev/mapper/control"]],
         ),
     ] = ()
@@ -357,14 +367,14 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         _about("Annotations for the container runtime, for containers with a device; not annotations of the pod."),
     ] = msgspec.field(default_factory=dict)
     cdi: Annotated[
-        tuple[Annotated[str, texts.CDI_NAME], ...], _about("CDI devices that containers with a device get as well.")
+        tuple[Annotated[str, texts.CDI_NAME], ...], _about("Further CDI devices for containers with a device.")
     ] = ()
     include: Annotated[
         tuple[Pattern, ...],
-        _about("Only devices whose id, path, PCI address or symlink target matches one of these patterns."),
+        _about("If set, only devices whose id, path, PCI address or symlink target matches one of these patterns."),
     ] = ()
     exclude: Annotated[
-        tuple[Pattern, ...], _about("No devices that match one of these patterns, as in `include`.")
+        tuple[Pattern, ...], _about("Devices that match one of these patterns, as in `include`, are left out.")
     ] = ()
     health: HealthConfig = HealthConfig()
     sharing: SharingConfig = SharingConfig()
@@ -372,16 +382,16 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     metadata: Annotated[
         bool,
         _about(
-            "Whether containers get files in /var/run/kubernetes.io/dra-device-attributes that say what their devices "
-            "are (KEP-5304): driver, name and attributes."
+            "Whether containers get files in /var/run/kubernetes.io/dra-device-attributes (KEP-5304) with the driver, "
+            "name and attributes of their devices."
         ),
     ] = False
     policy: Annotated[
         Policy,
         _about(
-            "Which devices a container gets that requests several. links: closely linked devices, and replicas of "
-            "different devices. packed: replicas of as few devices as possible. distributed: replicas of the devices "
-            "that have the fewest users. none: the first free ids."
+            "The choice of devices for a container that requests several. links: closely linked devices, and replicas "
+            "of different devices. packed: replicas of as few devices as possible. distributed: replicas of the "
+            "devices with the fewest replicas in use. none: the first free ids."
         ),
     ] = "links"
     attributes: Annotated[
@@ -392,11 +402,11 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
             | Annotated[str, texts.ATTRIBUTE_TEXT]
             | VersionAttribute,
         ],
-        _about("Attributes that claims can select on; a name without a domain belongs to the driver's domain."),
+        _about("Attributes by which claims select devices. A name without a domain belongs to the driver's domain."),
     ] = msgspec.field(default_factory=dict)
     capacity: Annotated[
         Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Annotated[str, texts.QUANTITY]],
-        _about("Amounts that claims can select on."),
+        _about("Capacities of the devices, by which claims select devices."),
     ] = msgspec.field(default_factory=dict)
     dra: DraConfig = DraConfig()
 
@@ -438,11 +448,11 @@ def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribut
 
 
 class MetricsConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "How the agent serves metrics at --metrics-address. It reads this part only at its start."
+    __doc__ = "How the agent serves metrics at --metrics-address. The agent reads these keys only at its start."
 
     certificate: Annotated[
         AbsolutePath | None,
-        _about("The file of a certificate (PEM) for TLS. The agent reads it again when it changes."),
+        _about("The file of a certificate (PEM) for TLS. The agent reads the file again when it changes."),
     ] = None
     key: Annotated[
         AbsolutePath | None, _about("The file of the certificate's key; by default the file of the certificate.")
@@ -450,14 +460,14 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
     client_ca: Annotated[
         AbsolutePath | None,
         _about(
-            "The file of the authorities (PEM) of client certificates. Every client except the kubelet's probes then "
-            "needs a certificate. Requires `certificate`."
+            "The file (PEM) with the authorities of client certificates. With this key, every client except the "
+            "kubelet's probes needs a certificate. The key requires `certificate`."
         ),
     ] = None
     min_version: Annotated[Literal["1.2", "1.3"], _about("The minimum version of TLS.")] = "1.2"
     token: Annotated[
         AbsolutePath | None,
-        _about("A file with a bearer token. Every client except the kubelet's probes must send it."),
+        _about("A file with a bearer token, which every client except the kubelet's probes must send."),
     ] = None
     period: Annotated[int, Meta(ge=1, le=3600, description="Seconds between measurements of the devices' load.")] = 10
     dcgm: Annotated[bool, _about("Whether metrics are also served under the names of NVIDIA's DCGM exporter.")] = False
@@ -465,11 +475,14 @@ class MetricsConfig(_Strict, frozen=True, kw_only=True):
 
 class Config(_Strict, frozen=True, kw_only=True):
     __doc__ = (
-        "What a node agent serves. Anyone who can write this file decides which commands the agent runs and which "
-        "files of the host it gives to pods, within the limits of --allow-commands and --allow-host-path of `run`."
+        "The config of a node agent. Everyone who can write this file decides which commands the agent runs, and which "
+        "files of the host the agent gives to pods, within the limits of --allow-commands and --allow-host-path of "
+        "`run`."
     )
 
-    resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]
+    resources: Annotated[
+        tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources. No two have the same name.")
+    ]
     metrics: MetricsConfig = MetricsConfig()
 
 
