@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RegistrationStub(object):
-    """Served by the kubelet on device-plugins/kubelet.sock.
+    """The kubelet serves this service at the socket device-plugins/kubelet.sock.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class RegistrationStub(object):
 
 
 class RegistrationServicer(object):
-    """Served by the kubelet on device-plugins/kubelet.sock.
+    """The kubelet serves this service at the socket device-plugins/kubelet.sock.
     """
 
     def Register(self, request, context):
-        """The kubelet dials back to `endpoint` before it answers; a plugin must serve before it calls.
+        """The kubelet connects to `endpoint` before it responds, so a plugin must serve its socket before this call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_RegistrationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registration(object):
-    """Served by the kubelet on device-plugins/kubelet.sock.
+    """The kubelet serves this service at the socket device-plugins/kubelet.sock.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class Registration(object):
 
 
 class DevicePluginStub(object):
-    """Served by a plugin on its own socket, one server a resource.
+    """A plugin serves this service at a socket of its own for each resource.
     """
 
     def __init__(self, channel):
@@ -139,7 +139,7 @@ class DevicePluginStub(object):
 
 
 class DevicePluginServicer(object):
-    """Served by a plugin on its own socket, one server a resource.
+    """A plugin serves this service at a socket of its own for each resource.
     """
 
     def GetDevicePluginOptions(self, request, context):
@@ -149,28 +149,29 @@ class DevicePluginServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAndWatch(self, request, context):
-        """Full lists, the first one at once; the end of the stream makes every device unhealthy.
+        """Each message is the full list of devices; the first is sent at once. When the stream ends, the kubelet counts all
+        devices as unhealthy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPreferredAllocation(self, request, context):
-        """A wish of the plugin that the kubelet may overrule.
+        """The plugin's response is a preference, which the kubelet need not follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Called during admission, without a deadline and without the pod's name. Nothing undoes it.
+        """Called during the admission of a pod, without a deadline and without the pod's name. There is no opposite call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PreStartContainer(self, request, context):
-        """Called before each container start (30 s) if pre_start_required was announced.
+        """Called before each start of a container (deadline 30 s), if the plugin's options have pre_start_required.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,7 +214,7 @@ def add_DevicePluginServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DevicePlugin(object):
-    """Served by a plugin on its own socket, one server a resource.
+    """A plugin serves this service at a socket of its own for each resource.
     """
 
     @staticmethod

@@ -50,14 +50,14 @@ class RegistrationServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetInfo(self, request, context):
-        """1 s
+        """deadline 1 s
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NotifyRegistrationStatus(self, request, context):
-        """5 s; an error in the answer deregisters the plugin.
+        """Deadline 5 s. If the plugin responds with an error, the kubelet deregisters it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,15 +55,16 @@ class PodResourcesListerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def List(self, request, context):
-        """Rebuilds the device manager's state as a side effect: not while an Allocate is in flight
-        (kubernetes#137534). Leaves out init containers that are not sidecars.
+        """As a side effect, the device manager computes its state again, so this must not be called while an Allocate runs
+        (kubernetes#137534). The response lacks init containers that are not sidecars.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetAllocatableResources(self, request, context):
-        """The healthy devices of every resource: the soonest proof that an update was consumed.
+        """Returns the healthy devices of all resources. This is the earliest proof that the kubelet has processed a new
+        device list.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,8 @@ class DRAResourceHealthServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def NodeWatchResources(self, request, context):
-        """Complete lists; a device that is not repeated within its timeout (30 s) becomes Unknown.
+        """Each message is a complete list. The kubelet counts the health of a device as Unknown if no list within the device's
+        timeout (by default 30 s) contains the device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

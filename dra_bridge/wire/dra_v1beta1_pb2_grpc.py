@@ -50,14 +50,14 @@ class DRAPluginServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def NodePrepareResources(self, request, context):
-        """Before the sandbox of a pod is made; 45 s, then tried again for ever.
+        """Called before the sandbox of a pod is created, with a deadline of 45 s. The kubelet repeats a failed call for ever.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NodeUnprepareResources(self, request, context):
-        """After the last pod of a claim is gone, also for claims that were never prepared.
+        """Called after the last pod of a claim has ended, also for claims that were never prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
