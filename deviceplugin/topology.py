@@ -62,7 +62,7 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
     """Choose the `size` devices of `available` with the highest link scores to each other.
 
     score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). The total of devices is the sum of the
-    scores of all their pairs. The set is chosen by these rules; each decides among sets that are equal by the former.
+    scores of all their pairs. Each of these rules decides among the sets that are equal by the rules before it:
 
     1. The set has the highest total. 2. The remaining devices allow the highest total for the next request of this
     size, then for the request after that, and so on, until fewer than `size` devices are left. 3. The remaining devices

@@ -114,7 +114,7 @@ def needed(config: Config) -> Lock:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Return the texts in a value: one text, several texts, or None."""
+    """Return the texts in a value, which is one text, several texts, or None."""
     return (value,) if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
 
 

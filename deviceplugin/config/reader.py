@@ -283,7 +283,7 @@ _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the allowed types of a value, without None, by kind of node. The types of a union differ in kind."""
+    """Return the allowed types of a value, without None, by kind of node. All types of a union have different kinds."""
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))

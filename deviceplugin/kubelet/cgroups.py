@@ -34,7 +34,7 @@ _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
 """Maximum depth below the cgroup file system's mount point at which a directory `kubepods` is found."""
 TREES: Final = 0.3
-"""Minimum seconds between two searches for `kubepods` trees, because a search takes longer than a read of the trees.
+"""Seconds for which `kubepods` trees that exist are not searched again, because a search takes longer than a read.
 
 No holder is missed for lack of a search. A kubelet that is restarted with another `kubepods` tree needs more time than
 this to start a pod there, process the pod's deletion by force, and allocate the pod's device again.

@@ -1,4 +1,6 @@
-"""Decides whether a process of a pod can still run, from present and earlier cgroups and pod directories. Pure.
+"""Decides whether a process of a pod can still run, from present and earlier cgroups and pod directories.
+
+All functions are pure.
 
 A place is a directory in which cgroups or directories of pods are listed. The absence of a pod from a place proves that
 the pod has ended only if the place would contain the pod. But a place can be wrong or old (`cgroupsPerQOS`,

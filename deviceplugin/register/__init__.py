@@ -1,4 +1,4 @@
-"""The register: the holders of this node's devices, and the side of each device.
+"""The register: the holders of this node's devices, and the side (plugin or DRA) of each device.
 
 One agent has one register. Allocate, Prepare, and the moves of devices between the plugin and DRA ask only the
 register. `records` defines the records. `rules` and `operations` decide as pure functions: `grant`, `prepare`,

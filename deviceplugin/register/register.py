@@ -165,7 +165,7 @@ class ListedHardware:
 class Register:
     """Records which pods and claims hold this node's devices, and decides whether another holder may get a device.
 
-    host: the process that the register belongs to. store: keeps the records.
+    host: the process that the register belongs to. store: the store that keeps the records.
     """
 
     def __init__(self, host: RegisterHost | None = None, store: Store | None = None) -> None:

@@ -271,7 +271,7 @@ class PathSource(ScannedSource):
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
-    """Return the paths that an absolute glob matches, like glob.glob, but a path without wildcards even if missing.
+    """Return the paths that an absolute glob matches. A path without wildcards is returned even if it does not exist.
 
     All directories that this function reads are added to `scan.directories`.
     """
