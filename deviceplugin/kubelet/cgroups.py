@@ -230,8 +230,8 @@ def _kubepods(root: str) -> list[str]:
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield (directory, pods) for each directory of a `kubepods` tree that contains cgroups of pods.
 
-    These directories are the tree's root and the directories of the QoS classes. pods: the UID and the cgroup's path of
-    each pod.
+    These directories are the tree's root and the directories of the QoS classes. The pods are (UID, path of the pod's
+    cgroup).
     """
     pods: list[tuple[str, str]] = []
     classes: list[str] = []

@@ -179,7 +179,7 @@ def _is_only_possible(use: Use, *, held: bool) -> bool:
 def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
     """Return why a device is not offered if a device that shares its hardware is on another side; else "".
 
-    side: plugin (pods' `limits`) or DRA (claims). Neither of the two devices is offered.
+    The sides are plugin (pods' `limits`) and DRA (claims). Neither of the two devices is offered.
     """
     mine, resources = asked.state.state(*key).side, asked.resources
     for peer in sorted(asked.hardware.peers(key)):
