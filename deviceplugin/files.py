@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from deviceplugin import looked_at
+
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")
+"""Matches a character such as a space, as the kernel writes it in /proc/self/mountinfo."""
 
 
 class FileIdentity(NamedTuple):
@@ -44,6 +48,36 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+def place_of(path: str | Path) -> str:
+    """Return a directory's file system and its path there: the same text in each container, "" if it is not known.
+
+    A directory that is created anew at the same path has the same place, and so has one that does not exist yet. A path
+    that is a mount of another directory has the place of that directory. Blocks.
+    """
+    looked_at.at(path)
+    existing = real = os.path.realpath(path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    try:
+        descriptor = os.open(existing, os.O_PATH | os.O_CLOEXEC)
+        try:
+            about = dict(line.split(":", 1) for line in _lines(f"/proc/self/fdinfo/{descriptor}"))
+        finally:
+            os.close(descriptor)
+        mounts = {line.split(" ", 1)[0]: line for line in _lines("/proc/self/mountinfo")}
+        _, _, file_system, root, point = mounts[about["mnt_id"].strip()].split(" ")[:5]
+    except (OSError, LookupError):
+        return ""
+    root, point = (_ESCAPED.sub(lambda found: chr(int(found[1], 8)), text) for text in (root, point))
+    place = os.path.normpath(os.path.join(root.removesuffix("//deleted"), os.path.relpath(real, point)))
+    return os.fsencode(f"{file_system} {place}").decode(errors="replace")
+
+
+def _lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().splitlines()
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:

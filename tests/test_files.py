@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,36 @@ def test_a_file_that_has_its_content_already_stays(tmp_path: Path) -> None:
     assert files.file_identity(path) == before
     assert files.put_changed(str(path), b"two", draft, 0o600)
     assert path.read_bytes() == b"two"
+
+
+def test_a_directory_has_one_place_in_all_mounts(tmp_path: Path) -> None:
+    """Also if it does not exist yet, through a link, and with characters that the kernel escapes."""
+    directory = tmp_path / "with a space"
+    place = files.place_of(directory)
+    assert place.endswith("/with a space")
+    directory.mkdir()
+    (tmp_path / "link").symlink_to(directory)
+    assert place == files.place_of(directory) == files.place_of(tmp_path / "link")
+    assert place != files.place_of(tmp_path)
+    assert files.place_of("/proc") != files.place_of("/")
+
+
+def test_the_place_in_another_mount_namespace(tmp_path: Path) -> None:
+    """A bind mount leads to the place of the mounted directory, even after this was removed."""
+    directory, point = tmp_path / "plugins \\ one", tmp_path / "point"
+    directory.mkdir()
+    point.mkdir()
+    program = "import sys; from deviceplugin.files import place_of; print(place_of(sys.argv[1]))"
+    look = [sys.executable, "-c", program, str(point)]
+    script = 'mount --bind "$1" "$2" && shift 2 && "$@" && rmdir "$D" && "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", str(directory), str(point), *look]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "D": str(directory)})
+    if ran.returncode and not ran.stdout:
+        pytest.skip(f"no mount namespace here: {ran.stderr}")
+    assert ran.stdout.splitlines() == [files.place_of(directory)] * 2, ran.stderr
+
+
+def test_no_place_is_known_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox that hides the mounts."""
+    monkeypatch.setattr(files, "_lines", lambda path: [])
+    assert files.place_of(tmp_path) == ""

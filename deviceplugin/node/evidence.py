@@ -61,7 +61,7 @@ class NodeEvidence(RegisterHost):
         self.services = services
         self.drivers: dict[str, DriverEvidence] = {}
         self.register = Register(self)
-        self._copies = copies = AllocationCopies(paths.cdi_dir, side.agent_name)
+        self._copies = copies = AllocationCopies(paths.cdi_dir, paths.plugins, side.agent_name)
         self.tracker = HolderTracker(
             lists,
             paths,

@@ -3,14 +3,21 @@
 An agent with a ledger (the SQLite file of the agent's records) has one copy, with the agent's name. An agent without a
 ledger has copies with the names of its resources. If the ledger and the kubelet's checkpoint are lost, only the copy
 names the pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force,
-although the pod's processes may hang. So the other agents of the node read the copy: agents with another
-`--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps its copy up to date, and the copy
-of an ended agent stays. On most nodes a reboot empties the directory; a copy of another boot is ignored.
+although the pod's processes may hang. So other agents of the node read the copy: the next process of an agent without a
+ledger, agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps its
+copy up to date, and the copy of an ended agent stays. On most nodes a reboot empties the directory; a copy of another
+boot is ignored.
+
+A copy names the device plugin directory of its agent, and agents of other directories ignore the copy. An agent that
+adopts plugins has a directory of its own for these plugins. A plugin in this directory gives devices to the same pods,
+but sees no checkpoint that could show the end of a pod, so it leaves the holders to the agent that has adopted it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -21,8 +28,8 @@ import msgspec
 
 from deviceplugin import cdi, files
 from deviceplugin.backoff import Backoff
-from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import boot_id, numbers_change
+from deviceplugin.files import FileIdentity, file_identity, place_of
+from deviceplugin.identity import boot_id
 from deviceplugin.looks import Looks
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import NONE, Allocation, AllocationRecord, RecordKey, RegisterSnapshot
@@ -40,11 +47,13 @@ class Copy(msgspec.Struct, frozen=True):
     """The content of a copy of the allocations.
 
     boot: the id of the node's boot in which the copy was written. sequence: the register's sequence at the writing.
+    plugins: the place of the agent's device plugin directory (see `place_of`), "" if the place is not known.
     """
 
     boot: str
     sequence: int
     allocations: tuple[AllocationRecord, ...]
+    plugins: str = ""
 
 
 _DECODER: Final = msgspec.json.Decoder(Copy)
@@ -82,35 +91,47 @@ def read(path: str) -> Copy | None:
 class AllocationCopies:
     """Writes the copies of this process's allocations, and reads the copies of other agents.
 
-    directory: the directory of CDI specs. own: the agent's name, or "". The copy of an agent with a name has all
-    allocations of the agent. An agent without a name has no ledger, and writes a copy for each resource whose devices
-    can get other device numbers. The allocations of its other resources need no copy, because the agent can restore
-    them from the kubelet's checkpoint.
+    directory: the directory of CDI specs. plugins: the kubelet's device plugin directory. own: the agent's name, or "".
+    The copy of an agent with a name has all allocations of the agent. An agent without a name has no ledger, and writes
+    a copy for each resource, with the allocations whose holder is known.
+
+    A grant is copied after the scan that finds the grant's container, not before the answer to Allocate: before this
+    scan, the agent does not know the container, but the kubelet's checkpoint names it right after the answer.
     """
 
-    def __init__(self, directory: Path, own: str = "") -> None:
+    def __init__(self, directory: Path, plugins: Path, own: str = "") -> None:
         self._directory = Path(copies_in(str(directory)))
+        self._plugin_directory = plugins
         self._agent = own
         self._own = {f"{own}{SUFFIX}"}
         self._written: tuple[int, Mapping[RecordKey, AllocationRecord]] = (-1, NONE)
         """The register's sequence and its allocations when the copies were last written."""
+        self._copied: dict[str, tuple[AllocationRecord, ...]] = {}
+        """By the name of the agent or resource, the allocations that were last written."""
         self._read: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """For each copy's file name, the file's identity and the copied grants. A changed file causes a new mapping."""
         self._taken: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """The value of `_read` at the last call of `changed`."""
 
+    @functools.cached_property
+    def _plugins(self) -> str:
+        return place_of(self._plugin_directory)
+
     async def keep(self, store: Store, looks: Looks) -> None:
         """Write the copies after each change of the allocations, until cancelled."""
-        failing = Backoff(first=FIRST_TRY, most=60.0)
+        failing, said = Backoff(first=FIRST_TRY, most=60.0), ""
         while True:
             count = store.changes.count
             try:
                 await self.write(store.snapshot, looks)
             except OSError as error:
-                _LOG.warning("cannot copy the allocations: %s", error)
+                if str(error) != said:
+                    _LOG.warning("cannot copy the allocations: %s", error)
+                said = str(error)
                 await asyncio.sleep(failing.next())
                 continue
             failing.reset()
+            said = ""
             await store.changes.after(count, REST)
 
     async def write(self, now: RegisterSnapshot, looks: Looks) -> None:
@@ -118,23 +139,28 @@ class AllocationCopies:
         sequence, written = self._written
         if now.allocations is written or now.sequence == sequence:
             return
-        copied = [(self._agent, tuple(now.allocations.values()))] if self._agent else self._of_resources(now, written)
-        for name, allocations in copied:
-            copy = Copy(boot_id(), now.sequence, allocations)
-            await looks.until_answered("copy", self._write, f"{name}{SUFFIX}", copy, brief=True)
+        for name, allocations in self._changed(now):
+            await looks.until_answered("copy", self._write, name, now.sequence, allocations, brief=True)
+            self._copied[name] = allocations
         self._written = now.sequence, now.allocations
 
-    def _of_resources(
-        self, now: RegisterSnapshot, written: Mapping[RecordKey, AllocationRecord]
-    ) -> list[tuple[str, tuple[AllocationRecord, ...]]]:
-        """Return (file name without suffix, allocations) for the copy of each resource that needs a copy."""
-        changing = {one.resource for one in now.allocations.values() if numbers_change(one.identity.tokens)}
-        copied = {name for name, _ in written if f"{_file_of(name)}{SUFFIX}" in self._own}
-        return [(_file_of(name), tuple(now.allocations_of(name))) for name in sorted(changing | copied)]
+    def _changed(self, now: RegisterSnapshot) -> list[tuple[str, tuple[AllocationRecord, ...]]]:
+        """Return (name of the agent or resource, allocations) for each copy that must be written."""
+        if self._agent:
+            return [(self._agent, tuple(now.allocations.values()))]
+        held: dict[str, list[AllocationRecord]] = {resource: [] for resource in self._copied}
+        for record in now.allocations.values():
+            if record.holders:
+                held.setdefault(record.resource, []).append(record)
+        copied = ((resource, tuple(records)) for resource, records in held.items())
+        return [copy for copy in copied if copy[1] != self._copied.get(copy[0])]
 
-    def _write(self, name: str, copy: Copy) -> None:
-        write(str(self._directory / name), copy)
-        self._own.add(name)
+    def _write(self, name: str, sequence: int, allocations: tuple[AllocationRecord, ...]) -> None:
+        file = name.replace("/", "_")
+        if not self._agent and self._plugins:  # Each of several plugins behind one another may have the resource.
+            file += f"@{hashlib.sha256(self._plugins.encode()).hexdigest()[:12]}"
+        write(str(self._directory / f"{file}{SUFFIX}"), Copy(boot_id(), sequence, allocations, self._plugins))
+        self._own.add(f"{file}{SUFFIX}")
 
     def read(self) -> None:
         """Read the copies that are new or have changed since the last read. Blocks.
@@ -150,7 +176,7 @@ class AllocationCopies:
             if name.endswith(SUFFIX) and name not in self._own:
                 file, (last, _) = file_identity(self._directory / name), self._read.get(name, (None, NONE))
                 if file is not None and file != last:
-                    self._read = {**self._read, name: (file, _allocations(self._directory / name))}
+                    self._read = {**self._read, name: (file, self._allocations(self._directory / name))}
 
     def changed(self) -> Mapping[Allocation, Wanted]:
         """Return the grants of each copy that `read` has read since the last call of `changed`."""
@@ -163,23 +189,18 @@ class AllocationCopies:
                 copied |= found[1]
         return copied
 
-
-def _file_of(resource: str) -> str:
-    return resource.replace("/", "_")
-
-
-def _allocations(path: Path) -> Mapping[Allocation, Wanted]:
-    try:
-        copy = read(str(path))
-    except (OSError, msgspec.MsgspecError) as error:
-        _LOG.warning("the copy %s of another agent's allocations cannot be read: %s", path, error)
-        return {}
-    if copy is None or copy.boot != boot_id():
-        return {}
-    return {
-        Allocation(*holder, record.resource, record.device_id): Wanted(
-            (record.resource, record.device), record.identity, record.amount
-        )
-        for record in copy.allocations
-        for holder in record.holders
-    }
+    def _allocations(self, path: Path) -> Mapping[Allocation, Wanted]:
+        try:
+            copy = read(str(path))
+        except (OSError, msgspec.MsgspecError) as error:
+            _LOG.warning("the copy %s of another agent's allocations cannot be read: %s", path, error)
+            return {}
+        if copy is None or copy.boot != boot_id() or (copy.plugins and self._plugins not in (copy.plugins, "")):
+            return {}
+        return {
+            Allocation(*holder, record.resource, record.device_id): Wanted(
+                (record.resource, record.device), record.identity, record.amount
+            )
+            for record in copy.allocations
+            for holder in record.holders
+        }

@@ -49,6 +49,8 @@ DEVICE_PLUGINS = KUBELET_DIRECTORY / "device-plugins"
 PLUGINS_REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
 PLUGINS = KUBELET_DIRECTORY / "plugins"
 LEDGER = PLUGINS / "dra-bridge" / "register.db"
+COPIES = Path("/var/run/cdi/deviceplugin/allocations")
+"""The copies of agents' allocations."""
 POD_RESOURCES_SOCKET = KUBELET_DIRECTORY / "pod-resources" / "kubelet.sock"
 
 COMPONENTS = ("etcd", "containerd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
@@ -860,6 +862,8 @@ class Cluster:
             return left
 
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
+        for copy in COPIES.glob("*_*.json"):  # of agents without a name; no name of an agent has this character
+            copy.unlink()
 
     def end_pods(self, namespace: str, timeout: float = 60.0) -> None:
         """Remove all workloads and pods of a namespace, and wait until gone; call it before the agent ends.
@@ -895,7 +899,7 @@ class Cluster:
 def remove_ledger(agent: str = LEDGER.parent.name) -> None:
     """Remove what an agent that has ended leaves: its directory, and the copy of its allocations."""
     shutil.rmtree(LEDGER.parent.with_name(agent), ignore_errors=True)
-    Path(f"/var/run/cdi/deviceplugin/allocations/{agent}.json").unlink(missing_ok=True)
+    (COPIES / f"{agent}.json").unlink(missing_ok=True)
 
 
 Pods = list["Pod"]

@@ -625,13 +625,8 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     process.wait(20)
 
 
-@pytest.mark.parametrize("successor", ["bridge", "plugin"])
-def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str) -> None:
-    """The copy of the former agent's allocations names the pod, which was deleted by force, and nothing else does."""
-    scene.nodes("a", 2)
-    scene.stack.callback(remove_ledger, "other")
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 2)
+def forgotten(scene: Scene) -> tuple[Pod, Pod]:
+    """Have a pod of two devices hang, and the kubelet forget it; return it, and the pod for which the kubelet did."""
     pod = scene.pod("a0", "a")
     scene.running(pod)
     scene.before = len(locks.holders())
@@ -641,11 +636,11 @@ def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str)
     other = scene.pod("a1", "a")  # so the kubelet writes its checkpoint
     scene.cluster.wait_for(lambda: other.phase in ("Running", "Failed"), LIMIT, "the kubelet has decided about it")
     scene.cluster.wait_for(lambda: pod.uid not in CHECKPOINT.read_text(), 60, "the kubelet has forgotten it")
-    scene.agents.stop()
-    if successor == "bridge":
-        scene.agents.start("--agent-name", "other")
-    else:
-        scene.stack.enter_context(ended(scene.agents.start_plugin()))
+    return pod, other
+
+
+def handed_on_at_its_end(scene: Scene, pod: Pod, other: Pod) -> None:
+    """Have two pods want the two devices; both have one only when the hanging pod has ended."""
     other.delete(0)
     other.wait_gone()
     for name in ("wants-0", "wants-1"):
@@ -661,6 +656,39 @@ def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str)
         return len(locks.holders()) == 2
 
     scene.cluster.wait_for(all_run, 60, "what it had is given to the next pod")
+
+
+@pytest.mark.parametrize("successor", ["bridge", "plugin"])
+def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str) -> None:
+    """The copy of the former agent's allocations names the pod, which was deleted by force, and nothing else does."""
+    scene.nodes("a", 2)
+    scene.stack.callback(remove_ledger, "other")
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pod, other = forgotten(scene)
+    scene.agents.stop()
+    if successor == "bridge":
+        scene.agents.start("--agent-name", "other")
+    else:
+        scene.stack.enter_context(ended(scene.agents.start_plugin()))
+    handed_on_at_its_end(scene, pod, other)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
+def test_a_plugin_alone_knows_what_hangs_after_its_restart(scene: Scene, how: signal.Signals) -> None:
+    """The plugin has no ledger; the copy of its allocations names the pod, and nothing else does."""
+    scene.nodes("a", 2)
+    scene.serve(resource("a", "none"))
+    scene.agents.stop()
+    remove_ledger()
+    plugin = scene.agents.start_plugin()
+    scene.stack.callback(plugin.kill)
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pod, other = forgotten(scene)
+    plugin.send_signal(how)
+    plugin.wait(20)
+    scene.stack.enter_context(ended(scene.agents.start_plugin()))
+    handed_on_at_its_end(scene, pod, other)
 
 
 def test_a_second_agent_of_another_name(scene: Scene) -> None:

@@ -349,7 +349,7 @@ def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
         write(str(directory / "other.json"), Copy("another-boot", 1, ()))
     elif situation == "another agent's":
         write(str(directory / "other.json"), Copy(boot_id(), 1, ()))
-    copies = AllocationCopies(tmp_path, "dra-bridge")
+    copies = AllocationCopies(tmp_path, tmp_path, "dra-bridge")
     copies.read()
     assert copies.changed() == {}
     assert HELD in holders([HELD], HolderEvidence([NOW], True, PodProcesses(frozenset({UID})))).held

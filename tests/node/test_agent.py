@@ -42,7 +42,7 @@ from deviceplugin.register.records import WHOLE, Allocation, AllocationRecord
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
-from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
+from deviceplugin.testing import FakeKubelet, FakePod, PodFailedError, Served, serve
 from deviceplugin.testing import checkpoint as written
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from tests.config.files import bombs as config_bombs
@@ -286,6 +286,25 @@ def test_a_grants_pod_is_found_without_a_request(
     wait(lambda: record(agent).holders == {(pod.uid, "main")})
     assert not record(agent).pending
     assert not fake_kubelet.rpcs("List")
+
+
+def test_a_restarted_agent_knows_a_pod_that_the_kubelet_has_forgotten(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """It was deleted by force, and its processes hang. No checkpoint names it, and the agent has no ledger."""
+    agent = served(source(1), source(1, "example.com/s"), **SELDOM)
+    pod = fake_kubelet.run_pod("hangs", {R: 1})
+    named(agent, pod)
+    pod.force_delete(hang=True)
+    fake_kubelet.run_pod("next", {"example.com/s": 1})
+    assert pod.uid not in fake_kubelet.checkpoint.read_text()
+    for name in ("third", "fourth"):
+        agent.stop()
+        agent = served(source(1), period=0.1)
+        named(agent, pod)
+        with pytest.raises(PodFailedError):
+            fake_kubelet.run_pod(name, {R: 1})
+    pod.end_containers()
+    fake_kubelet.wait_allocatable(R, 1)
+    assert fake_kubelet.run_pod("last", {R: 1}).running
 
 
 def record(agent: Served) -> AllocationRecord:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deviceplugin.identity import Identity, boot_id, identified
+from deviceplugin.files import place_of
+from deviceplugin.identity import UNIDENTIFIED, Identity, boot_id, identified
 from deviceplugin.kubelet.holders import grant_of
 from deviceplugin.looks import Looks
 from deviceplugin.register import copies
@@ -38,7 +40,7 @@ def changed(found: AllocationCopies) -> Mapping[Allocation, Wanted]:
 
 def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
     """With what the device was and how much of it; a copy that has changed is read again, and no other."""
-    found = AllocationCopies(tmp_path, "own")
+    found = AllocationCopies(tmp_path, tmp_path, "own")
     assert changed(found) == {}
     put(tmp_path, "own", ("u0", "main"))
     put(tmp_path, "one", ("u1", "main"), ("u1", "side"))
@@ -49,14 +51,14 @@ def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
     assert changed(found) == {}
     put(tmp_path, "two", ("u3", "main"))
     assert changed(found) == {Allocation("u3", "main", R, "d0::0"): what}
-    assert changed(AllocationCopies(tmp_path)).keys() >= {Allocation("u0", "main", R, "d0::0")}
+    assert changed(AllocationCopies(tmp_path, tmp_path)).keys() >= {Allocation("u0", "main", R, "d0::0")}
 
 
 def test_a_copy_of_another_boot_and_a_grant_without_a_container_name_nobody(tmp_path: Path) -> None:
     """No container of another boot runs; the checkpoint names who was granted a device last."""
     put(tmp_path, "one", ("u1", "main"), boot="before")
     put(tmp_path, "two")
-    assert changed(AllocationCopies(tmp_path)) == {}
+    assert changed(AllocationCopies(tmp_path, tmp_path)) == {}
 
 
 def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,49 +66,89 @@ def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pyt
     put(tmp_path, "one", ("u1", "main"))
     (tmp_path / "deviceplugin" / "allocations" / "two.json").write_bytes(b"{")
     (tmp_path / "deviceplugin" / "allocations" / "three.json").symlink_to(tmp_path / "nothing")
-    found = AllocationCopies(tmp_path)
+    found = AllocationCopies(tmp_path, tmp_path)
     assert len(changed(found)) == 1
     assert changed(found) == {}
     assert caplog.text.count("cannot be read") == 1
-    assert changed(AllocationCopies(tmp_path / "none")) == {}
+    assert changed(AllocationCopies(tmp_path / "none", tmp_path)) == {}
 
 
 def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
     """A read that ends after its deadline leaves its grants for the next caller."""
     put(tmp_path, "one", ("u1", "main"))
-    found = AllocationCopies(tmp_path)
+    found = AllocationCopies(tmp_path, tmp_path)
     found.read()
     put(tmp_path, "two", ("u2", "main"))
     assert {allocation.pod_uid for allocation in changed(found)} == {"u1", "u2"}
 
 
-async def test_an_agent_without_a_ledger_copies_what_its_checkpoint_does_not_have(tmp_path: Path) -> None:
-    """One file for each resource whose devices get other numbers; the next agent reads it, this one does not."""
-    store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path)
+async def test_an_agent_without_a_ledger_copies_the_allocations_of_each_resource(tmp_path: Path) -> None:
+    """A grant whose holder is not known changes no copy; the next process reads the copies, this one does not."""
+    store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path)
     keeping = asyncio.create_task(found.keep(store, looks))
 
-    async def record(identity: Identity) -> None:
-        one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=identity)
-        await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+    async def record(device: str, resource: str = R, pod: str = "", identity: Identity = UNIDENTIFIED) -> None:
+        holders = frozenset({(pod, "main")} if pod else ())
+        one = AllocationRecord(resource, device, device, 1.0, 1, holders, identity=identity)
+        await store.do(lambda _: Decision(None, (Change("allocations", (resource, device), one),)))
 
-    async def read() -> Identity | None:
-        await asyncio.sleep(0.01)
-        grant = changed(AllocationCopies(tmp_path)).get(Allocation("u1", "main", R, "d0"))
-        return grant.identity if grant is not None else None
+    async def copied(*expected: tuple[str, str, str, Identity]) -> None:
+        def read() -> set[tuple[str, str, str, Identity]]:
+            grants = changed(AllocationCopies(tmp_path, tmp_path)).items()
+            return {(one.pod_uid, one.resource, one.device_id, grant.identity) for one, grant in grants}
+
+        await until(lambda: keeping.done() or read() == set(expected))
+        assert not keeping.done()
 
     granted = identified(frozenset({"char:240:1", "hardware:usb:A#"}), boot_id())
-    await record(identified(frozenset({"char:240:1"}), boot_id()))
     moved = granted.reaching(identified(frozenset({"char:240:2"}), boot_id()))
-    async with asyncio.timeout(10):
-        assert await read() is None
-        await record(moved)
-        while await read() != moved:
-            assert not keeping.done()
-        await record(granted)
-        while await read() != granted:
-            assert not keeping.done()
+    other = "u2", "example.com/s", "d0", UNIDENTIFIED
+    await record("d0", pod="u1", identity=moved)
+    await record("d0", "example.com/s", pod="u2")
+    await copied(("u1", R, "d0", moved), other)
+    files = {path: path.stat().st_ino for path in (tmp_path / "deviceplugin" / "allocations").iterdir()}
+    await record("d1")
+    await record("d0", pod="u1", identity=granted)
+    await copied(("u1", R, "d0", granted), other)
+    assert [path.name.partition("@")[0] for path, file in files.items() if path.stat().st_ino != file] == [
+        "example.com_fpga"
+    ]
+    await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), None),)))
+    await copied(other)
     assert changed(found) == {}
     keeping.cancel()
+
+
+@pytest.mark.parametrize("own", ["", "dra-bridge"])
+async def test_copies_of_another_plugin_directory_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    """An agent in front of a plugin and this plugin give the same ids to the same pods; each writes its own copy."""
+    store, looks = MemoryStore(), Looks("copies", threads=1)
+    one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
+    await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+    await AllocationCopies(tmp_path, tmp_path / "kubelet", own).write(store.snapshot, looks)
+    assert changed(AllocationCopies(tmp_path, tmp_path / "agent")) == {}
+    one = replace(one, holders=frozenset({("u2", "main")}))
+    await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+    await AllocationCopies(tmp_path, tmp_path / "agent").write(store.snapshot, looks)
+    (tmp_path / "kubelet").mkdir()  # as when the kubelet makes it anew
+    holders = [Allocation(pod, "main", R, "d0") for pod in ("u1", "u2")]
+    assert [*changed(AllocationCopies(tmp_path, tmp_path / "kubelet"))] == holders[:1]
+    monkeypatch.setattr(copies, "place_of", lambda path: "")
+    assert changed(AllocationCopies(tmp_path, tmp_path / "agent")).keys() == {*holders}
+
+
+async def test_a_copy_that_states_no_plugin_directory_is_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where /proc is hidden from the agent."""
+    store, one = MemoryStore(), AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
+    await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "place_of", lambda path: "")
+        await AllocationCopies(tmp_path, tmp_path).write(store.snapshot, Looks("copies", threads=1))
+    assert changed(AllocationCopies(tmp_path, tmp_path)).keys() == {Allocation("u1", "main", R, "d0")}
 
 
 @pytest.mark.parametrize("left", [None, b"", b"{", b'{"boot": "1", "allocations": []}'])
@@ -115,17 +157,19 @@ async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_pa
     if left is not None:
         put(tmp_path, "own", ("u0", "main"))
         Path(copies.path(str(tmp_path), "own")).write_bytes(left)
-    store, found = MemoryStore(), AllocationCopies(tmp_path, "own")
+    store, found = MemoryStore(), AllocationCopies(tmp_path, tmp_path, "own")
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
     await found.write(store.snapshot, Looks("copies", threads=1))
-    assert copies.read(copies.path(str(tmp_path), "own")) == Copy(boot_id(), store.snapshot.sequence, (one,))
+    assert copies.read(copies.path(str(tmp_path), "own")) == Copy(
+        boot_id(), store.snapshot.sequence, (one,), place_of(tmp_path)
+    )
     assert changed(found) == {}
 
 
 async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> None:
     """Facts that are read again at each start, such as a pod's name, are in no copy."""
-    store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, "own")
+    store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path, "own")
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
     path = Path(copies.path(str(tmp_path), "own"))
 
@@ -146,7 +190,7 @@ async def test_a_copy_that_cannot_be_written_is_written_later(
     """The log says so; until then, the ledger and the checkpoint have to do."""
     monkeypatch.setattr(copies, "FIRST_TRY", 0.01)
     (tmp_path / "deviceplugin").write_bytes(b"")
-    store, found = MemoryStore(), AllocationCopies(tmp_path, "own")
+    store, found = MemoryStore(), AllocationCopies(tmp_path, tmp_path, "own")
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
     keeping = asyncio.create_task(found.keep(store, Looks("copies", threads=1)))
