@@ -85,5 +85,9 @@ def test_the_place_in_another_mount_namespace(tmp_path: Path) -> None:
 
 def test_no_place_is_known_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a sandbox that hides the mounts."""
-    monkeypatch.setattr(files, "_lines", lambda path: [])
+
+    def hidden(*_args: object) -> None:
+        raise FileNotFoundError("/proc/self/fdinfo")
+
+    monkeypatch.setattr(os, "open", hidden)
     assert files.place_of(tmp_path) == ""

@@ -28,12 +28,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deviceplugin.files import place_of
 from deviceplugin.naming import class_name
 from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.api import ApiError
 from tests.cluster.bridge import Bridge
-from tests.cluster.node import Cluster, ClusterError, Pod, remove_ledger
+from tests.cluster.node import COPIES, DEVICE_PLUGINS, Cluster, ClusterError, Pod, remove_ledger
 
 DRIVER = "board.example.net"
 RENAMED = "card.example.net"
@@ -748,6 +749,12 @@ def test_example_of_a_plugin_alone(node: Cluster) -> None:
         node.wait_allocatable("example.com/serial", 1, 60)
         reader = node.start_pod("reader", {"example.com/serial": 1, "example.com/kvm": 1}).wait_running()
         assert len(reader.exec(["head", "-c", "1", str(port)])) == 1
+        (copy,) = node.wait_for(
+            lambda: [copy for copy in COPIES.glob("example.com_serial@*") if reader.uid in copy.read_text()],
+            10,
+            "the copy of the plugin's allocations names the pod",
+        )
+        assert json.loads(copy.read_text())["plugins"] == place_of(DEVICE_PLUGINS), "an agent on the host ignores it"
         first.delete(grace=30)
         second = node.wait_for(lambda: pod(first.uid), PATIENCE, "another pod is ready", log="kubelet")
         assert second is not None
