@@ -1,6 +1,6 @@
 """Detects that a coroutine blocks the event loop, and names the line that blocks it.
 
-A blocked event loop serves no calls of the kubelet, and calls no signal handlers. So a thread of its own detects and
+A blocked event loop serves no calls of the kubelet, and calls no signal handlers. So a separate thread detects and
 reports that the loop is blocked.
 """
 

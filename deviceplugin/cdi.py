@@ -50,8 +50,8 @@ def qualified(driver: str, device: str) -> str:
 def file_of(name: str, uid: str) -> tuple[str, str]:
     """Return (name of the CDI file, short name of the CDI device) for a CDI device of a claim.
 
-    The file name is that of the CDI library: `<vendor>-<class>_<claim UID>.json`. name: the device's qualified name.
-    uid: the claim's UID.
+    The file name has the form that the CDI library uses: `<vendor>-<class>_<claim UID>.json`. name: the device's
+    qualified name. uid: the claim's UID.
     """
     kind, _, device = name.partition("=")
     return f"{kind.replace('/', '-')}_{uid}.json", device

@@ -73,7 +73,10 @@ class Printer:
         self._print(*(self._styled(line, 1) for line in lines))
 
     def event(self, subject: str, text: str, *more: str) -> None:
-        """Print an event with its time. subject: the event's cause, such as "kubelet". more: further lines about it."""
+        """Print an event with its time. subject: the event's cause, such as "kubelet".
+
+        more: further lines about the event.
+        """
         passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", 2)
         self._print(f"{passed}  {self._styled(f'{subject:<8}', self.COLOURS[subject])} {text}")
         self._print(*(f"{'':18}{line}" for line in more))
@@ -276,7 +279,7 @@ class _Demo:
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo; return the exit status as `show` does. hold: continue to serve until SIGINT or SIGTERM."""
+    """Run the demo; return the exit status as `show` does. hold: whether to serve until SIGINT or SIGTERM."""
 
     def scenario(printer: Printer) -> None:
         with FakeKubelet() as kubelet:

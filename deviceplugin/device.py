@@ -318,7 +318,7 @@ class Device:
     identity: a text without spaces that identifies the hardware, such as a serial number. Devices with equal identities
     are the same hardware and never have two holders. The agent also identifies the hardware by device numbers in
     `nodes`: by the numbers that no other listed device has, or by all if there are none. So put a node that partitions
-    share into the `edits` of each.
+    share into the `edits` of each partition.
     """
 
     id: str

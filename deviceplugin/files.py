@@ -51,10 +51,11 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def place_of(path: str | Path) -> str:
-    """Return a directory's file system and its path there: the same text in each container, "" if it is not known.
+    """Return a text with a directory's file system and its path within this file system; "" if they are not known.
 
-    A directory that is created anew at the same path has the same place, and so has one that does not exist yet. A path
-    that is a mount of another directory has the place of that directory. Blocks.
+    The text is the same in each container. It stays the same if the directory is removed and created again, and is
+    already known before the directory exists. For a path at which another directory is mounted, the text is that of the
+    other directory. Blocks.
     """
     looked_at.at(path)
     existing = real = os.path.realpath(path)

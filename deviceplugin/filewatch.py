@@ -180,7 +180,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Start a thread that makes a directory's inotify watch, if a `Watch` of it has no running thread."""
+        """Start a thread that makes the inotify watch of a directory, if a `Watch` of it has no running thread."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -387,9 +387,9 @@ class _Instance:
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
-        """Watch the directory at the path for all events that its places want. Raises OSError, RuntimeError.
+        """Watch an observed directory for all events that its `_Place` objects want. Raises OSError, RuntimeError.
 
-        The kernel has only one watch for each inode, so one request must name the events of all places.
+        The kernel has only one watch for each inode, so one request must name the events of all these objects.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
@@ -410,14 +410,17 @@ class _Instance:
 
 
 class _Observed(events.FileSystemEventHandler):
-    """An observed directory, and the `_Place` objects that want its events. path: its path without symbolic links."""
+    """An observed directory, and the `_Place` objects that want its events.
+
+    path: the directory's path without symbolic links.
+    """
 
     def __init__(self, path: str, hint: _Call, call: _Call) -> None:
         self.path = path
         self.identity = (0, 0)
         self.wants: Mapping[_Place, tuple[str, _Events]] = {}
-        """For each place: its path to this directory, and the types of events that it wants. A change replaces the
-        mapping."""
+        """For each `_Place`: the path by which it names this directory, and the types of events that it wants. A change
+        replaces the mapping."""
         self.watch: ObservedWatch | None = None
         self.begun: tuple[tuple[int, int], _Events] | None = None
         """The identity of the directory, and the types of events, with which the present inotify watch was made."""

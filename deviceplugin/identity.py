@@ -182,9 +182,10 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
-    """Return the device numbers, from `numbers`, that by sysfs no longer belong to the granted hardware. Blocks.
+    """Return those of `numbers` (device numbers) that, as sysfs shows, no longer belong to the granted hardware.
 
-    granted: the tokens of the granted hardware. If no token in it is of hardware or of a place, the result is empty.
+    Blocks. granted: the tokens of the granted hardware. If none of these tokens is of hardware or of a place, the
+    result is empty.
     """
     hardware = frozenset(token for token in granted if _HARDWARE.fullmatch(token) or token.startswith(_PLACE))
     if not hardware:
@@ -300,7 +301,7 @@ async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Map
 
 
 async def read(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
-    """Return each device's present tokens, by the keys of `devices`. Reads in a thread. Raises LookTimeoutError."""
+    """Return, for each key of `devices`, the device's present tokens, read in a thread. Raises LookTimeoutError."""
     for device in devices.values():
         if device.nodes or device.identity.startswith("file:"):
             return await looks.at(kind, _tokens_of_all, devices, brief=True)

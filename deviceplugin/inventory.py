@@ -138,10 +138,10 @@ def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySn
 
 
 class Inventory:
-    """Holds one resource's present devices, and calls subscribers after each change. Belongs to one event loop.
+    """Holds one resource's present devices, and calls subscribers after each change.
 
-    looks: the thread pool for all reads of the devices' paths. While such a read hangs, all devices of the resource are
-    marked as unhealthy.
+    An instance belongs to one event loop. looks: the thread pool for all reads of the devices' paths. While such a read
+    hangs, all devices of the resource are marked as unhealthy.
     """
 
     def __init__(self, resource: str) -> None:
@@ -170,7 +170,7 @@ class Inventory:
     ) -> bool:
         """Store the source's list; return whether anything changed.
 
-        Raises DuplicateDeviceError, and then stores nothing.
+        Raises DuplicateDeviceError, and stores nothing, if the list has an id twice.
         """
         return self._replace(merged(self._listed, listed, identities, replicas))
 

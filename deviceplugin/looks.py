@@ -188,7 +188,7 @@ class Looks:
         Raises LookTimeoutError.
         """
         if self._outstanding >= self._most:
-            raise LookTimeoutError(f"{self.subject}: {self._outstanding} earlier looks have not ended")
+            raise LookTimeoutError(f"{self.subject}: {self._outstanding} earlier file accesses have not ended")
         look = self.begin(kind, function, *arguments)
         if not look.ended_within(seconds):
             timeouts[self.resource, kind] += 1

@@ -33,8 +33,8 @@ class DeviceSource:
         the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows exponentially with
         the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow. metadata: whether containers get
         files that describe their devices (KEP-5304), with the devices' attributes. policy: the choice of devices for a
-        container that requests several, without a hook `prefer`. "links": devices with high link scores (`links`, or
-        else by NUMA nodes), and replicas of different devices. "packed": replicas of as few devices as possible.
+        container that requests several, without a hook `prefer`. "links": devices with high link scores (from `links`,
+        otherwise from NUMA nodes), and replicas of different devices. "packed": replicas of as few devices as possible.
         "distributed": replicas of the devices with the fewest replicas in use. "none": the first ids. hook_timeout:
         seconds after which a hook's call fails. The kubelet waits for Allocate without a deadline and admits no other
         pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`, and 45 s for
@@ -68,7 +68,7 @@ class DeviceSource:
                 what = "hook and would never be called" if isinstance(value, _METHODS) else "setting and has no effect"
                 raise TypeError(
                     f"{cls.__name__}.{name} is no {what}; did you mean {meant}? "
-                    f"One of your own needs another name, _{name} for example"
+                    f"If not, rename it, for example to _{name}"
                 )
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
@@ -172,7 +172,7 @@ class DeviceSource:
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this device, 1 to `replicas`. Must be a plain function.
+        """Return how many containers may share this device, 1 to `replicas`. The method must be a plain function.
 
         This method is called for each device of a list. If it returns an invalid number or raises an exception, the
         list is refused.
@@ -183,10 +183,10 @@ class DeviceSource:
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """Link scores: a number for each frozenset of two device ids; a higher number means closer. Must not take long.
+        """Link scores: a number for each frozenset of two device ids; a higher number means closer.
 
-        The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
-        `{frozenset(("fpga0", "fpga1")): 100.0}`
+        The property must not take long. The usual scale is the number of NVLinks times 100, plus the PCIe level; see
+        `deviceplugin.topology.Link`. `{frozenset(("fpga0", "fpga1")): 100.0}`
         """
         return {}
 
@@ -235,7 +235,8 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     if hasattr(DeviceSource, name):
         return ""
     method = isinstance(value, _METHODS)
-    # `links` is the only property: a method cannot be a misspelling of it, and a property not of another hook.
+    # `links` is the only property, so a property can only be a misspelling of `links`, and a method only of another
+    # name.
     hooks = [hook for hook in _OPTIONAL if isinstance(value, property) == (hook == "links")]
     names = hooks if method else [setting for setting, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
     free = [candidate for candidate in names if getattr(kind, candidate) is getattr(DeviceSource, candidate)]
@@ -277,6 +278,6 @@ _OTHER_NAMES: Final = {
 """For each name in the kubelet's API (in lower case), the method or setting of `DeviceSource` with the same purpose."""
 
 
-@functools.cache  # Cached, because each Allocate calls this function.
+@functools.cache  # The result is cached, because each Allocate needs it.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

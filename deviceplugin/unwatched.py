@@ -14,7 +14,7 @@ SILENT: Final = 5.0
 
 
 class UnwatchedCause(enum.Enum):
-    """Why a directory causes no file events."""
+    """The reason why a directory causes no file events."""
 
     INSTANCES = "instances"
     WATCHES = "watches"
@@ -41,7 +41,7 @@ class UnwatchedCause(enum.Enum):
 
 
 class WatchFailure(NamedTuple):
-    """Why a directory could not be watched. error: the system's error as text, if `cause` is ERROR."""
+    """The reason why a directory could not be watched. error: the system's error as text, if `cause` is ERROR."""
 
     cause: UnwatchedCause
     error: str = ""

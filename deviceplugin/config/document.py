@@ -133,7 +133,8 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise file_error(file, "is not UTF-8 text; save it as UTF-8", line) from None
     except UnicodeEncodeError as error:
-        raise file_error(file, f"is not text: {error.reason}", text[: error.start].count("\n") + 1) from None  # type: ignore[arg-type]
+        what = f"is not text: it contains a character that UTF-8 cannot encode ({error.reason})"
+        raise file_error(file, what, text[: error.start].count("\n") + 1) from None  # type: ignore[arg-type]
     try:
         _bound(text, file)
         node: yaml.Node | None = yaml.compose(text, Loader=Loader)

@@ -22,7 +22,8 @@ GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
 NVIDIA_FLAGS: Final = frozenset({"migStrategy", "deviceListStrategy"})
-"""The flags in the config file of NVIDIA's plugin that are imported, not only noted."""
+"""The flags in the config file of NVIDIA's plugin that the import converts. For each other flag that is set, the import
+only adds a note."""
 NVIDIA_VALUES: Final = frozenset(
     {
         *("compatWithCPUManager", "migStrategy", "failOnInitError", "deviceListStrategy", "deviceIDStrategy"),
@@ -253,7 +254,7 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
         if len(parts) == 1:
             entries.append({key: value for key, value in parts[0].items() if key != "optional"})
         elif parts:
-            if all("optional" in part for part in parts):  # In a config file, not all parts may be optional.
+            if all("optional" in part for part in parts):  # In a config file, not all paths of a group may be optional.
                 del parts[0]["optional"]
             entries.append({"group": [part if len(part) > 1 else part["path"] for part in parts]})
         entries += _usb(group.get("usb") or (), note)
@@ -279,7 +280,10 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
 
 
 def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Return a path as an entry of a `group`. Add a note for each option that a config file cannot express."""
+    """Convert a path of generic-device-plugin to an item of the key `group`.
+
+    Add a note for each option that a config file cannot express.
+    """
     host, inside = str(path["path"]), str(path.get("mountPath") or "")
     for key in ("readOnly", "limit"):
         if path.get(key):
@@ -296,7 +300,11 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
 
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the config's entry for a group's USB devices. Several ids in it are ids that one device has in turn."""
+    """Return the config file's entry for the USB devices of one generic-device-plugin group, as a list.
+
+    The list is empty if the group has no USB device. If the group has several ids, the entry lists them as ids that one
+    device has in turn.
+    """
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
     ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]
@@ -389,7 +397,10 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
 
 
 def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
-    """Add a note for each flag that is set and cannot be imported. The default device ids are UUIDs in both plugins."""
+    """Add a note for each flag that is set and cannot be imported.
+
+    A flag that makes UUIDs the device ids needs no note, because they are the default here too.
+    """
     for key, value in flags.items():
         if value and key not in NVIDIA_FLAGS and (key, value) != ("deviceIDStrategy", "uuid"):
             made.notes.append(f"NVIDIA: {key}" + ("" if isinstance(value, dict) else f" {value}"))

@@ -35,7 +35,8 @@ from deviceplugin.config.types import (
 
 _PATTERN: Final = re.compile(r"[*?[]")
 DEVICES: Final = "/dev"
-"""The directory whose paths are allowed without an option, unless an option allows a prefix in this directory."""
+"""Paths in this directory are allowed without --allow-host-path. If an --allow-host-path is this directory or a path in
+it, only the prefixes given by --allow-host-path are allowed."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     DeviceEntry: ("path", "group"),
     PartConfig: ("path",),

@@ -57,7 +57,10 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
 
 @functools.cache
 def _type_info() -> Any:
-    """Return msgspec's description of the config's types. Cached, because to make it takes some milliseconds."""
+    """Return msgspec's description of the config's types.
+
+    The result is cached, because making it takes some milliseconds.
+    """
     import msgspec.inspect
 
     return msgspec.inspect.type_info(Config)
@@ -283,7 +286,10 @@ _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the allowed types of a value, without None, by kind of node. All types of a union have different kinds."""
+    """Return, for each kind of node, the allowed type of a value, without None.
+
+    All types of a union have different kinds.
+    """
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))

@@ -1,7 +1,7 @@
-"""The Prometheus metrics of an agent, and the routes of the agent's HTTP server. Loaded only if metrics are served.
+"""The Prometheus metrics of an agent, and the routes of the agent's HTTP server.
 
-For each scrape, this module converts the agent's state at that moment (`AgentView`) to metric families. The counting is
-done elsewhere. The metrics `process_*` come from prometheus_client.
+The module is loaded only if metrics are served. For each scrape, this module converts the agent's state at that moment
+(`AgentView`) to metric families. It counts nothing itself. The metrics `process_*` come from prometheus_client.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = N
     server = web.Server(web.listen(address), pages.routes, certificate=certificate, token=token)
     watching = loop.create_task(observer.watch(), name="observe")
     server.start()
-    _LOG.info("metrics at %s://%s/metrics", "https" if certificate else "http", server.address)
+    _LOG.info("serving metrics at %s://%s/metrics", "https" if certificate else "http", server.address)
     try:
         yield server
     finally:

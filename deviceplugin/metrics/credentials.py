@@ -93,7 +93,7 @@ class Certificate(_Watched):
             except OSError as error:
                 message = f"client CA file {self.client_ca}: {error.strerror or error}"
                 raise OSError(error.errno, message) from error
-            context.verify_mode = ssl.CERT_OPTIONAL  # `Server.refusal` requires a certificate, except of probes.
+            context.verify_mode = ssl.CERT_OPTIONAL  # `Server.refusal` requires a certificate, except from probes.
         self._context = context
 
     @property

@@ -77,16 +77,18 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
     Raises MeasureError if the result is not a mapping of numbers by device id and quantity.
     """
     if not isinstance(measured, Mapping):
-        raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
+        raise MeasureError(f"it returned {type(measured).__name__}, not {{device id: {{quantity: number}}}}")
     if wrong := [key for key in measured if not isinstance(key, str)]:
-        raise MeasureError(f"its keys must be device ids, not {wrong[0]!r}")
+        raise MeasureError(f"the keys of its result must be device ids, not {wrong[0]!r}")
     readings: dict[str, Mapping[str, Value]] = {}
     for device in devices:
         quantities = measured.get(device.id)
         if quantities is None:
             continue
         if not isinstance(quantities, Mapping):
-            raise MeasureError(f"of {device.id} it returned {type(quantities).__name__}, not numbers by quantity")
+            raise MeasureError(
+                f"for device {device.id} it returned {type(quantities).__name__}, not {{quantity: number}}"
+            )
         values: dict[str, Value] = {}
         for name, value in quantities.items():
             if not isinstance(name, str) or not _NAME.fullmatch(name):

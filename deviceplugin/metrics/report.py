@@ -37,7 +37,7 @@ class DeviceLocation:
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()  # For devices that no provider reports.
+DEFAULT_LOCATION: Final = DeviceLocation()  # The location of each device that no provider reports.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class ClaimedDevice:
 class ShareProgress:
     """The progress of a resource's devices towards the configured number for claims (`dra.share`).
 
-    requested: the setting in words. devices: the number of all devices. claimable: the number of devices that claims
-    can get now. leaving: the number of devices that are moving from the plugin to DRA. returning: the number of devices
-    that are moving from DRA to the plugin.
+    requested: the setting `dra.share` in words. devices: the number of all devices. claimable: the number of devices
+    that claims can get now. leaving: the number of devices that are moving from the plugin to DRA. returning: the
+    number of devices that are moving from DRA to the plugin.
     """
 
     requested: str
@@ -73,7 +73,7 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event for the page's list of events. at: the event's time (Unix seconds). bad: whether it is a problem."""
+    """An event for the list on the page. at: the event's time (Unix seconds). bad: whether the event is a problem."""
 
     at: float
     resource: str

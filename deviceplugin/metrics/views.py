@@ -95,10 +95,11 @@ _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: the number of containers that may share it. withheld: why it is not offered, or None.
+    """One device. replicas: the number of containers that may share the device.
 
-    admins: the claims with administrative access to the device, which do not hold it. since: the time at which this
-    agent found that the device was no longer healthy (Unix seconds); None for a healthy device.
+    withheld: the reason why the device is not offered, or None. admins: the claims with administrative access to the
+    device, which do not hold it. since: the time at which this agent found that the device was no longer healthy (Unix
+    seconds); None for a healthy device.
     """
 
     device: Device
@@ -141,11 +142,11 @@ class ResourceView:
 class AgentView:
     """The whole agent at one moment.
 
-    at: that moment (Unix seconds). unready: the reasons why the agent is not ready. problems: other problems.
-    holders_known: whether the kubelet's checkpoint was read recently. kubelet_answers: whether the kubelet responded to
-    the last call of its PodResources API. providers: the reports, by the provider's name. silent: for each provider
-    that returned no report (by name), the reason. unknown: for each kind of evidence, how often the evidence did not
-    show whether a holder had ended.
+    at: that moment (Unix seconds). unready: the reasons why the agent is not ready. problems: the problems that do not
+    make the agent unready. holders_known: whether the kubelet's checkpoint was read recently. kubelet_answers: whether
+    the kubelet responded to the last call of its PodResources API. providers: for each provider that returned a report
+    (by name), the report. silent: for each provider that returned no report (by name), the reason. unknown: for each
+    kind of evidence, how often the evidence did not show whether a holder had ended.
     """
 
     at: float
@@ -165,7 +166,10 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield a sentence for each that does not respond: the kubelet, vendors' plugins. now: the time (Unix seconds)."""
+    """Yield a sentence about each peer of the agent that does not respond: the kubelet, and vendors' plugins.
+
+    now: the time (Unix seconds).
+    """
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:

@@ -241,7 +241,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return sock, address
 
     def allow(self, sock: socket.socket, seconds: float) -> None:
-        """Set the time limit for the next step of a client. seconds: the seconds from now."""
+        """Set the time limit for the next step of a client. seconds: the limit, from now."""
         now = time.monotonic()
         with self._changed:
             self._clients[sock] = _Connection(now, now + seconds)
@@ -249,7 +249,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients.
 
-        If there are more, end the connection with the earliest deadline, as soon as it is `grace` seconds old.
+        Until then, end the connection with the earliest deadline, as soon as its present step is `grace` seconds old.
         """
         with self._changed:
             while len(self._clients) >= most > 0 and not self._over:

@@ -139,7 +139,7 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """Lists the devices of all entries of a resource. lock: the allowed paths; other devices are not listed."""
+    """Lists the devices of all entries of a resource. lock: the allowed paths; other paths are not listed."""
 
     def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
         self.config = config
@@ -203,7 +203,7 @@ class ConfiguredSource(DeviceSource):
         If the two conflict, the edits in the resource's settings take precedence.
         """
         edits = await self._ask("edits", devices)
-        names = sorted((device.id for device in devices), key=natural)  # The kubelet gives no particular order.
+        names = sorted((device.id for device in devices), key=natural)  # The order of `devices` is arbitrary.
         listed = [self._served[name].listed for name in names if name in self._served]
         env = {name: ",".join(_filled(value, device) for device in listed) for name, value in self._templates.items()}
         if not (edits or env):

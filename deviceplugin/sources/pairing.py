@@ -1,8 +1,9 @@
 """Groups the matches of several globs: finds the paths that form one device. Pure functions.
 
 If sysfs shows the hardware of paths, paths of the same USB device or PCI function form a device. Other paths form a
-device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match. Paths
-without a partner belong to no device. The order of paths decides only between paths of the same hardware.
+device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match. A path
+that is in no complete group belongs to no device. A complete group has one path for each glob that is not optional. The
+order of paths decides only between paths of the same hardware.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Pairing:
     left: list[Part] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences for the log: why paths form devices, and which paths have no partner."""
+        """Yield sentences for the log: why paths form devices, and which paths are in no group."""
         for how in PairedBy:
             firsts = [next(part for part in group if part is not None) for group, by in self.groups if by is how]
             if firsts:

@@ -166,7 +166,8 @@ class _PathScan(Scan):
 class PathSource(ScannedSource):
     """Lists each match of a glob as a device. With several globs, matches are grouped to devices (`pairing`).
 
-    A device's id is made from its first path. Paths without a partner belong to no device.
+    A device's id is made from its first path. With several globs, a path that is in no complete group belongs to no
+    device. A complete group has one match of each glob that is not optional.
 
     parts: globs of absolute paths; a `PartConfig` instead of a glob can set another path in the container, or mark a
     path as optional. `*`, `?` and `[abc]` match within one directory. sysfs: the directory where sysfs is mounted.
@@ -192,7 +193,7 @@ class PathSource(ScannedSource):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
-        """The devices of the last scan, by the paths of each device."""
+        """For the paths of each device of the last scan, the device."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"
@@ -241,7 +242,7 @@ class PathSource(ScannedSource):
         )
 
     def _matching(self, part: PartConfig, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
-        """Return the present matches of a glob, by path and in natural order (2 before 10)."""
+        """Return a `_Match` for each path that a glob matches now, in the natural order of the paths (2 before 10)."""
         glob, inside = part.path, part.container or ""
         matches = [self._match(alias, inside, scan, before.get(alias)) for alias in _expand(glob, scan)]
         by_alias = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}

@@ -69,8 +69,8 @@ class TestChecked:
         [
             (None, "NoneType"),
             ([1], "list"),
-            ({"a": 3}, "of a it returned int"),
-            ({DEVICES[0]: {"power": 1}}, r"its keys must be device ids, not Device\("),
+            ({"a": 3}, "for device a it returned int"),
+            ({DEVICES[0]: {"power": 1}}, r"the keys of its result must be device ids, not Device\("),
             ({"a": {"power": "much"}}, "'much'"),
             ({"a": {"GPU Util": 1}}, "temperature_celsius"),
             ({"a": {3: 1}}, "3 cannot be"),

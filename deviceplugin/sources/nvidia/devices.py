@@ -33,8 +33,9 @@ COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
 def make_devices(
     listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan, places: Places, injection: str
 ) -> list[Device]:
-    """Return a `Device` for each of these GPUs or partitions. Reads CDI specs and /proc; blocks.
+    """Return a `Device` for each of these GPUs or partitions.
 
+    The function blocks, because it reads CDI specs and /proc.
     Each returned device is healthy, unless a device node that its containers need is missing.
     """
     names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()

@@ -20,7 +20,8 @@ GONE: Final = {1: "NVML was shut down", 9: "the NVIDIA driver is not loaded", 18
 BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "it is gone"}
 """NVML's error codes for a single broken GPU, with texts for messages."""
 ANY: Final = 0xFFFFFFFF
-"""The number that NVML uses for all links of a GPU, and for no partition."""
+"""A number with two meanings in NVML. As the link number in a request, it stands for the sum over all links of a GPU.
+As an instance number in an XID event, it means that the event names no such instance."""
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
@@ -42,10 +43,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A MIG device. instance, compute: the ids of its GPU instance and compute instance. memory: its memory in MiB.
+    """A MIG device. instance, compute: the ids of its GPU instance and compute instance.
 
-    placement: the partition's first memory slice, and the number of its slices; None if the driver does not report
-    them.
+    memory: the partition's memory in MiB. placement: the partition's first memory slice, and the number of its slices;
+    None if the driver does not report them.
     """
 
     uuid: str
@@ -59,9 +60,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: its memory in MiB. attributes: the attributes of the GPU's device and of its partitions' devices.
+    """A GPU. memory: the GPU's memory in MiB.
 
-    partitions: the GPU's partitions; None if MIG mode is off.
+    attributes: the attributes of the GPU's device and of its partitions' devices. partitions: the GPU's partitions;
+    None if MIG mode is off.
     """
 
     uuid: str

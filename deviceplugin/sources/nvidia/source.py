@@ -90,7 +90,7 @@ class NvidiaSource(DeviceSource):
             self.health.judge_scan(update)
 
     def devices(self) -> list[Device]:
-        """Return the devices after the last update. Reads CDI specs and /proc; blocks."""
+        """Return the devices after the last update. The method blocks, because it reads CDI specs and /proc."""
         scan, notes = self._scan, list(self._scan.notes)
         if self._error:
             notes.append(self._error)
