@@ -63,7 +63,7 @@ class ChangedPod(NamedTuple):
 class Converted:
     """The result of a conversion. texts: the new texts of the streams. pods: the converted pod specs.
 
-    templates: the ResourceClaimTemplates for these pods, by the devices that each template requests.
+    templates: for each `ClaimedDevices` that these pods request, the ResourceClaimTemplate.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
         result = _rewritten(source.document, source.tree, places, how)
         result = edits.with_documents(Document(result, source.document.line), needed)
         if edits.reversed_stream(result) != edits.reversed_stream(text):
-            raise UnwritableError("a line to mark begins or ends within a text of several lines")
+            raise UnwritableError("the change would mark a line that begins or ends within a text of several lines")
     except UnconvertibleError as error:
         first(error.kind, error.detail, error.subject)
         return text
@@ -196,7 +196,7 @@ def _devices(pod: ChangedPod, how: Conversion) -> list[ClaimedDevices]:
 
 
 def claimed(body: Mapping[str, Any], class_name: str, count: int, how: Conversion) -> ClaimedDevices:
-    """Return the request of a claim in the namespace of the object `body`, for `count` devices of a DeviceClass."""
+    """Return the `ClaimedDevices` for `count` devices of a DeviceClass, in the namespace of the object `body`."""
     metadata = body.get("metadata")
     namespace = metadata.get("namespace") if isinstance(metadata, dict) else None
     return ClaimedDevices(str(namespace or how.namespace), class_name, count)
@@ -230,7 +230,7 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
 
 
 def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
-    """Replace limits by claims in a parsed pod spec. claims: names of ResourceClaimTemplates, by claim name."""
+    """Replace limits by claims in a parsed pod spec. claims: for each new claim, its template's name."""
     new = [{"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()]
     spec["resourceClaims"] = [*new, *(spec.get("resourceClaims") or [])]
     for container in change.containers:
@@ -267,7 +267,7 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
         if not names & set(change.resources):
             continue
         for name in names & set(change.resources):
-            tree.entry(given, name)  # The call raises UnwritableError if the entry is an alias.
+            tree.entry(given, name)  # `entry` raises UnwritableError for an alias.
         if names <= set(change.resources):
             gone.add(part)
         else:

@@ -1,8 +1,8 @@
-"""Parses a YAML stream into documents: their texts, their objects, and YAML nodes with their positions. Pure functions.
+"""Parses a YAML stream into documents: texts, objects, and YAML nodes with positions. All functions are pure.
 
-The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
-text as this module does. Like kubectl and Helm, this module first splits the stream at lines that begin with `---`, and
-then parses each document. So an invalid document does not affect the other documents.
+The parser is libyaml, if PyYAML was built with libyaml. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so
+they read a text as this module does. Like kubectl and Helm, this module first splits the stream at lines that begin
+with `---`, and then parses each document. So an invalid document does not affect the other documents.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def documents(stream: str) -> list[Document]:
     """Split a stream into its documents. The stream is the concatenation of the documents' texts."""
     starts = [0]
     for match in _START.finditer(stream):
-        # The directives of a document (%YAML) come before its `---`.
+        # A line `---` after directives (such as %YAML) belongs to the same document as the directives.
         if match.start() and not _DIRECTIVES.fullmatch(stream, starts[-1], match.start()):
             starts.append(match.start())
     found, line = [], 1
@@ -102,7 +102,7 @@ class Tree:
             where = f", line {mark.line + 1}" if mark else ""
             raise YamlTextError(f"{getattr(error, 'problem', None) or error}{where}") from error
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            # Such an error comes, for example, from a date with month 13.
+            # For example, a date with month 13 causes a ValueError.
             raise YamlTextError(f"{type(error).__name__}: {error}") from error
         self._shared = {id(node) for node, count in _references(self.root) if count > 1}
 

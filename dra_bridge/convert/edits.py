@@ -165,8 +165,8 @@ def reversed_stream(stream: str) -> str:
     """Undo the changes that comments mark in a stream. Documents that are not YAML stay as they are."""
     bom = BOM if stream.startswith(BOM) else ""
     kept = []
-    # True if the previous document was an added one and is removed now. The next line `---` was added with it, but the
-    # line `---` before it was not.
+    # `joins` is True after the removal of an added document. The line `---` after this document was added with the
+    # document, so it is removed as well; the line `---` before the document stays.
     joins = False
     for document in documents(stream.removeprefix(bom)):
         text = document.text

@@ -55,7 +55,10 @@ class LimitedDevices:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """The change of a container. path: its path in the pod spec. resources: limits to remove. claims: claims to add."""
+    """The change of a container. path: the container's path in the pod spec.
+
+    resources: names of the resources whose limits are removed. claims: names of the claims that are added.
+    """
 
     path: Path
     name: str
@@ -65,7 +68,7 @@ class ContainerChange:
 
 @dataclass(frozen=True, slots=True)
 class PodChange:
-    """The changes of a pod spec. claims: the devices of each new claim, by the claim's name in the pod."""
+    """The changes of a pod spec. claims: for each new claim's name in the pod, the devices."""
 
     containers: tuple[ContainerChange, ...]
     claims: Mapping[str, LimitedDevices]
@@ -143,7 +146,7 @@ def _at(part: Any, steps: Sequence[str | int]) -> list[tuple[Path, Any]]:
 
 
 def extended_resources(container: Any) -> dict[str, Any]:
-    """Return a container's limits of extended resources, by resource name. A limit of 0 does not count."""
+    """Return a container's limits of extended resources, by resource name. Limits of 0 are left out."""
     return {name: value for name, value in _quantities(container, "limits").items() if value not in (0, "0")}
 
 
@@ -172,10 +175,10 @@ def ends_first(path: Path, container: Mapping[str, Any]) -> bool:
 def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange | None:
     """Return the changes of a pod spec; None if it requests no resource in `classes`. Raises UnconvertibleError.
 
-    classes: names of DeviceClasses, by resource. Each container gets its own claim, because containers that share a
-    claim share its devices, but containers with limits never share devices. There is one exception. A container that
-    starts after an init container reuses the init container's devices, so these two share a claim if both request the
-    same number (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
+    classes: for each resource, the name of its DeviceClass. Each container gets its own claim, because containers that
+    share a claim share its devices, but containers with limits never share devices. There is one exception. A container
+    that starts after an init container reuses the init container's devices, so these two share a claim if both request
+    the same number of devices (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
     """
     claims: dict[str, LimitedDevices] = {}
     reusable: set[str] = set()
@@ -197,7 +200,7 @@ def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange
                 raise UnconvertibleError(RemarkKind.INIT_CONTAINER, name, detail)
             named.append(claim_name(devices.resource, name))
             if named[-1] in {*claims, *_taken(spec)}:
-                raise UnconvertibleError(RemarkKind.NAME_TAKEN, name, f"the pod's claim {named[-1]}")
+                raise UnconvertibleError(RemarkKind.NAME_TAKEN, name, f"the pod has a claim {named[-1]}")
             claims[named[-1]] = devices
             if path[0] == "containers" or ends_first(path, container):
                 reusable.add(named[-1])
@@ -225,7 +228,9 @@ def _limited(container: Mapping[str, Any], resource: str, classes: Mapping[str, 
     if count.denominator != 1 or count < 0:
         raise UnconvertibleError(RemarkKind.NOT_A_COUNT, name, f"{resource}: {limit}")
     if asked != count:
-        raise UnconvertibleError(RemarkKind.REQUEST_DIFFERS, name, f"{resource}: request {request}, limit {limit}")
+        raise UnconvertibleError(
+            RemarkKind.REQUEST_DIFFERS, name, f"{resource}: the request is {request}, the limit is {limit}"
+        )
     if count > MAX_DEVICES:
         raise UnconvertibleError(RemarkKind.TOO_MANY, name, f"{resource}: {count}")
     return LimitedDevices(resource, classes[resource], int(count))

@@ -1,4 +1,4 @@
-"""Remarks by `convert` on manifests: what `convert` left unchanged, and effects of claims instead of `limits`.
+"""Remarks by `convert`: the parts of manifests that stay unchanged, and effects of claims instead of `limits`.
 
 docs/manifests.md lists all kinds of remarks; a test compares that page with this module.
 """
@@ -90,7 +90,10 @@ class RemarkKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One remark. line: the line's number, from 1. subject: the object, and the container if it concerns one."""
+    """One remark. line: the line's number, from 1.
+
+    subject: the object's kind and name, and the container's name if the remark concerns a container.
+    """
 
     kind: RemarkKind
     file: str

@@ -16,12 +16,12 @@ _AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPod
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Facts from the other objects of the manifests. namespace: the namespace of objects that name no namespace.
+    """Facts from all objects of the manifests. namespace: the namespace of objects that name no namespace.
 
     classes: for each resource, the name of its DeviceClass. patient: names of PriorityClasses whose pods preempt no
-    other pods. autoscaled: the autoscaler of each scaled object, by the object's (namespace, kind, name). quotas:
-    (namespace, name, resource) of each limit in a ResourceQuota. specs: the specs of ResourceClaimTemplates, by
-    namespace and name.
+    other pods. autoscaled: for the (namespace, kind, name) of each scaled object, its autoscaler. quotas: (namespace,
+    name, resource) of each limit in a ResourceQuota. specs: for the (namespace, name) of each ResourceClaimTemplate,
+    its spec.
     """
 
     namespace: str
@@ -35,7 +35,7 @@ class Surroundings:
     def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
         """Collect the facts from objects.
 
-        classes: names of DeviceClasses, by resource; they override DeviceClasses in the objects.
+        classes: for each resource, the name of its DeviceClass; these names override the DeviceClasses in the objects.
         """
         named: dict[str, str] = {}
         patient, quotas = set(), set()
@@ -94,7 +94,9 @@ class Surroundings:
         """
         found = self.specs.get((devices.namespace, devices.template))
         if found is not None and found != body["spec"]:
-            raise UnconvertibleError(RemarkKind.NAME_TAKEN, "", f"ResourceClaimTemplate {devices.template}")
+            raise UnconvertibleError(
+                RemarkKind.NAME_TAKEN, "", f"the manifests have a ResourceClaimTemplate {devices.template}"
+            )
         return found is not None
 
 

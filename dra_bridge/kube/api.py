@@ -101,8 +101,8 @@ class ApiError(ClusterError):
 class UnavailableError(ApiError):
     """Raised when the API server did not respond, or cannot handle the request now. A later try may succeed.
 
-    Also raised for a response that cannot come from an API server: a 404 that does not name the requested object, or a
-    body that is not the requested object.
+    The error is also raised for a response that cannot come from an API server: a 404 that does not name the requested
+    object, or a body that is not the requested object.
     """
 
 
@@ -134,7 +134,10 @@ class GoneError(ApiError):
 
 
 class InvalidError(ApiError):
-    """Raised when the API server will never accept the request (400, 413, 415, 422). causes: the wrong fields."""
+    """Raised when the API server will never accept the request (400, 413, 415, 422).
+
+    causes: one `Cause` for each wrong field.
+    """
 
 
 _ERRORS: Final[Mapping[int, type[ApiError]]] = {
@@ -186,9 +189,12 @@ _DECODER: Final = msgspec.json.Decoder(_Status)
 def error_of(
     code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
 ) -> ApiError:
-    """Return the error for a response. code: its HTTP status. body: its body, which is a Status object or any text.
+    """Return the error for a response. code: the response's HTTP status.
 
-    kind, name: the requested object. For a 404 that names this object, the result is a NotFoundError.
+    body: the response's body, which is a Status object or any text.
+
+    kind, name: the kind and name of the requested object. For a 404 that names this object, the result is a
+    NotFoundError.
     """
     try:
         status = _DECODER.decode(body) if isinstance(body, bytes) else msgspec.convert(body, _Status)

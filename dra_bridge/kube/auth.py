@@ -36,7 +36,7 @@ TOKEN_AGE: Final = 60.0
 kubelet writes a new token long before the old token expires."""
 
 EXEC_TIMEOUT: Final = 120.0
-"""Maximum seconds to read a kubeconfig. The time includes a login, for which a credential plugin may ask the user."""
+"""Maximum seconds to read a kubeconfig. The time includes a wait of a credential plugin for the user's login."""
 
 RENEW: Final = 30.0
 """Minimum seconds between two reads of the configuration after a read failed or the server refused the credentials.
@@ -76,7 +76,7 @@ def own_namespace() -> str:
 
 
 class TokenLife(NamedTuple):
-    """When a token was issued, and when the token expires (Unix seconds)."""
+    """The times (Unix seconds) at which a token was issued and at which the token expires."""
 
     issued: float
     expires: float
@@ -106,7 +106,8 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, acc
     kubeconfig: the path of a kubeconfig file, or None. account: the directory of a service account; None for the pod's
     service account, if this process runs in a pod.
 
-    Raises KubeConfigError if no configuration is found or it cannot be used, OSError if a file cannot be read.
+    Raises KubeConfigError if no configuration is found or the configuration cannot be used, OSError if a file cannot be
+    read.
     """
     host, directory = os.environ.get("KUBERNETES_SERVICE_HOST"), account or SERVICE_ACCOUNT
     if account and not kubeconfig and not host:
@@ -172,11 +173,11 @@ class _KubeConfig:
         self._reading = asyncio.Lock()
         self._reads = 0
         self._next_read = 0.0  # The earliest time to read the files again (monotonic seconds).
-        self._failure = ""  # The error of the last read of the files.
+        self._failure = ""  # The error of the last read of the files, if it failed.
         self._token_file = _TokenFile(None)
 
     async def load(self) -> Access:
-        """Read the files and return the access with new credentials. This may run a credential plugin."""
+        """Read the files and return the access with new credentials. The read may run a credential plugin."""
         self._credentials = credentials = await read_apart(self._paths)
         self._token_file = _TokenFile(Path(credentials.token_file), credentials.authorization, time.monotonic())
         self._reads += 1
@@ -197,7 +198,7 @@ class _KubeConfig:
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:
-        """Add the paths and the field's name to a TLS error that is raised inside this context manager."""
+        """Add the kubeconfigs' paths and a field's name to a TLS error that is raised inside this context manager."""
         try:
             yield
         except (OSError, ValueError) as error:

@@ -32,15 +32,16 @@ from dra_bridge.kube.liveness import WatchState
 logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COMPONENT: Final = "dra-bridge"  # The field manager of patches, and the source of Events.
+COMPONENT: Final = "dra-bridge"
+"""The name that the client gives as field manager of its patches and as source of its Events."""
 SILENCE: Final = (180.0, 300.0)
 """Minimum and maximum seconds for which a watch without an event or bookmark counts as alive. For each watch, a random
 value between them is used.
 
 kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its cache has
-passed the watch's position. In a cluster without changes, the cache's position moves with etcd's progress
-notifications: every 5 s with kubeadm, every 10 minutes by etcd's default. With etcd's default, each watch therefore
-ends for lack of data, and lists its objects again, about every 4 minutes.
+passed the watch's position. In a cluster without changes, the cache's position moves only when etcd sends a progress
+notification: by etcd's default every 10 minutes, with kubeadm every 5 s. So with etcd's default, the client ends each
+watch for lack of data about every 4 minutes, and lists the objects again.
 """
 
 
@@ -195,7 +196,10 @@ class Cluster:
         label_selector: str = "",
         keep: Callable[[Object], bool] | None = None,
     ) -> Listed:
-        """Read all objects of a kind at one moment (a consistent read). keep: returns whether to include an object."""
+        """Read all objects of a kind at one moment (a consistent read).
+
+        keep: a function that returns whether the list includes an object.
+        """
         selectors = api.selectors_of(field_selector, label_selector)
         return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors, keep))
 
@@ -283,10 +287,10 @@ class Cluster:
         return await self._connection.fetch(path_of(api.NODES, "v1", name, "", "proxy") + path, timeout)
 
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
-        """Write a warning Event, which `kubectl describe` shows. message: cut at 1024 bytes.
+        """Write a warning Event, which `kubectl describe` shows.
 
-        metadata: name, namespace and uid of the object that the Event is about. node: the node where the event
-        happened.
+        message: the Event's text, of which the client writes at most 1024 bytes. metadata: name, namespace and uid of
+        the object that the Event is about. node: the node where the event happened.
         """
         namespace = metadata.get("namespace") or "default"
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -322,13 +326,13 @@ class Cluster:
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield a list of all objects, then each change, without end.
 
-        state: the generator records the watch's state here. keep: returns whether a `Listed` includes an object. If a
-        watch ends at the requested time, a new watch continues at the last resourceVersion. After any other end (a lost
-        connection, an early end, a refusal, no data for too long) the generator yields a new `Listed`, which replaces
-        all earlier objects. In these cases, the generator does not continue at the old resourceVersion, because the
-        server's storage may have been restored from an older snapshot: kube-apiserver opens a watch at a future
-        resourceVersion without an error, and sends nothing until its revision has reached it (Cacher.Watch, cacher.go,
-        1.36).
+        state: the generator records the watch's state here. keep: a function that returns whether a `Listed` includes
+        an object. If a watch ends at the time that the client requested, a new watch continues at the last
+        resourceVersion. After any other end (a lost connection, an early end, a refusal, no data for too long) the
+        generator yields a new `Listed`, which replaces all earlier objects. In these cases, the generator does not
+        continue at the old resourceVersion, because the server's storage may have been restored from an older snapshot:
+        kube-apiserver opens a watch at a future resourceVersion without an error, and sends nothing until its revision
+        has reached it (Cacher.Watch, cacher.go, 1.36).
 
         A watch that was interrupted begins again after a random wait, at most the longest wait of the backoff. All
         watches of this client begin again at the same moment. Short waits would overload a server: if one server ends,
@@ -394,13 +398,13 @@ class Cluster:
                 wait = backoff.next()
                 if isinstance(error, GoneError):
                     if wait <= backoff.first:
-                        wait = 0.0  # Without a wait, list again after the first GoneError.
+                        wait = 0.0  # After the first GoneError, list without a wait.
                 elif isinstance(error, ApiError):
                     if isinstance(error, UnavailableError):
                         lost_at = time.monotonic()
                         broken = broken or opened < math.inf
                     if error.code == 404 and not kind.version:
-                        # The server may no longer serve the chosen version of resource.k8s.io.
+                        # The server may no longer serve the chosen version of resource.k8s.io, so choose one again.
                         self._discovery.forget()
                     if broken:
                         wait = self._connection.apart()
@@ -409,7 +413,7 @@ class Cluster:
                 refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
                 if refused and not warned:
                     warned = True
-                    logger.warning("watch %s: %s; trying again", kind.plural, error)
+                    logger.warning("the watch of %s failed: %s; trying again", kind.plural, error)
                 await self.pause(wait)
 
     async def pause(self, seconds: float) -> None:
@@ -460,7 +464,7 @@ class Cluster:
                 api_version = kind.api_version(version)
                 if body.setdefault("apiVersion", api_version) != api_version:
                     raise api.VersionChangedError(
-                        f"the object is in {body['apiVersion']}, the server uses {api_version}"
+                        f"the object has the version {body['apiVersion']}, the client uses {api_version}"
                     )
                 body.setdefault("kind", kind.kind)
             path = path_of(kind, version, name, namespace, subresource)
@@ -470,7 +474,8 @@ class Cluster:
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
-                self._discovery.forget()  # After an update, the server may no longer serve this version.
+                # After an update of the server, it may no longer serve this version, so choose a version again.
+                self._discovery.forget()
         raise AssertionError("not reached")
 
 

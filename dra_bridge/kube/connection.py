@@ -57,7 +57,7 @@ class RequestStatistics:
     token: auth.TokenLife | None = None
 
     def unreachable_since(self) -> float | None:
-        """Return when the server became unreachable (Unix seconds); None if it responds, or for the first 30 s."""
+        """Return when the server became unreachable (Unix seconds); None if it responds, or in the first 30 s."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
         return time.time() - lost if lost >= liveness.LOST else None
 
@@ -88,7 +88,7 @@ class Connection:
         self._configuration = configuration
         self._deadline = deadline
         self._longest = longest
-        self._again_at = 0.0  # When interrupted watches begin again (monotonic seconds).
+        self._again_at = 0.0  # The time (monotonic seconds) when interrupted watches begin again.
         self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
@@ -112,7 +112,7 @@ class Connection:
             await client.aclose()
 
     async def send(self, method: str, path: str) -> Object:
-        """Send a request that is not for an object of the API, and return the response.
+        """Send a request for a path that names no object of the API, such as /apis, and return the response.
 
         Raises ApiError if the server refuses the request or does not respond.
         """
@@ -272,7 +272,7 @@ class Connection:
     async def connect(self) -> None:
         """Read the configuration.
 
-        If this fails, the previous configuration stays in use. Raises AccessError if there is no previous
+        If the read fails, the previous configuration stays in use. Raises AccessError if there is no previous
         configuration.
         """
         try:
@@ -299,7 +299,8 @@ class Connection:
         before = self._failure
         async with self._connecting:
             if self._reached is None and self._failure is not None and self._failure is not before:
-                raise self._failure  # Meanwhile another request failed to read the configuration.
+                # Another request has just failed to read the configuration, so do not read it again.
+                raise self._failure
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
                 await self.connect()
         assert self._reached is not None

@@ -38,9 +38,10 @@ FIRST_LIMIT: Final = 100
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """The encoding of a response. accept: the Accept header of the request. decode: decodes the response's body.
+    """The encoding of a response. accept: the Accept header of the request.
 
-    `decode` raises ValueError for a wrong body. It may also raise RecursionError.
+    decode: a function that decodes the response's body. It raises ValueError for a wrong body, and may raise
+    RecursionError.
     """
 
     accept: str
@@ -48,7 +49,7 @@ class Form(NamedTuple, Generic[T_co]):
 
 
 class Page(NamedTuple, Generic[T_co]):
-    """A page of a list. resource_version: the resourceVersion of the whole list.
+    """A page of a list. resource_version: the resourceVersion of the whole list, as the page states it.
 
     more: the token for the next page; "" on the last page. size: the bytes of the page.
     """
@@ -93,7 +94,7 @@ def page_of(kind: Kind) -> Form[Page[Object]]:
             or not isinstance(metadata, dict)
             or not metadata.get("resourceVersion")
         ):
-            raise ValueError("it is not the requested list")
+            raise ValueError("the body is not the requested list")
         more = str(metadata.get("continue") or "")
         items = answer.get("items") or []
         for node in items if kind is NODES else ():
@@ -152,7 +153,7 @@ class ListedClaim(NamedTuple):
 def _raw(body: bytes | bytearray, kind: str) -> bytes:
     envelope = pb.Envelope.FromString(bytes(body[len(MAGIC) :])) if body.startswith(MAGIC) else None
     if envelope is None or envelope.type.kind != kind.encode():
-        raise ValueError(f"it is not a {kind} in protobuf")
+        raise ValueError(f"the body is not a {kind} in protobuf")
     return envelope.raw
 
 
@@ -181,7 +182,7 @@ def _protobuf(decode: Callable[[bytes | bytearray], T]) -> Form[T]:
         try:
             return decode(body)
         except DecodeError as error:
-            raise ValueError(f"it is not protobuf: {error}") from error
+            raise ValueError(f"the body is not protobuf: {error}") from error
 
     return Form("application/vnd.kubernetes.protobuf", decoded)
 
@@ -189,7 +190,7 @@ def _protobuf(decode: Callable[[bytes | bytearray], T]) -> Form[T]:
 def _claim_page(body: bytes | bytearray) -> Page[ListedClaim]:
     listed = pb.List.FromString(_raw(body, "ResourceClaimList"))
     if not listed.metadata.resource_version:
-        raise ValueError("it is not the requested list")
+        raise ValueError("the body is not the requested list")
     version, more = _text(listed.metadata.resource_version), _text(listed.metadata.more)
     return Page([_claim(item) for item in listed.items], version, more, len(body))
 

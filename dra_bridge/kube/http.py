@@ -109,7 +109,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpClient:
-    """A client of one HTTP server. It belongs to one event loop. All methods raise OSError and `HTTP_ERRORS`.
+    """A client of one HTTP server. It belongs to one event loop. All methods may raise OSError and `HTTP_ERRORS`.
 
     url: scheme, host, port, and optionally a prefix of all paths. proxy, server_name: see `auth.Access`.
     """
@@ -189,7 +189,7 @@ class HttpClient:
             request = session.request(method, url, headers=headers, data=content or None, **self._options)
             async with request as response:
                 try:
-                    body = bytearray()  # This is not converted to bytes, because a copy would double the memory.
+                    body = bytearray()  # The body stays a bytearray: a copy as bytes would double the memory.
                     most = MAX_BODY if most is None else most
                     if not streamed or response.status != 200:
                         async for piece in response.content.iter_any():
@@ -211,7 +211,7 @@ class HttpClient:
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
             connector=_Connector(
-                limit=0,  # 0 means no limit.
+                limit=0,  # With 0, aiohttp does not limit the number of connections.
                 keepalive_timeout=IDLE,
                 ssl=self._tls or True,
                 socket_factory=_keepalive_socket,

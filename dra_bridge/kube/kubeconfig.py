@@ -55,10 +55,11 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 def main() -> None:
     """Print credentials or a failure as JSON. The first command-line argument is a list of files, as in KUBECONFIG."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The parent process decides how to handle an interruption.
+    # An interruption ends this process without a traceback; the parent process reports the interruption.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     with os.fdopen(os.dup(1), "wb") as output:
-        # kubernetes_asyncio lets credential plugins ask the user only if standard output is a terminal; so use standard
-        # error as standard output.
+        # kubernetes_asyncio lets credential plugins ask the user only if standard output is a terminal; so this
+        # process uses standard error as standard output.
         os.dup2(2, 1)
         try:
             answer: Credentials | Failure = asyncio.run(read(sys.argv[1]))
@@ -90,7 +91,7 @@ async def read(paths: str) -> Credentials:
                 merger.save_changes()
 
         loader = KubeConfigLoader(merger.config, config_base_path=None, config_persister=save)
-    # The library raises these errors for values of unexpected types.
+    # For values of unexpected types, the library raises errors such as AttributeError.
     except (AttributeError, LookupError, TypeError) as error:
         lacks = "clusters, contexts, users and current-context"
         raise KubeConfigError(f"{paths} is not a kubeconfig, a mapping with {lacks}") from error

@@ -216,7 +216,7 @@ SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
     "another request": (
         RemarkKind.REQUEST_DIFFERS,
         [pod({"name": "a", "resources": {"requests": {GPU: 1}, "limits": {GPU: 2}}})],
-        "request 1, limit 2",
+        "the request is 1, the limit is 2",
     ),
     "init": (RemarkKind.INIT_CONTAINER, [pod(container("a", 2), initContainers=[container("i")])], "1, beside 2"),
     "init and sidecar": (
