@@ -27,7 +27,7 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the longest waiting time (seconds), for an error that is expected to last; count no failure."""
+        """Return the longest waiting time (seconds), for an error that is expected to last. Count no failure."""
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:

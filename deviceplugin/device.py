@@ -203,9 +203,9 @@ class Mount:
 class ContainerEdits:
     """The changes to a container that gets devices.
 
-    env: environment variables by name. nodes: device nodes; a plain string means the node at the same path, with
-    permissions rw. mounts: bind mounts. annotations: annotations of the container for the container runtime (only for
-    devices by `limits`; they are not the pod's annotations). cdi: fully qualified CDI device names,
+    env: for each environment variable, the value. nodes: device nodes; a plain string means the node at the same path,
+    with permissions rw. mounts: bind mounts. annotations: annotations of the container for the container runtime (only
+    for devices by `limits`; they are not the pod's annotations). cdi: fully qualified CDI device names,
     vendor.com/class=name.
     """
 
@@ -310,15 +310,15 @@ class Device:
     id: the device's name on this node, of 1 to 63 characters. The id must be the same after a restart, because the
     kubelet's checkpoint contains the id. numa: the device's NUMA node or nodes; None, or -1 as in sysfs, if unknown.
     nodes: the device nodes. edits: further edits of a container with the device. attributes: attributes by which claims
-    select devices; names without a domain belong to the driver's domain. capacity: the device's capacities in DRA by
-    name, each an int or a Kubernetes quantity such as "16Gi". message: the reason why the device is not healthy.
-    consumes: the quantity that the device takes from each shared counter while it has a holder, by counter set and
-    counter. A device is not granted if a counter would become negative. So partitions of one physical device exclude
-    each other. counters: counter sets that the device declares, by name. Several partitions may declare the same set.
-    identity: a text without spaces that identifies the hardware, such as a serial number. Devices with equal identities
-    are the same hardware and never have two holders. The agent also identifies the hardware by device numbers in
-    `nodes`: by the numbers that no other listed device has, or by all if there are none. So put a node that partitions
-    share into the `edits` of each partition.
+    select devices; names without a domain belong to the driver's domain. capacity: for each capacity in DRA (by name),
+    an int or a Kubernetes quantity such as "16Gi". message: the reason why the device is not healthy. consumes: for
+    each counter set and each of its counters, the quantity that the device takes while it has a holder. A device is not
+    granted if a counter would become negative. So partitions of one physical device exclude each other. counters: for
+    each counter set that the device declares, the quantity of each counter. Several partitions may declare the same
+    set. identity: a text without spaces that identifies the hardware, such as a serial number. Devices with equal
+    identities are the same hardware and never have two holders. The agent also identifies the hardware by device
+    numbers in `nodes`: by the numbers that no other listed device has, or by all numbers if other devices have each of
+    them. So put a node that partitions share into the `edits` of each partition.
     """
 
     id: str

@@ -21,7 +21,7 @@ from deviceplugin.naming import parse_quantity
 DeviceKey = tuple[str, str]
 """The key of a device: (resource, device id)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
-"""An amount for each counter, by the names of counter set and counter."""
+"""For each counter set's name, and each name of a counter in the set: an amount of the counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class HardwareIndex:
         return frozenset(self._by_token.get(token, ()))
 
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
-        """Return the capacity of each counter, by scope, counter set and counter.
+        """Return, for each (scope, counter set, counter), the capacity of the counter.
 
         A counter set that two devices declare with different contents is not included.
         """

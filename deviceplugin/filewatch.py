@@ -188,7 +188,7 @@ class Watcher:
                 break
 
     def _look_at_all(self, instance: _Instance, watch: Watch, places: Iterable[_Place]) -> None:
-        """Make inotify watches for the directories that need one, one after another. Runs in a thread."""
+        """Make inotify watches for the directories that need one, one after another. This method runs in a thread."""
         for place in places:
             if place.due and place.wants and place.asked_at is None:
                 place.due, place.asked_at = False, time.monotonic()
@@ -338,7 +338,7 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all inotify watches. If a thread hangs in a call of the instance, they end when the call returns."""
+        """End all inotify watches. If a thread hangs in a call of the instance, the watches end with this call."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
@@ -474,7 +474,7 @@ class _Place:
 
     @property
     def failure(self) -> WatchFailure | None:
-        """Why the directory is not watched; None if it is watched."""
+        """The reason why the directory is not watched; None if it is watched."""
         return self.begun.failure
 
     @property

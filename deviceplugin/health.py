@@ -123,9 +123,9 @@ def open_probe(device: Device) -> ProbeResult:
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], ProbeResult]:
     """Return a probe that runs a command: exit status 0 is good, 75 means no result, any other status is bad.
 
-    argv: the command. `{id}` and `{node}` in it are replaced by the device's id and first device node. The command's
-    environment has DEVICE_ID, and DEVICE_NODES with ':' between the paths. timeout: seconds after which all processes
-    of the command are killed, and the probe is bad.
+    argv: the command. In each argument, `{id}` and `{node}` are replaced by the device's id and first device node. The
+    command's environment has DEVICE_ID, and DEVICE_NODES with ':' between the paths. timeout: seconds after which all
+    processes of the command are killed, and the probe is bad.
     """
 
     def probe(device: Device) -> ProbeResult:
@@ -194,7 +194,7 @@ class Prober:
     removes the entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
-        """Probe each device once; return the results by device id. Never raises."""
+        """Probe each device once; return, for each device id, the result. Never raises."""
         turn = asyncio.Semaphore(self.at_once)
 
         async def checked(device: Device) -> tuple[str, ProbeResult]:

@@ -89,7 +89,7 @@ class HookRuns:
     async def call(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
     ) -> Any:
-        """Wait for earlier hooks of the devices, then call a hook with its source's timeout; return its result.
+        """Wait for earlier hooks of the devices, then call a hook with its source's timeout; return the hook's result.
 
         Raises HookError if the hook failed. Raises DeviceBusyError if an earlier hook still runs after its own timeout,
         or after this call has waited for this hook's timeout.

@@ -100,7 +100,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 
 @dataclass(slots=True)
 class HookStatistics:
-    """Statistics of the calls of hooks, by (resource, hook). Counters only grow.
+    """For each (resource, hook), statistics of the hook's calls. Counters only grow.
 
     seconds: the total duration of all calls, including failed calls.
     """

@@ -53,7 +53,7 @@ MEMORY: Final = 1
 
 
 def token(status: os.stat_result) -> str:
-    """Return the token of a file by its status: the device number of a device node ("" for MEMORY), else the inode."""
+    """Return a file's token from its status: the device number of a device node ("" for MEMORY), else the inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -104,7 +104,7 @@ def port(name: str) -> str:
 def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
     """Return the tokens of the hardware of device nodes, and of the ports or slots of this hardware.
 
-    paths: the path of each device node, by the node's token.
+    paths: for each device node's token, the path of the node.
     """
     tokens: set[str] = set()
     for number, path in paths.items():
@@ -144,7 +144,7 @@ def lasting(tokens: Tokens) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return the present tokens of each listed device, by device id; an empty set if no token is known. Blocks.
+    """Return, for each listed device id, the device's present tokens; an empty set if no token is known. Blocks.
 
     A node of several devices, such as /dev/nvidiactl, identifies none of them. But if one of these devices has only
     shared nodes and no `identity`, its nodes identify all devices that have them.
@@ -197,8 +197,8 @@ def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Token
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
     """Return whether two sets of tokens are of the same device.
 
-    The result is True if both contain the same port, or if they have a token in common and sysfs shows no different
-    hardware.
+    The result is True if both sets contain the same port, or if they have a token in common and sysfs shows no
+    different hardware.
     """
     common = frozenset(tokens).intersection(other)
     if not common or is_port(common):

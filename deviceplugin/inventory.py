@@ -28,10 +28,10 @@ class DuplicateDeviceError(ValueError):
 class InventorySnapshot:
     """The devices of a resource at one moment.
 
-    version: 0 before the source's first list, then one more after each change. devices: the devices by id, in the
-    source's order; gone devices are last. gone: the ids of devices that the source does not list any more. identities:
-    for each device id, the known identity tokens. replicas: for each device id, the number of containers that may share
-    the device; empty if the source shares no device.
+    version: 0 before the source's first list, then one more after each change. devices: for each device id, the device,
+    in the source's order; gone devices are last. gone: the ids of devices that the source does not list any more.
+    identities: for each device id, the known identity tokens. replicas: for each device id, the number of containers
+    that may share the device; empty if the source shares no device.
     """
 
     resource: str
@@ -48,7 +48,7 @@ class InventorySnapshot:
 
 
 def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
-    """Return a device list as a dict by id. what: the list's name in messages. Raises DuplicateDeviceError."""
+    """Return a dict from device id to device. what: the list's name in messages. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -155,7 +155,7 @@ class Inventory:
 
     @property
     def devices(self) -> Mapping[str, Device]:
-        """The present devices by id, including devices that are gone."""
+        """For each device id, the present device, including devices that are gone."""
         return self.snapshot.devices
 
     def __repr__(self) -> str:

@@ -40,8 +40,8 @@ IDLE: Final = 30.0
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
-"""Number of file accesses that exceeded their deadline, by (resource, kind of access); the resource is "" for files of
-no resource. Counters only grow."""
+"""For each (resource, kind of access), the number of file accesses that exceeded their deadline; the resource is "" for
+files of no resource. Counters only grow."""
 
 
 class LookTimeoutError(OSError):
@@ -58,12 +58,13 @@ class Look(Generic[_T]):
         self._ended = threading.Lock()
         self._ended.acquire()
         self._waiting: list[Callable[[], None]] | None = []
-        """Callbacks for the end of the call; None after the end. Used only while the pool's lock is held."""
+        """Callbacks for the end of the call; None after the end. This list is used only while the pool's lock is
+        held."""
         self._outcome: _T | None = None
         self._error: BaseException | None = None
 
     def run(self, lock: threading.Lock) -> None:
-        """Call the function. Runs in a thread of the pool. lock: the pool's lock."""
+        """Call the function. This method runs in a thread of the pool. lock: the pool's lock."""
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)

@@ -138,13 +138,13 @@ class DeviceSource:
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
         """Set up the devices of a claim's request; return further edits of its containers, in addition to `edits`.
 
-        Called for claims only, once for each request, after `reset`; not for administrative access. If claims share a
-        device, the hook is called for each claim, always with the same parameters: a claim with other parameters is
-        refused while another claim has the device. `config` is an instance of `config_type` from the parameters of
-        DeviceClass and claim; parameters of the claim take precedence, and without parameters `config` has the
-        defaults. Without a `config_type`, `config` is None. The hook may be called again for the same devices, after it
-        failed or the agent ended. If the hook raises an exception, the claim's pods wait, and the kubelet tries again.
-        `return ContainerEdits(env={"FPGA_MODE": config.mode})`
+        The hook is called for claims only, once for each request, after `reset`; not for administrative access. If
+        claims share a device, the hook is called for each claim, always with the same parameters: a claim with other
+        parameters is refused while another claim has the device. `config` is an instance of `config_type` from the
+        parameters of DeviceClass and claim; parameters of the claim take precedence, and without parameters `config`
+        has the defaults. Without a `config_type`, `config` is None. The hook may be called again for the same devices,
+        after it failed or the agent ended. If the hook raises an exception, the claim's pods wait, and the kubelet
+        tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
@@ -161,7 +161,7 @@ class DeviceSource:
         return None
 
     def measure(self, devices: Sequence[Device]) -> Measured | Awaitable[Measured]:
-        """Return the load of the devices by id and quantity; called periodically if the agent serves metrics.
+        """Return, for each device id and quantity, the load; called periodically if the agent serves metrics.
 
         `deviceplugin.metrics.load` lists the common quantities (`utilization_ratio`, `memory_used_bytes`). Each other
         quantity becomes a metric of its own: use base units, and the suffix `_total` for a quantity that only grows.

@@ -60,7 +60,7 @@ def link_name(path: str) -> str | None:
 
 
 def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
-    """Yield the device nodes of a device by its sysfs directory, without those of other PCI or USB devices below it."""
+    """Yield the device nodes of the device with this sysfs directory, except those of PCI or USB devices below it."""
     for line in (read(f"{directory}/uevent") or "").splitlines():
         key, _, value = line.partition("=")
         if key == "DEVNAME" and value:

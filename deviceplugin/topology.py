@@ -25,7 +25,7 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Ids = Collection[str]
 Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
-"""The link scores of pairs of devices, by frozenset({a, b}). A higher score means closer. A missing pair has score 0.
+"""For each pair of devices, frozenset({a, b}): the link score. A higher score means closer. A missing pair has score 0.
 """
 
 # For each width in bits: the type code of an `array` of numbers of this width.

@@ -80,7 +80,7 @@ def file_error(file: str, message: str, line: int = 0) -> ConfigError:
 
 
 class Problems:
-    """Collects the problems of one config file. lines: the line of each value that was read, by the value's path."""
+    """Collects the problems of one config file. lines: for the path of each value that was read, its line."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -268,7 +268,7 @@ FLAG: Final = re.compile(r"(?<!\S)--(device|domain|config|listen|log-level|plugi
 
 
 def keys(node: yaml.Node) -> dict[str, yaml.Node]:
-    """Return the values of a mapping by key; an empty dict for a node that is no mapping."""
+    """Return, for each key of a mapping, the value; an empty dict for a node that is no mapping."""
     return {scalar_text(key): value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
 
 

@@ -114,8 +114,8 @@ _Take = Callable[[Any, Imported], None]
 def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
     """Yield the settings in a text: YAML that contains settings, or a command line with generic-device-plugin's flags.
 
-    whole: whether `text` is the whole text to import, not a value in it. If a whole text is neither YAML nor such a
-    command line, this function raises yaml.YAMLError or ConfigError.
+    whole: whether `text` is the whole text to import, not only a value in the whole text. If a whole text is neither
+    YAML nor such a command line, this function raises yaml.YAMLError or ConfigError.
     """
     try:
         nodes = document.compose_all(text)
@@ -222,7 +222,10 @@ def _flags(words: Sequence[Any], made: Imported) -> None:
 
 
 def _specs(value: str, made: Imported) -> list[Any]:
-    """Return the devices in a value of the flag --device. In older versions of the plugin, this is a name and globs."""
+    """Return the devices in a value of the flag --device.
+
+    In older versions of the plugin, the value is a name and globs.
+    """
     name, *globs = value.split(",")
     if globs and re.fullmatch(r"[a-z0-9-]+", name):
         return [{"name": name, "groups": [{"paths": [{"path": glob.strip()}]} for glob in globs]}]

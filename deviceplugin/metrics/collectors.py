@@ -158,7 +158,7 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
     },
 }
-"""For each type of metric: the metrics by name (without `deviceplugin_`), each with labels and help text."""
+"""For each type of metric, and each name of a metric (without `deviceplugin_`): the labels and the help text."""
 _ABSENT_IF_EMPTY: Final = (
     *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
 )
@@ -364,10 +364,11 @@ def _format(request: web.Request) -> str:
 
 @contextlib.contextmanager
 def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = None) -> Iterator[web.Server]:
-    """While the context is active, serve an agent's metrics at `address`. Must be entered in the agent's event loop.
+    """While the context is active, serve an agent's metrics at `address`.
 
-    address: host:port, [v6 address]:port, or :port for all addresses. config: the settings, None for the defaults.
-    Raises OSError if the server cannot listen at the address, or a certificate or token cannot be read.
+    The context must be entered in the agent's event loop. address: host:port, [v6 address]:port, or :port for all
+    addresses. config: the settings, None for the defaults. Raises OSError if the server cannot listen at the address,
+    or a certificate or token cannot be read.
     """
     loop = asyncio.get_running_loop()
     observer, certificate, token = Observer(agent), None, None

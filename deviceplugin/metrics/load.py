@@ -54,8 +54,8 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""The usual quantities of sources, by the metric's name without `deviceplugin_device_`. Names of counters end with
-`_total`. A source may have further quantities."""
+"""For each name of a metric without `deviceplugin_device_`: one of the usual quantities of sources. Names of counters
+end with `_total`. A source may have further quantities."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
@@ -68,13 +68,13 @@ Reading = Mapping[str, Mapping[str, Value]]
 
 
 class MeasureError(Exception):
-    """Raised when the result of `measure` is not a mapping of numbers by device id and quantity."""
+    """Raised when the result of `measure` does not map device ids to mappings from quantities to numbers."""
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Reading:
     """Return the values of these devices from the result of `measure`, without None and infinite values.
 
-    Raises MeasureError if the result is not a mapping of numbers by device id and quantity.
+    Raises MeasureError if the result does not map device ids to mappings from quantities to numbers.
     """
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not {{device id: {{quantity: number}}}}")

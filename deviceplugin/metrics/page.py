@@ -384,7 +384,7 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a name or path as HTML. Browsers may break the line after punctuation marks in it."""
+    """Return a name or path as HTML. Browsers may break the line after punctuation marks in this text."""
     return re.sub(r"([_/.:]+)(?=\w)", r"\1<wbr>", escape(text))
 
 

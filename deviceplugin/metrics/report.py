@@ -111,7 +111,7 @@ class Provider(Protocol):
         """The provider's name in /status and in messages."""
 
     def report(self) -> ProviderReport:
-        """Return the present report. Called once for each view (`AgentView`), in a thread of its own."""
+        """Return the present report. This method is called once for each view (`AgentView`), in a separate thread."""
 
 
 @runtime_checkable

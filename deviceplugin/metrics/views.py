@@ -60,7 +60,7 @@ class ObservedAgent(Protocol):
 
     @property
     def services(self) -> Mapping[str, ObservedService]:
-        """The services of the agent's resources, by resource name."""
+        """For each resource name, the resource's service."""
 
     def status(self) -> AgentStatus:
         """Return the agent's present status. Any thread may call this method."""
@@ -233,7 +233,10 @@ def _plugin_holder(holder: PodContainer) -> DeviceHolder:
 
 
 class _ProviderCalls:
-    """Calls one provider with a timeout, one call at a time. error: why the last call returned no report, or ""."""
+    """Calls one provider with a timeout, one call at a time.
+
+    error: the reason why the last call returned no report, or "".
+    """
 
     def __init__(self, provider: Provider) -> None:
         self.error = ""
@@ -428,7 +431,7 @@ class Observer:
     def _holders(
         self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> tuple[_Holders, _Holders]:
-        """Return two mappings by device: the holders, and the claims with administrative access.
+        """Return for each device the holders and, in a second mapping, the claims with administrative access.
 
         known: whether the kubelet's checkpoint was read recently, so that the containers with devices are known.
         """

@@ -45,7 +45,7 @@ BACKLOG: Final = 1024  # Maximum connections that Linux keeps until the server a
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: the headers by name; the names are not case-sensitive."""
+    """A client's request. headers: for each header's name (not case-sensitive), the value."""
 
     path: str
     query: str
@@ -160,7 +160,7 @@ class _Connection(NamedTuple):
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves routes by path at a listening socket. Each connection has its own thread and one request."""
+    """Serves one route for each path, at a listening socket. Each connection has its own thread and one request."""
 
     daemon_threads = True
 

@@ -189,7 +189,7 @@ class ConfiguredSource(DeviceSource):
         return {pair: score for entry in self.entries for pair, score in entry.links.items()}
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this device, by the resource's setting `sharing`."""
+        """Return how many containers may share this device, as the resource's setting `sharing` states."""
         replicas = self.config.sharing.replicas
         if isinstance(replicas, int):
             return replicas
@@ -380,8 +380,7 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command has a timeout of its own, which is shorter than this one, and so comes first. Its message has
-            # more details.
+            # The command's own timeout is shorter than this one, so it expires first. Its message has more details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()
@@ -407,7 +406,7 @@ class ProbedHealth:
             first.add_done_callback(lambda _: changed.set())
 
     def judged(self, device: Device) -> Device:
-        """Return the device with its health by its source or by its probes, whichever is worse."""
+        """Return the device with the worse of two states of health: from its source, and from its probes."""
         history = self._histories[device.id]
         return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
 

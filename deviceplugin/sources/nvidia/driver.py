@@ -113,7 +113,7 @@ class GpuMonitor:
                 self._running = self._last = None
 
     async def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of GPUs and partitions by UUID; {} while no source is subscribed. May raise NvmlError."""
+        """Return, for each UUID of a GPU or partition, the load; {} if no source is subscribed. May raise NvmlError."""
         if self._running is None:
             return {}
         thread, session, _ = self._running

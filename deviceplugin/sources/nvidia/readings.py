@@ -50,7 +50,7 @@ def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
 def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], partitions: dict[str, Partition]) -> Gpu:
     """Return the GPU with its present partitions. handles: a mapping to which the handle of each partition is added.
 
-    partitions: the partitions from earlier calls, by UUID, which are not read again.
+    partitions: for each UUID, the partition from an earlier call, which is not read again.
     """
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
@@ -111,7 +111,7 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
         # pair of GPUs at the switch.
         count = -(-direct[pair] // 2) + min(switched[uuid], switched[other])
         level = -1
-        # A KeyError means a GPU without handle, because it could not be read.
+        # A KeyError means that a GPU has no handle, because the GPU could not be read.
         with contextlib.suppress(nv.NVMLError, KeyError):
             level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[uuid], handles[other])
         if score := Link.NVLINK * count + _LEVELS.get(level, 0):

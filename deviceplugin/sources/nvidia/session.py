@@ -197,7 +197,10 @@ class Session:
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of GPUs and partitions by UUID, in base units. Values that are not reported are left out."""
+        """Return, for each UUID of a GPU or partition, the load in base units.
+
+        Values that are not reported are left out.
+        """
         measured: dict[str, dict[str, Any]] = {}
         whole = {gpu.uuid for gpu in self._gpus.values()}
         for name in ids:
@@ -216,7 +219,7 @@ class EventListener:
     def __init__(self, nv: Any) -> None:
         self.notes: tuple[str, ...] = ()
         self.registered: dict[int, str] = {}
-        """For each GPU that reports XIDs: its UUID, by the pointer in the GPU's handle."""
+        """For the pointer in the handle of each GPU that reports XIDs: the GPU's UUID."""
         self._nv = nv
         self._set: Any = None
         self._watched: frozenset[str] = frozenset()
