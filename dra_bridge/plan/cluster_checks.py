@@ -1,6 +1,6 @@
 """Checks of DeviceClasses, rights, quotas, autoscalers and programs that count devices.
 
-Pure functions, one for each kind of finding.
+The checks are pure functions, one for each kind of finding.
 """
 
 from __future__ import annotations

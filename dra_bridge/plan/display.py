@@ -14,7 +14,7 @@ _HEAD: Final = (*_WIDE, "WAIT", "UNCHANGED PODS THROUGH DRA")
 
 
 def table(plan: MigrationPlan, width: int | None) -> str:
-    """Format the plan for a terminal. width: the terminal's width in characters; None for any width."""
+    """Format the plan for a terminal. width: the terminal's width in characters; None for no limit."""
     blocks = [_drain(plan)]
     for finding in plan.findings:
         kind = finding.kind

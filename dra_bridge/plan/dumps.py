@@ -92,7 +92,7 @@ def _from_yaml(text: bytes) -> Iterator[Any]:
                 while not isinstance(event := next(events), yaml.SequenceEndEvent):
                     item = _value(event, events, anchors)
                     if isinstance(item, dict) and "kind" not in item:
-                        waiting.append(item)  # The list's kind may come after the items in the text.
+                        waiting.append(item)  # The list's kind, which implies the item's, may come later.
                     else:
                         yield item
             else:

@@ -1,4 +1,4 @@
-"""Checks of nodes, of their kubelets and of their agents. Pure functions, one for each kind of finding."""
+"""Checks of nodes, kubelets and agents. The checks are pure functions, one for each kind of finding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dra_bridge.plan.objects import AGENT, Body, labels_of, name_of, part, title
 from dra_bridge.plan.view import ClusterView, listed, minor_of
 
 FIRST = 32
-"""The first minor version whose DRA the agent supports (resource.k8s.io/v1beta1)."""
+"""The first minor version of Kubernetes whose DRA the agent supports (resource.k8s.io/v1beta1)."""
 
 
 def _by_version(
@@ -65,7 +65,7 @@ def features_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes whose kubelet aligns devices by the Topology Manager."""
+    """Find nodes whose kubelet aligns devices with a policy of the Topology Manager."""
     found = defaultdict(list)
     for node in view.device_nodes:
         policy = part(view.objects.kubelets.get(name_of(node), {}), "topologyManagerPolicy")

@@ -1,4 +1,4 @@
-"""Checks of pods that request devices. Pure functions, one for each kind of finding."""
+"""Checks of pods that request devices. The checks are pure functions, one for each kind of finding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MAX_DEVICES = 32
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
     """Find pods that request more devices of a resource than any node has, by the device plugin and DRA together."""
     if not view.nodes:
-        return  # The dump of a chart has no nodes, so the check is impossible.
+        return  # Without nodes, as in the dump of a chart, the check is impossible.
     most: dict[str, int] = defaultdict(int)
     for node in view.nodes:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
         for resource in view.targets:
             capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
-            # While the bridge's agent runs, a node's capacity includes the devices that are for claims.
+            # While an agent runs, capacity includes the devices for claims, so `published` is not added.
             most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
     for pod in view.pods:
         for resource, count in asked_of(pod).items():
@@ -52,7 +52,7 @@ def preempts(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods with an init container that requests another number of devices than each of the pod's containers."""
+    """Find pods in which an init container requests a number of devices that no container of the pod requests."""
     for pod in view.pods:
         spec = pod["spec"]
         for container in spec["initContainers"]:

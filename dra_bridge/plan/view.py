@@ -37,9 +37,9 @@ ENDED: Final = ("Succeeded", "Failed")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A resource to migrate. driver: its DRA driver, "" if unknown.
+    """A resource to migrate. driver: the DRA driver of the resource, "" if unknown.
 
-    share: the number or percentage of its devices that claims will get, "" if unknown.
+    share: the number or percentage of the resource's devices that claims will get, "" if unknown.
     """
 
     resource: str

@@ -1,1 +1,1 @@
-"""Moves devices on many nodes between plugin and DRA: shows the nodes' progress, and requests a share node by node."""
+"""Moves devices on many nodes between plugin and DRA: shows each node's progress, and requests each node's share."""

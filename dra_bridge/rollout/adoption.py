@@ -1,8 +1,9 @@
-"""Checks whether agents can adopt a vendor's device plugin, or give it back, and makes the patch of its DaemonSet.
+"""Checks whether agents can adopt a vendor's device plugin or give it back, and makes the patch of its DaemonSet.
 
-An adopted plugin registers with the agent instead of the kubelet. This module writes nothing. The patch fails if the
-fields that it replaces have changed meanwhile. The patch stores the former values of these fields in an annotation of
-the DaemonSet, and the patch that gives the plugin back restores these values.
+An adopted plugin registers with the agent; a plugin that was given back registers with the kubelet. This module writes
+nothing to the cluster. The patch fails if the fields that it replaces have changed meanwhile. The patch stores the
+former values of these fields in an annotation of the DaemonSet, and the patch that gives the plugin back restores these
+values.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def managers(daemon_set: Object) -> list[str]:
 
 
 def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
-    """Return problems and commands for the adoption of a DaemonSet's plugin. nodes: the nodes of its pods."""
+    """Return problems and commands for the adoption of a DaemonSet's plugin. nodes: the DaemonSet's nodes."""
     problems = managers(daemon_set)
     there = {agent.node: agent for agent in agents}
     if without := sorted(node for node in nodes if node not in there):
@@ -205,7 +206,10 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return problems and commands to give an adopted plugin back. obstacles: reasons why it cannot be given back."""
+    """Return problems and commands to give an adopted plugin back.
+
+    obstacles: reasons, which the caller has found, why the plugin must stay adopted now.
+    """
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -245,7 +249,7 @@ def _host_paths(daemon_set: Object) -> dict[str, str]:
 
 
 def _unusable(daemon_set: Object, paths: Mapping[str, str], plugins: str) -> Iterable[str]:
-    """Yield the reasons why the plugin would not register with the agent after the change of its hostPath."""
+    """Yield the reasons why the plugin would not register with the agent after a change of its DaemonSet's hostPath."""
     if plugins not in paths.values():
         above = [path for path in paths.values() if plugins.startswith(f"{path}/")]
         if above:

@@ -1,7 +1,8 @@
 """Reads the state of devices from each agent's `/status`, through the API server's proxy of pods and nodes.
 
-The report in an agent's Lease is not enough, because it has holders only with a delay, and no health. The API server
-could not handle a write of the Lease for each change of holders or health on many nodes.
+The report in an agent's Lease is not enough, because the agent adds holders to the report only after a delay, and the
+report has no health. The API server could not handle a write of the Lease for each change of holders or health on many
+nodes.
 """
 
 from __future__ import annotations
@@ -129,10 +130,10 @@ class UnlistedClaims(NamedTuple):
 class Answers:
     """The content of the agents' responses.
 
-    devices, unlisted: devices by node, resource and device id. reasons: for each node, why facts about its devices are
-    missing. problems: for each node, problems of the agent itself, such as a reason why it is not ready, or a config
-    file that it has refused. adopted: for each node and resource with a vendor's plugin, whether that plugin is
-    connected.
+    devices, unlisted: for each (node, resource, device id), the agent's data on the device. reasons: for each node, why
+    facts about its devices are missing. problems: for each node, problems of the agent itself, such as a reason why it
+    is not ready, or a config file that it has refused. adopted: for each node and resource with a vendor's plugin,
+    whether that plugin is connected.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
@@ -145,9 +146,9 @@ class Answers:
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
 
-    Only a user who may bind roles in the whole cluster can add such a binding. The binding with the default name is
-    read if no binding has the label (Helm replaces the label by its own label), or if the user may not list bindings
-    (operators may read only this binding).
+    Only a user who may bind roles in the whole cluster can add such a ClusterRoleBinding. The binding with the default
+    name is read if no binding has the label (Helm replaces the label by its own label), or if the user may not list
+    bindings (operators may read only this binding).
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):
@@ -210,7 +211,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    # On a node without an agent's pod, an agent may run outside of pods.
+    # On a node without an agent's pod, an agent may run outside of pods, so ask these nodes as well.
     units = sorted(set(nodes) - {node for _, node in asked}, key=natural)
     of_pods, of_units = await asyncio.gather(
         asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked)), _ask_units(cluster, units, turns)
@@ -281,7 +282,8 @@ _SCHEMES: Final = ("", "https:")
 class _UnitAnswer(NamedTuple):
     """The result of a request to an agent outside of pods.
 
-    told: the agent's status, or a text for the message to the user, which begins with "no pod ... runs there".
+    told: the agent's status; without a status, the second half of a sentence for the user, whose first half states that
+    no agent's pod runs on the node.
 
     scheme: the prefix in _SCHEMES with which the agent responded, or None. refused: whether the user lacks the right to
     ask nodes.
@@ -340,7 +342,7 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
     except msgspec.MsgspecError as error:
         return _NoAnswer(f"its answer is not an agent's status: {error}", final=True)
     except ForbiddenError as error:
-        if error.reason != "Forbidden":  # The agent itself, not the API server, refuses the client certificate.
+        if error.reason != "Forbidden":  # The API server has passed on a refusal by the agent.
             return _NoAnswer(f"its agent refuses: {error.message}", final=True)
         return _NoAnswer(right, final=True, refused=True)
     except ApiError as error:
@@ -348,7 +350,8 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
             return _NoAnswer("its page asks for a token, which the proxy cannot pass on", final=True)
         return _NoAnswer(error.message)
     finally:
-        asking.close()  # The coroutine was not started if the deadline came during the wait for the semaphore.
+        # If the deadline came during the wait for the semaphore, the coroutine has never started and must be closed.
+        asking.close()
 
 
 def _titles(holders: Sequence[_ReportedHolder]) -> str:

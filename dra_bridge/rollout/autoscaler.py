@@ -1,10 +1,11 @@
-"""Decides which Nodes a rollout marks, so that a cluster autoscaler does not drain nodes in use. Pure functions.
+"""Decides which Nodes a rollout marks, so that a cluster autoscaler does not drain nodes in use.
 
-The autoscaler (commit 33c3f97b) has two rules. First, the slices alone decide whether a node with slices is idle: CPU
-and memory do not count, and a node with an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with
-fewer complete pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go).
-So either all nodes of a group should have a pool, or no node of the group. The rollout marks the nodes whose
-ResourceSlices do not show that pods use the node, and the autoscaler does not drain marked nodes.
+All functions are pure. The autoscaler (commit 33c3f97b) has two rules. First, the slices alone decide whether a node
+with slices is idle: CPU and memory do not count, and a node with an empty pool is idle
+(pkg/simulator/utilization/info.go). Second, a node with fewer complete pools than the first good node of its group
+counts as unready (pkg/processors/customresources/dra_processor.go). So either all nodes of a group should have a pool,
+or no node of the group. The rollout marks the nodes whose ResourceSlices do not show that pods use the node, and the
+autoscaler does not drain marked nodes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def mark_annotation(driver: str) -> str:
 class Marks:
     """The annotations of a Node for the autoscaler and the agent.
 
-    disabled: the autoscaler does not drain the node. own: a rollout of this driver has set `disabled`. others: a
-    rollout of another driver has set `disabled`. pool: the Node requests a pool from the agent.
+    disabled: whether the annotation SCALE_DOWN_DISABLED is set. own: whether a rollout of this driver has set this
+    annotation. others: whether a rollout of another driver has set this annotation. pool: whether the Node requests a
+    pool from the agent.
     """
 
     disabled: bool = False
@@ -56,7 +58,7 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 
 
 class Placement(enum.Enum):
-    """Which of a node's devices are on the DRA side: all, none, or some.
+    """Whether all, none or some of a node's devices are on the DRA side.
 
     If devices are moving or quarantined, the value is PARTIAL as well.
     """
@@ -67,7 +69,7 @@ class Placement(enum.Enum):
 
 
 def placement(reported: Progress | None) -> Placement:
-    """Return which of a node's devices are on the DRA side; NONE if the node has no device."""
+    """Return whether all, none or some of a node's devices are on the DRA side; NONE for a node without devices."""
     counts = [resource.counts for resource in reported.resources.values()] if reported is not None else []
     states = {State(state) for each in counts for state, number in each.items() if number}
     if states == {State.DRA}:
@@ -131,11 +133,11 @@ class MarkStep:
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
     """Return the marks, and the requests for pools, to write next. nodes: all nodes of the rollout.
 
-    ignore: whether the cluster has no autoscaler, so that no node needs a mark. All nodes are marked before the first
-    pool is requested. A node with all devices on the DRA side needs no mark, because its ResourceSlices show which
-    devices are in use. A node with no device on the DRA side needs no mark once no node of its group has a
-    ResourceSlice. An agent of an older version always has a ResourceSlice. So all nodes of its group stay marked and
-    have pools, because nodes without a pool would count as unready.
+    ignore: whether to ignore cluster autoscalers, because the cluster has none; then no node needs a mark. All nodes
+    are marked before the first pool is requested. A node with all devices on the DRA side needs no mark, because its
+    ResourceSlices show which devices are in use. A node with no device on the DRA side needs no mark once no node of
+    its group has a ResourceSlice. An agent of an older version always has a ResourceSlice. So all nodes of its group
+    stay marked and have pools, because nodes without a pool would count as unready.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE and not node.former for node in served)
@@ -149,7 +151,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
     leaving = [node for node in served if at_none and not ignore and node.sliced]
-    if not (withdraw or leaving):  # The nodes stay marked, because no agent will remove the remaining ResourceSlices.
+    if not (withdraw or leaving):  # No agent will remove the remaining ResourceSlices, so these nodes stay marked.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]
     return MarkStep(

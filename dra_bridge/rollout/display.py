@@ -185,7 +185,7 @@ def rows_of(text: str, width: int) -> int:
 
 
 def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]:
-    """Return the first of these lines that fit on the screen. If some are left out, the last line has their number."""
+    """Return the first of these lines that fit on the screen. If some are left out, a last line states how many."""
     used = list(itertools.accumulate(rows_of(line.text, width) for line in all_lines))
     if not used or used[-1] < height:
         return list(all_lines)

@@ -38,7 +38,7 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node's recorded state before a rollout began with it. failed: shortened UIDs of earlier failed pods.
+    """A node's state before a rollout began with the node. failed: shortened UIDs of pods that had already failed.
 
     owner: the owner (see `Goal`) of the rollout that has set the present share; "" in records of older versions.
     """
@@ -55,7 +55,7 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as the node's agent reports it. pods: the pods for which the device's claims are reserved.
 
     known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is not
-    offered, "" if it is offered or this is unknown. admins: claims that have only administrative access.
+    offered, "" if it is offered or this is unknown. admins: claims with only administrative access.
     """
 
     resource: str
@@ -145,7 +145,7 @@ def views(
         name, annotations = node["metadata"]["name"], _annotations(node)
         former = read(driver, by_node.get(name, ()))
         if former is not None and not former.resources:
-            # The slice's annotation is not a report of an older agent, because it has only prefixes of device names.
+            # An annotation that has only prefixes of device names is no report of an older agent.
             former = None
         reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
@@ -181,7 +181,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return a node's devices. claims, admins: by (pool, device name), the claims that hold or only access it."""
+    """Return a node's devices. claims, admins: for each (pool, device name), its holders and administrative claims."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -245,7 +245,7 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
 
 
 def withheld(view: NodeView) -> list[str]:
-    """Return a sentence for each reason why devices are not offered, with the effect on the scheduler's count."""
+    """Return a sentence for each reason why devices are not offered, and one on how the scheduler counts them."""
     by_reason: dict[str, list[str]] = {}
     for device in view.devices:
         if device.withheld:
@@ -375,10 +375,10 @@ def _share(text: str | None) -> Share | None:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a rollout. share: the text of the Nodes' annotation, None to remove it; unused in an undo.
+    """The goal of a rollout. share: the Nodes' annotation, None to remove the annotation; unused in an undo.
 
-    owner: the user and the share; if the same user runs the same command again, it continues with the nodes that it has
-    begun. take_over: whether to continue with nodes that another owner has begun.
+    owner: the user and the share; if the same user runs the same command again, the command continues with the nodes
+    that it has begun. take_over: whether to continue with nodes that another owner has begun.
     """
 
     share: str | None = None
@@ -408,7 +408,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """A node's phase in a rollout. UNTOUCHED: it has no record for an undo. UNSERVED: no agent has written a report."""
+    """A node's phase. UNTOUCHED: the node has no record for an undo. UNSERVED: no agent reports on the node."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -450,8 +450,8 @@ class RolloutLimits:
     """Limits of a rollout. patience: maximum seconds for a node's moves. pause: whether to stop after the first nodes.
 
     continue_when_held: whether the rollout continues with other nodes if a node's devices are held for longer than
-    `patience`. ignore_autoscaler: whether there is no autoscaler, so that the rollout marks no node and requests no
-    empty pool.
+    `patience`. ignore_autoscaler: whether the rollout ignores cluster autoscalers, because there are none; then it
+    marks no Node and requests no pools without devices.
     """
 
     max_unavailable: int = 1
@@ -473,9 +473,9 @@ def decide(
 ) -> RolloutStep:
     """Return the next steps of a rollout.
 
-    ages: seconds since this run first saw each node move. failing: `failing_pods` by node; pods that failed before the
-    rollout began with the node do not count. own: nodes whose share this run has set. gone: unfinished nodes of this
-    run whose Node was deleted or has other labels now; such a Node may return without its requested share.
+    ages: seconds since this run first saw each node move. failing: the `failing_pods` of each node; pods that failed
+    before the rollout began with the node do not count. own: nodes whose share this run has set. gone: unfinished nodes
+    of this run whose Node was deleted or has other labels now; such a Node may return without its requested share.
     """
     by_phase: dict[Phase, list[NodeView]] = {member: [] for member in Phase}
     for view in nodes:
@@ -554,9 +554,9 @@ def share_patch(driver: str, share: str | None) -> dict[str, Any]:
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
     """Return the merge patch by which a rollout begins with a node: it sets the share and records the former share.
 
-    None if the rollout has already begun with the node, or if it belongs to another owner's rollout now. node: the
-    present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. If an earlier rollout has
-    recorded the former share already, this record stays unchanged until an undo.
+    The result is None if the rollout has already begun with the node, or if the node belongs to another owner's rollout
+    now. node: the present Node; the patch fails if the Node changes. failing: UIDs as in `failing_pods`. If an earlier
+    rollout has recorded the former share already, this record stays unchanged until an undo.
     """
     annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)
@@ -571,7 +571,7 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
 def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
     """Return the merge patch that removes a rollout's record from a node.
 
-    None if there is no record, or if the requested share is not the share from before the rollout.
+    The result is None if there is no record, or if the requested share is not the share from before the rollout.
     """
     annotations = _annotations(node)
     before = _before(annotations.get(before_annotation(driver)))

@@ -1,8 +1,8 @@
 """Limits how fast a rollout begins with nodes whose devices return from DRA to the device plugin.
 
 Before a device returns to the device plugin, its node's agent reads a consistent list of all claims of the cluster. No
-other request of an agent grows with the cluster. So a rollout limits how many bytes of claims all agents together list
-in a second.
+other request of an agent grows with the size of the cluster. So a rollout limits how many bytes of claims all agents
+together list in a second.
 """
 
 from __future__ import annotations

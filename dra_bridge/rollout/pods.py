@@ -51,10 +51,10 @@ def may_fail(pod: Object, resources: Collection[str]) -> bool:
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return a text about each pod of a node that may have failed because of devices, by the pod's shortened UID.
+    """Return, for each pod of a node that may have failed because of devices, its shortened UID and a text.
 
-    These are pods that request one of the resources or have claims, and that are Failed (as after
-    UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
+    Such a pod requests one of the resources or has claims, and is Failed (as after UnexpectedAdmissionError) or cannot
+    start, as an Event FailedPrepareDynamicResources shows.
     """
     unprepared = {
         (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
@@ -105,7 +105,10 @@ async def pods_by_node(cluster: Cluster, nodes: Collection[str], resources: Coll
 
 
 async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, Object]:
-    """Return the existing Nodes with these names, by name. Raises ClusterError."""
+    """Return the existing Nodes with these names, as {name: Node}. Raises ClusterError.
+
+    For more than FEW names, the result has all Nodes of the cluster.
+    """
     if not names:
         return {}
     selectors = [f"metadata.name={name}" for name in names] if len(names) <= FEW else [""]

@@ -1,4 +1,4 @@
-"""The agent's report on its devices in the annotation `<driver>/handover` of the node's Lease; writes and reads it.
+"""Writes and reads an agent's report on its devices, in the annotation `<driver>/handover` of the node's Lease.
 
 The report is not on the Node, because the agent has no right to write annotations of Nodes. Older agents wrote the
 report on one of their ResourceSlices, and kept a ResourceSlice for the report even without devices. The agent writes

@@ -13,9 +13,10 @@ OTHER_ROWS = 6
 
 
 class Reporter:
-    """Shows the progress of nodes. bars: rich's progress bars; None prints lines instead. say: prints a line.
+    """Shows the progress of nodes. bars: rich's progress bars; None to print lines instead.
 
-    stopped: why a rollout has stopped; the program prints this last, after the bars were removed.
+    say: a function that prints a line. stopped: the reasons why a rollout has stopped, which the program prints last,
+    after the bars were removed.
     """
 
     def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
@@ -51,7 +52,7 @@ class Reporter:
             self._make_room()
 
     def total(self, phases: Mapping[str, Phase]) -> None:
-        """Update the bar of all nodes, which is above the bars of single nodes. phases: each node's phase, by name."""
+        """Update the bar of all nodes, which is above the bars of single nodes. phases: for each node, its phase."""
         if self._bars is None:
             return
         of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
@@ -65,7 +66,8 @@ class Reporter:
     def _make_room(self) -> None:
         """Hide the bars for which the terminal has no rows.
 
-        Unfinished nodes come first. Finished nodes have a bar of their own only if there is no bar of all nodes.
+        Bars of finished nodes are hidden first. Finished nodes have a bar of their own only if there is no bar of all
+        nodes.
         """
         moving = [node for node in self._tasks if node not in self._done]
         rest = [node for node in self._tasks if node in self._done] if self._total is None else []

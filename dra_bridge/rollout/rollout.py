@@ -44,7 +44,7 @@ AFTER_OUTAGE: Final = 60.0
 A starting kube-apiserver refuses requests with 403 until its authorizer has read the roles.
 """
 _SELECTED: Final = ("metadata.name", "spec.nodeName")
-"""Field selectors' fields with a node's name: for Nodes, and for ResourceSlices."""
+"""The fields with a node's name in field selectors: of Nodes, and of ResourceSlices."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
@@ -260,7 +260,7 @@ async def _selected(
 
 
 async def _pace(cluster: Cluster, goal: Goal, views: Sequence[NodeView], reporter: Reporter) -> Pace:
-    """Return the pace for nodes whose devices return to the plugin. Lists all claims if there are such nodes."""
+    """Return the pace for nodes whose devices return to the plugin. If there are such nodes, list all claims."""
     if not any(returns(goal, view) for view in views if fleet.phase(goal, view) is Phase.WAITING):
         return Pace(0)
     pace = await read_pace(cluster)
@@ -305,7 +305,7 @@ class _Rollout:
         self._failures, self._failed_at = watched.cluster.statistics.failures, -AFTER_OUTAGE
         self._last_check = False
         self._waits_since: float | None = None
-        """Since when (monotonic seconds) the rollout waits for pools to appear or disappear; None without a wait."""
+        """The time (monotonic seconds) since which the rollout waits for agents to publish or remove pools, or None."""
 
     async def run(self) -> bool:
         """Execute steps until the rollout is over or has to stop. Return whether the rollout succeeded."""
@@ -412,7 +412,7 @@ class _Rollout:
         self._fleet.put(node)
 
     async def _newly_failing(self, begun: Sequence[NodeView], now: float) -> dict[str, dict[str, str]]:
-        """Return each node's failing pods by UID, without pods that failed before the rollout began with the node.
+        """Return each node's `failing_pods`, without pods that failed before the rollout began with the node.
 
         Pods are listed at most every POLL seconds. Between two lists, the last list is used.
         """

@@ -17,8 +17,8 @@ from dra_bridge.rollout.pods import quantity, requests_of
 class Wait:
     """An unscheduled pod.
 
-    resources: the requested amounts, by extended resource. classes: the numbers of devices that the pod's claims
-    request, by DeviceClass.
+    resources: for each extended resource, the requested amount. classes: for each DeviceClass, the number of devices
+    that the pod's claims request.
     """
 
     pod: str
@@ -57,7 +57,10 @@ async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
 def hints(
     views: Iterable[NodeView], nodes: Mapping[str, Object], pods: Mapping[str, Sequence[Object]], waits: Sequence[Wait]
 ) -> list[str]:
-    """Return sentences that name moves of devices after which waiting pods could start. nodes, pods: by node name."""
+    """Return sentences that name moves of devices after which waiting pods could start.
+
+    nodes, pods: for each node's name, the Node and the pods that are bound to the node.
+    """
     here = [view for view in views if view.node in nodes]
     return [text for view in here for text in hints_of(view, nodes[view.node], pods[view.node], waits)]
 
@@ -67,7 +70,7 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
-    except ForbiddenError:  # older manifests do not give this right
+    except ForbiddenError:  # The roles of older manifests lack this right.
         return []
     return contested_names(resources, classes)
 

@@ -147,7 +147,7 @@ class WatchedFleet:
         return sorted((view for _, view in self._views.values()), key=lambda view: natural(view.node))
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
-        """Wait up to `seconds` for a change. After EXPLAIN seconds without one, call `explain` for waiting nodes."""
+        """Wait up to `seconds` for a change. After EXPLAIN seconds without a change, print why nodes wait."""
         if (nodes := self.views()) != self._last:
             self._last, self._since = nodes, time.monotonic()
         with contextlib.suppress(TimeoutError):
