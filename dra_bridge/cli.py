@@ -280,7 +280,9 @@ def _status(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.status import read_status
 
     if options.output == "json" and (options.watch or options.problems):
-        raise CommandError("dra-bridge status: --watch and --problems are for tables; JSON has everything")
+        raise CommandError(
+            "dra-bridge status: --watch and --problems are for tables; the JSON output always contains everything"
+        )
     terminal = sys.stdout.isatty()
 
     def lines(fleet_status: FleetStatus) -> list[Line]:

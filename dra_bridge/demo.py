@@ -51,7 +51,7 @@ SHARES: Final = ("none", "3", "50%", "all", "1", "none")
 """The shares that the demo requests one after the other while pods start and end."""
 LIVES: Final = (0.5, 0.9)
 """Minimum and maximum seconds for which a pod runs. The minimum gives the agent time to read the kubelet's checkpoint.
-If a pod ended before, the agent would treat the pod's device as held for 10 s."""
+If a pod ended before the agent has read the checkpoint, the agent would treat the pod's device as held for 10 s."""
 DWELL: Final = 0.7
 """Minimum seconds between two moves of devices, in which pods start and end. The value only sets the demo's pace."""
 WIDTH: Final = 72
@@ -304,7 +304,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices to DRA and back while pods start and end. Return the begin and the end (monotonic seconds)."""
+    """Move devices to DRA and back while pods start and end. Return when this began and ended (monotonic seconds)."""
     event, began = scene.printer.event, time.monotonic()
     event("pod", f"{count} pods by resource and {count} by claim now come and go all the time")
     with Churn(scene.node, count) as churn:

@@ -55,7 +55,7 @@ def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
 def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
     """Write the units into a directory, and return their paths. Raises ValueError if they cannot be written."""
     if how.own_command:
-        raise ValueError("--systemd makes units for a config file's agent, not for an author's own")
+        raise ValueError("--systemd makes units only for an agent with a config file, not for an author's own program")
     paths = []
     for name, text in units(config, how).items():
         try:

@@ -30,7 +30,8 @@ class ClusterClaims:
         self._without_status: dict[str, float] = {}
         """For each driver, when the API server last refused or dropped its `status.devices` (monotonic seconds).
 
-        Drivers that the configuration no longer names are included: the agent has no right to write their entries.
+        The mapping also has drivers that the configuration no longer names: the agent has no right to write their
+        entries.
         """
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:

@@ -79,11 +79,14 @@ class RequestDevices:
         try:
             return ContainerEdits.merge(map(attrgetter("container_edits"), self.devices), winner=extra)
         except EditConflictError as error:
-            raise ClaimError(Reason.CONFLICT, f"request {self.request!r}: the devices' edits: {error}") from error
+            raise ClaimError(
+                Reason.CONFLICT,
+                f"request {self.request!r}: the container edits of its devices cannot be merged: {error}",
+            ) from error
 
 
 _Names = dict[str, tuple[ServedResource, Device]]
-"""Devices by their published names."""
+"""For each published name of a device: the resource, and the device."""
 
 
 @dataclass(slots=True)
@@ -96,7 +99,8 @@ class ServedDevices:
     _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
         default=(None, {}, (), {}), init=False
     )
-    """The input of the last computation of `by_name` (resources, qualifiers, snapshots), and its result."""
+    """The input of the last computation of `by_name` (resources, qualifiers, snapshots), and the result of this
+    computation."""
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
         """Replace the driver's resources."""
@@ -104,7 +108,7 @@ class ServedDevices:
 
     @property
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
-        """The devices by their published names."""
+        """For each published name of a device of these resources: the resource, and the device."""
         resources, snapshots = self.resources, dict[str, InventorySnapshot]()
         for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
@@ -212,7 +216,7 @@ class ClaimDevices:
         operation: Callable[..., _Decided],
         verified: Collection[DeviceKey] | None = None,
     ) -> None:
-        """Verify a claim's devices, then record the claim, unless other holders exclude it.
+        """Verify a claim's devices, then record the claim, unless other holders of the devices prevent this.
 
         operation: `operations.prepare` records the claim with its Prepare response. `operations.reserve` only reserves
         the devices before their setup; after the setup, `confirm` completes the grant. verified: the devices to verify;
@@ -331,7 +335,7 @@ class ClaimDevices:
         return extra
 
     def forget(self, uid: str) -> None:
-        """Forget an ended claim's refusal. Drop the AllocateResponses of vendors' plugins that arrive for it later."""
+        """Forget an ended claim's refusal, and drop vendors' AllocateResponses that arrive later for this claim."""
         self.register.waits.refused.pop((self.records.driver, uid), None)
         for served in self.served.resources:
             if isinstance(served.source, AdoptedSource):
@@ -407,7 +411,7 @@ def granted_device(
 
 
 def _part(times: int, result: Result) -> str:
-    """Return the fraction of a device that a claim gets: its consumed shares, divided by `times`; "" if unknown."""
+    """Return the part of a device that a claim gets: the claim's consumed shares divided by `times`; "" if unknown."""
     capacity = result.consumed_capacity or {}
     consumed = {naming.qualified(name, result.driver): amount for name, amount in capacity.items()}
     try:

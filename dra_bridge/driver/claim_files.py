@@ -85,7 +85,7 @@ def encode(spec: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(spec)
     except (UnicodeEncodeError, msgspec.MsgspecError) as error:
-        raise CdiError(f"cannot be written as JSON: {error}") from error
+        raise CdiError(f"the CDI spec cannot be written as JSON: {error}") from error
 
 
 def request_of(name: str) -> str:
@@ -272,7 +272,7 @@ class ClaimMetadata:
     def write(self, uid: str, texts: Mapping[str, str]) -> bool:
         """Write a claim's metadata files; return whether a file was missing before. Blocks. Raises CdiError.
 
-        texts: the files' contents by request.
+        texts: for each request, the content of its metadata file.
         """
         written = False
         for request, text in texts.items():
@@ -333,7 +333,8 @@ class ClaimFiles:
     ) -> Prepared:
         """Make the response to a claim's Prepare.
 
-        made: for each request and source, its devices and their container edits. pod_claim: see `ClaimAllocation`.
+        made: for each request and source, the request's devices from this source, and the container edits for these
+        devices. pod_claim: see `ClaimAllocation`.
 
         For each request there is one CDI device, so that a container gets the edits of each of its requests once. In
         the response, only the request's first device has the CDI device's ID. The ID must not depend on the allocation,

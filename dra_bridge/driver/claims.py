@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
-"""Matches the name of a field in an error of msgspec: at `$.field`."""
+"""Matches a field's name in the text of an error of msgspec, which names the field as `$.field`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Reason(enum.StrEnum):
 
 
 class ClaimError(Exception):
-    """Raised when a claim cannot be prepared or unprepared. `kubectl describe pod` shows the text.
+    """Raised when a claim cannot be prepared or unprepared. `kubectl describe pod` shows the error's text.
 
     awaited: the event for which the claim waits; None if the refusal is final.
     """
@@ -112,7 +112,7 @@ class _Meta(msgspec.Struct):
 
 
 class Result(msgspec.Struct, frozen=True, rename="camel"):
-    """One device of an allocation (resource.k8s.io, DeviceRequestAllocationResult; equal in v1beta1 to v1)."""
+    """One device of an allocation (resource.k8s.io, DeviceRequestAllocationResult, the same in v1beta1 and v1)."""
 
     request: str
     driver: str
@@ -326,10 +326,10 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
     spec: the claim's CDI spec as text, "" if the claim needs none. boot: the node's boot in which the claim was
     prepared. metadata: the texts of the claim's metadata files, by request. withheld: the requests whose CDI devices
-    are not in the CDI file, because one of their devices is unplugged, or because another holder can open one of its
-    nodes. stale: device numbers that were removed from the CDI file, but whose nodes the claim's containers may still
-    be able to open. starts: how often the kubelet had begun to start each container when the numbers in `stale` were
-    removed; None if these counts have not been read yet.
+    are not in the CDI file, because a device of the request is unplugged, or because another holder can open a device
+    node of the request. stale: device numbers that were removed from the CDI file, but whose nodes the claim's
+    containers may still be able to open. starts: how often the kubelet had begun to start each container when the
+    numbers in `stale` were removed; None if these counts have not been read yet.
     """
 
     devices: tuple[PreparedDevice, ...]

@@ -123,7 +123,7 @@ class Driver:
                 self._register.store.changes.note()
 
     def end_waits(self) -> None:
-        """Refuse the claims that wait for devices. Called when the agent stops or uses another socket."""
+        """Refuse the claims that wait for devices. `Registrar` calls this method before its server stops."""
         for limit in self._limits:
             limit.until = 0.0
         self._register.store.changes.note()
@@ -185,11 +185,12 @@ class Driver:
                 unknown.discard(claim.uid)
                 claims.append(claim.evidence(self.name, resource, ids, boot))
         if unknown:
-            raise cdi.CdiError(f"it is not known what claim {min(unknown)} holds: {self.files.path(min(unknown))}")
+            uid = min(unknown)
+            raise cdi.CdiError(f"it is not known what claim {uid} holds: {self.files.path(uid)} names no devices")
         return [claim for claim in claims if claim.granted]
 
     def _ids(self, resource: str) -> dict[str, str]:
-        """Return the ids of a resource's devices by their published names."""
+        """Return, for each published name of a device of the resource, the device's id."""
         named = self.devices.by_name.items()
         return {name: device.id for name, (served, device) in named if served.source.resource == resource}
 

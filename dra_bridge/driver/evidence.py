@@ -28,7 +28,7 @@ class Published(NamedTuple):
     def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
         """Return evidence that the claim holds its devices of one resource.
 
-        ids: the resource's device ids, by published name.
+        ids: for each published name of a device of the resource, the device's id.
         """
         granted = tuple(
             ClaimDevice(resource, ids[name], share or "", False, Identity(boot), WHOLE if share == "" else UNKNOWN)

@@ -8,8 +8,8 @@ response. Unprepare calls the hook `unprepare`, removes the files, and then remo
 For a prepared claim whose allocation has not changed, Prepare returns the recorded response. If a claim was deallocated
 and allocated again under its UID, Prepare sets up the new devices, once no process runs that may use the former
 devices. So each Prepare reads the claim from the API server. If the claim cannot be read, Prepare fails, even if a
-response is recorded. The kubelet itself reads the claim before the call (kubelet 1.36, cm/dra/manager.go:
-prepareResources), and tries again.
+response is recorded. The kubelet itself also reads the claim before the call (kubelet 1.36, cm/dra/manager.go:
+prepareResources), and tries again if Prepare fails.
 
 Crashes: if a claim's record has a response, the devices were set up completely, and the record also has the CDI spec.
 So after a restart, the agent returns the same response and can write the files again. If neither hooks nor vendors'
@@ -276,11 +276,11 @@ class ClaimPreparation:
     async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
         """Release a claim's former devices. former: the recorded response. anew: whether the claim's allocation is new.
 
-        A claim is allocated again only when, according to the API server, no pod uses the claim any more. Such pods may
-        still run on this node, if they were deleted by force or if this node was cut off from the API server. Prepare
-        waits even for processes of the pod that it is called for: the kubelet prepares a claim before it makes the
-        pod's sandbox (kubelet 1.36, kuberuntime_manager.go: SyncPod), so these processes belong to an earlier sandbox
-        with the former devices.
+        A claim is allocated again only when, according to the API server, no pod uses the claim any more. Pods that
+        used the claim may still run on this node, if they were deleted by force or if this node was cut off from the
+        API server. Prepare waits even for processes of the pod that it is called for: the kubelet prepares a claim
+        before it makes the pod's sandbox (kubelet 1.36, kuberuntime_manager.go: SyncPod), so these processes belong to
+        an earlier sandbox with the former devices.
 
         Raises ClaimError while processes may use the former devices.
         """
@@ -412,7 +412,7 @@ class ClaimPreparation:
 
 
 def _log(verb: str, claim: Claim) -> None:
-    """Log that a claim was prepared or unprepared at INFO, and each of its devices at DEBUG."""
+    """Log at INFO that a claim was prepared or unprepared, and log at DEBUG each of the claim's devices."""
     extra = {"driver": claim.driver, "claim": claim.title}
     _LOG.info("claim %s was %s: %s", claim.title, verb, counted(len(claim.devices)), extra=extra)
     for device in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
@@ -454,6 +454,6 @@ def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> Claim
             reason, text = Reason.CDI, str(error)
         case LedgerError():
             reason, text = Reason.LEDGER, str(error)
-        case _:  # For example, errors of the API client, whose texts are written for users.
+        case _:  # Errors of the API client, for example, have texts for users.
             reason, text = Reason.API, f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")

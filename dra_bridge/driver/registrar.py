@@ -14,9 +14,9 @@ registered together (in a rolling update); the kubelet calls the newest connecte
 registered twice, so each new registration has a new socket.
 
 The supported versions in the response to GetInfo name all services of the driver. For claims, the kubelet uses the
-first version in the driver's order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health,
-1.37.1 prefers v1 to v1alpha1 in any order, and opens no stream if neither version is listed; 1.34.4 and 1.36.3 open
-v1alpha1 without reading the versions.
+first version in the driver's order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health, the
+kubelet 1.37.1 prefers v1 to v1alpha1 in whatever order the response lists them, and opens no stream if the response
+lists neither; 1.34.4 and 1.36.3 open v1alpha1 without reading the versions.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _RegistrationService(RegistrationServicer):
 
 @dataclass(slots=True)
 class _Socket:
-    """A gRPC server and its socket file, whose name is never used again. own: the identity of the file."""
+    """A gRPC server and its socket file, whose name is never used again. own: the identity of the socket file."""
 
     path: Path
     server: grpc.aio.Server
@@ -192,7 +192,7 @@ class _Socket:
     def is_in(self, sockets: Mapping[str, FileIdentity]) -> bool:
         """Return whether the socket file still exists and is the file that this server made.
 
-        sockets: the identities of all socket files, by path.
+        sockets: for the path of each socket file, the file's identity.
         """
         return self.own is not None and self.own == sockets.get(str(self.path))
 
@@ -219,7 +219,7 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
         self._swept = False
 
     def _sockets(self) -> Mapping[str, FileIdentity]:
-        """Return the sockets in the directory, by path. Blocks."""
+        """Return, for the path of each socket in the directory, the identity of the socket file. Blocks."""
         return {f"{self.registry}/{name}": identity for name, identity in sockets_in(self.registry).items()}
 
     def prepare(self) -> None:
@@ -343,7 +343,11 @@ class Registrar:
             # kubelet ends, it closes the ListAndWatch streams, and then `PluginRegistration` requests these events.
             polled = (self._kubelet,) if self._kubelet is not None and self.statistics.registered else ()
             await watch.wait(wait, filewatch.AT_REST, polled=polled)
-        _LOG.warning("the socket was removed; making a new one", extra={"driver": self.driver.name})
+        _LOG.warning(
+            "the socket of driver %s was removed; the driver gets a new socket",
+            self.driver.name,
+            extra={"driver": self.driver.name},
+        )
 
     async def _in_place(self) -> bool:
         """Return whether the socket exists; also True if the directory cannot be read in time."""
@@ -351,7 +355,9 @@ class Registrar:
             there = await self._directories.now()
             return self._socket is not None and self._socket.is_in(there)
         except LookTimeoutError as error:
-            _LOG.warning("cannot see whether the socket is there: %s", error, extra={"driver": self.driver.name})
+            _LOG.warning(
+                "cannot check whether the driver's socket exists: %s", error, extra={"driver": self.driver.name}
+            )
             return True
 
     async def pause(self) -> None:
@@ -373,7 +379,9 @@ class Registrar:
         add_RegistrationServicer_to_server(registration, services)
         path = addresses.socket_path(there.registry, name, f"-{there.instance}{os.urandom(4).hex()}-reg.sock")
         await self.bind(server, path)
-        _LOG.debug("serving at %s, waiting for the kubelet", path, extra={"driver": name})
+        _LOG.debug(
+            "driver %s has the socket %s, and waits for the kubelet to register it", name, path, extra={"driver": name}
+        )
 
     async def bind(self, server: grpc.aio.Server, path: Path) -> None:
         """Start a server at a new socket. Raises OSError if the socket cannot be made."""
@@ -397,7 +405,7 @@ class Registrar:
             self.statistics.registered = True
             self.statistics.registrations += 1
             self.statistics.error = ""
-            _LOG.info("registered with the kubelet", extra={"driver": self.driver.name})
+            _LOG.info("driver %s is registered with the kubelet", self.driver.name, extra={"driver": self.driver.name})
             self._changed()
         else:
             self._refused = True

@@ -59,10 +59,10 @@ class _DevicesNow:
     """The present state of the devices of one request.
 
     nodes: the CDI entries of the devices' nodes. own: for each device, its identity tokens (such as device numbers)
-    that no other device has. former: tokens of nodes to remove from the spec, except nodes in `nodes`. known: the
-    devices' tokens in the register. lost: device numbers in the register that are not in the spec, and that the devices
-    do not have now. away: whether a device is unplugged or is other hardware now, or its nodes cannot be read or are
-    newer than the inventory.
+    that no other device has. former: tokens of the nodes that belonged to the devices until now; these nodes are
+    removed from the spec, unless they are also in `nodes`. known: the devices' tokens in the register. lost: device
+    numbers in the register that are not in the spec, and that the devices do not have now. away: whether a device is
+    unplugged or is other hardware now, or its nodes cannot be read or are newer than the inventory.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -211,7 +211,7 @@ class ClaimRenewal:
         self._register.notify()
 
     async def _found(self, claim: Claim, prepared: Prepared) -> tuple[dict[str, _DevicesNow], cdi.CdiError | None]:
-        """Return, by request, the present state of the request's devices, and the error if nodes could not be read."""
+        """Return, for each request, the present state of its devices; and an error if nodes could not be read."""
         boot, by_name, numbers = self._files.boot, self._served.by_name, _numbers(prepared.spec)
         found: dict[str, _DevicesNow] = {}
         keys = {(device.resource, device.device) for device in claim.devices}
@@ -291,7 +291,7 @@ class ClaimRenewal:
         self._leaving.discard(uid)
         await self._files.write(renewed, after)
         extra = {"driver": claim.driver, "claim": claim.title}
-        _LOG.info("claim %s: its containers have left %s", claim.title, shown(nodes), extra=extra)
+        _LOG.info("claim %s: none of its containers can still open %s", claim.title, shown(nodes), extra=extra)
         self._register.notify()
         return True
 

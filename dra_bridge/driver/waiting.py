@@ -36,7 +36,7 @@ PACE: Final = 0.1
 class WaitLimit:
     """The time until which the claims of one call may wait (monotonic seconds).
 
-    Set to 0.0 to end all waits of the call.
+    The value 0.0 ends all waits of the call.
     """
 
     until: float = 0.0

@@ -25,7 +25,7 @@ from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
 """Assumed seconds from the creation of a pod to the time when the scheduler's claim for the pod's `limits` gets its
-devices. The agent knows only this time, not when the pod was created."""
+devices. The agent knows only when the claim gets its devices, not when the pod was created."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Counts:
     """The kubelet's counts of one resource, as numbers of device plugin ids.
 
     shown: number of ids that are Healthy both in the last device list for the kubelet and in the next one; None if the
-    kubelet has no ListAndWatch stream open. by_plugin: number of ids that pods have from the device plugin, also of
-    unhealthy devices. by_dra: number of devices that pods have for their `limits` through DRA.
+    kubelet has no ListAndWatch stream open. by_plugin: number of ids that pods have from the device plugin, including
+    ids of unhealthy devices. by_dra: number of devices that pods have for their `limits` through DRA.
     """
 
     shown: int | None
@@ -87,9 +87,10 @@ def may_leave(now: Counts, ids: int) -> bool:
 
 
 class AdmittedPod(NamedTuple):
-    """A pod that the kubelet admits at its start. created: Unix seconds. asks: the pod's limit for one resource.
+    """A pod that the kubelet admits again when the kubelet starts.
 
-    by_dra: whether the pod gets these devices through DRA.
+    created: Unix seconds. asks: the pod's limit for one resource. by_dra: whether the pod gets the devices of this
+    limit through DRA.
     """
 
     title: str

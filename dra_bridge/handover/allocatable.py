@@ -89,7 +89,7 @@ class AllocatableStatus:
         self._lowering: dict[str, asyncio.Task[None]] = {}
 
     def observe(self, numbers: Mapping[str, int]) -> None:
-        """Store the present numbers in the Node's `status.allocatable`, by resource, and when each of them changed."""
+        """Store each resource's number in the Node's `status.allocatable`, and when this number last changed."""
         now = time.monotonic()
         self._since = {
             name: self._since[name] if self._numbers.get(name) == number else now for name, number in numbers.items()

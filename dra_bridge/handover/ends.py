@@ -195,7 +195,10 @@ class MovesToPlugin:
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
     ) -> dict[str, _ClaimQuery]:
-        """Return, for each of these devices, the query for its claim. prepared: the ledger file's claims, by device."""
+        """Return, for each of these devices, the query for its claim.
+
+        prepared: the claims in the ledger file, each under the name of its device.
+        """
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():

@@ -101,7 +101,7 @@ class MovedResource:
         object.__setattr__(self, "name", self.endpoint.resource)
 
     def movable(self) -> Movable:
-        """Return the present states of the plugged-in devices. The share is a part of these devices."""
+        """Return the present states of the plugged-in devices, from whose number `Share.of` computes DRA's share."""
         now, listed = self.register.snapshot, self.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moving.of(now, self.name).items():

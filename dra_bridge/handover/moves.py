@@ -89,7 +89,8 @@ class Handover:
     def look(self) -> None:
         """Find the pods that a kubelet restart would end now.
 
-        Log a warning for each pod that the last check did not find. Called after holders may have changed.
+        Log a warning for each pod that the last check did not find. The agent calls this method after holders may have
+        changed.
         """
         now, before = self._moved.register.snapshot, self.denied
         if now.allocations is self._looked[0] and now.claims is self._looked[1]:
@@ -182,5 +183,5 @@ class Handover:
                 present += 1
                 _LOG.debug("device %s has moved to the %s side", name, side.text, extra={**extra, "device": name})
         if present:
-            _LOG.info("moved to the %s side: %s", side.text, counted(present), extra=extra)
+            _LOG.info("%s moved to the %s side", counted(present), side.text, extra=extra)
         self._moved.side.moved(self.resource)

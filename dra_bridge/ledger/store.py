@@ -77,8 +77,8 @@ _TABLES: Final = {
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
-"""For each table, the stored fields of its records. The first two fields are the key. Each table is also the name of a
-field of `RegisterSnapshot`.
+"""For each table, the stored fields of its records. The first two fields are the key. The name of each table is also
+the name of a field of `RegisterSnapshot`.
 """
 _CREATE: Final = (
     *(
@@ -142,7 +142,7 @@ _DAMAGE: Final = frozenset(
     {
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_ERROR,  # A table is missing.
+        sqlite3.SQLITE_ERROR,  # The cause is a missing table.
         sqlite3.SQLITE_FORMAT,
         sqlite3.SQLITE_MISMATCH,
         sqlite3.SQLITE_SCHEMA,
@@ -413,7 +413,7 @@ class Ledger:
 
     def _read(self) -> RegisterSnapshot:
         if os.path.isdir(self.path):
-            raise _DamagedError("it is a directory")
+            raise _DamagedError("the path is a directory")
         connection = self._connection = self._connect(self.path)
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
@@ -421,9 +421,9 @@ class Ledger:
         if version == 0 and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._create(connection)
         elif version != SCHEMA:
-            raise _DamagedError(f"its schema is {version}, this agent's is {SCHEMA}")
+            raise _DamagedError(f"the file has schema {version}, but this agent uses schema {SCHEMA}")
         elif connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-            raise _DamagedError("it is another program's database")
+            raise _DamagedError("the file is another program's database")
         if (check := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _DamagedError(check)
         snapshot = self._rows(connection)

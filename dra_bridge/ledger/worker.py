@@ -109,7 +109,7 @@ class AsyncLedger:
     async def close(self) -> None:
         """Execute the pending operations, then close the ledger.
 
-        Both have a time limit, because the file system may hang.
+        Both steps have a time limit, because the file system may hang.
         """
         if self.answering is not None and not self.looks.hanging:
             await asyncio.wait({self.answering}, timeout=DEADLINE + CLOSING)

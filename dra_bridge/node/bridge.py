@@ -48,9 +48,9 @@ class Bridge(ClaimSide):
     """The agent of a node that gives a resource's devices to pods by a device plugin, and to claims by DRA.
 
     sources: one device source for each resource. Claims can get a resource's devices if its source names a driver.
-    policies: the settings for DRA, by resource. For a resource without settings, the device plugin has all devices.
-    grace: seconds that the kubelet has to admit pods that are bound already, before devices leave the device plugin.
-    vendors, period: see `Agent`. agent: the agent for the device plugins of all resources. drivers: the runtime of each
+    policies: for each resource, its settings for DRA. For a resource without settings, the device plugin has all
+    devices. grace: seconds that the kubelet has to admit pods that are bound already, before devices leave the device
+    plugin. vendors, period: see `Agent`. agent: the agent for the device plugins of all resources. drivers: the runtime of each
     DRA driver; a driver stays even if no resource names it any more, because its claims must be unprepared.
     """
 
@@ -182,7 +182,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record claims that are only in claim files, not in the ledger file. Then run all claims' drivers.
+        """Record claims that are only in claim files, not in the ledger file. Then run the drivers of all claims.
 
         A file is read if this agent wrote it, or if a resource names the file's driver, because the kubelet then asks
         this agent to unprepare the claim. Other files belong to another agent on the node. Raises AgentError if the
@@ -220,7 +220,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Make the driver that the resource's source names publish the devices, once they have left other drivers."""
+        """Let the driver that the resource's source names publish the devices after they have left other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -246,7 +246,7 @@ class Bridge(ClaimSide):
 
     def contested(self, resource: str, reason: str) -> None:
         """React after another plugin has registered a resource with the kubelet, so that it bypasses this agent."""
-        for runtime in self.drivers.values():  # also drivers that the config no longer names
+        for runtime in self.drivers.values():  # The loop includes drivers that the config no longer names.
             runtime.contested(resource, reason)
 
     def _others_wrote(self, driver: str, kind: ForeignKind, what: str) -> None:
@@ -283,7 +283,8 @@ class Bridge(ClaimSide):
             with contextlib.suppress(LookTimeoutError):
                 deleted = await looks.at("claim file", is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
-        _LOG.error("%s, so no claim can be prepared; the agent ends, and its next container mounts a new one", what)
+        text = "%s, so no claim can be prepared; the agent ends, and its next container mounts the new directory"
+        _LOG.error(text, what)
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
@@ -294,7 +295,8 @@ class Bridge(ClaimSide):
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:
-                _LOG.warning("another agent has the ledger %s; standing by until it ends; %s", path, MAX_SURGE)
+                text = "another agent has the ledger %s; this agent is standing by until the other agent ends; %s"
+                _LOG.warning(text, path, MAX_SURGE)
             return await opening
         except LedgerError as error:
             needs = (

@@ -39,7 +39,8 @@ class BridgeProgram(process.Program):
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
         """Apply a new config.
 
-        changed: the new and the changed sources, by resource. unchanged: the resources whose sources stay the same.
+        changed: for each resource with a new or changed source, this source. unchanged: the resources whose sources
+        stay the same.
         """
         await self._bridge.reconfigure(changed, policies_of(config), unchanged)
 

@@ -116,7 +116,7 @@ class DriverContext(DriverHost):
         self.evidence = self.node.agent.evidence.drivers.setdefault(self.name, DriverEvidence())
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
-        """Return the recorded qualifiers (prefixes of published names) by resource, without undecided ones."""
+        """Return, for each resource with a recorded qualifier (prefix of published names), this qualifier."""
         settings = self.ledger.snapshot.settings
         if self._names[0] is not settings:
             self._names = settings, qualifiers_of(settings, self.name)

@@ -22,7 +22,8 @@ SHARE: Final = "share"
 annotation."""
 
 SHARE_NODE: Final = "share's node"
-"""The section of the ledger file's settings with, for each driver, the UID of the Node that had this annotation."""
+"""The section of the ledger file's settings with, for each driver, the UID of the Node that had the annotation in
+`SHARE`."""
 
 NO_DEVICES: Final = Share(0)
 

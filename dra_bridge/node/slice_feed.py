@@ -22,7 +22,8 @@ FIRST: Final = 5.0
 """Maximum seconds for which the first slices wait for two events: the kubelet has registered the driver, and the
 holders of all devices are known."""
 HOLDERS: Final = 10.0
-"""Minimum seconds between two reports if only the holders of devices have changed."""
+"""Minimum seconds between two progress reports of a driver in the Lease, if only the holders of devices have
+changed."""
 RETRY: Final = 5.0
 """If the slices could not be computed, seconds until the next try."""
 NAMES: Final = 2.0
@@ -70,8 +71,8 @@ class SliceFeed:
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
         self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """For each device that the slices must not contain: the publisher's ticket of the first slices without the
-        device, and when the API server accepted these slices (monotonic seconds; None if not yet)."""
+        """For each device that the slices must not contain: the ticket (`Publisher.want`) of the first slices without
+        the device, and when the API server accepted these slices (monotonic seconds; None if not yet)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
         """The last report, its text without holders, and when this report was made (monotonic seconds)."""
         self._begun = False
@@ -154,7 +155,7 @@ class SliceFeed:
         return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
     async def _begin(self) -> None:
-        """Write the report before the first slices: these may replace a slice with the report of an older agent."""
+        """Write the report before the first slices, which may replace a slice that has an older agent's report."""
         if not self._begun:
             report, _ = self._report()
             self._context.node.lease.report(self._context.name, report)

@@ -208,7 +208,7 @@ def _entry(
                 raise NamingError(f"{key!r} is given twice, or is a name that the framework uses")
             if len(taken) == naming.MAX_ENTRIES:
                 raise NamingError(
-                    f"{key!r} is one more than the {naming.MAX_ENTRIES} attributes and capacities of a device"
+                    f"a device can have {naming.MAX_ENTRIES} attributes and capacities, and {key!r} would be one more"
                 )
         except NamingError as error:
             problems.append(f"{offer.snapshot.resource} device {device.id!r}: left out: {error}")
@@ -237,7 +237,7 @@ def _entry(
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """Return an entry of a device's capacity. value: the whole amount. replicas: see `Offer`.
+    """Return an entry of a device's capacity. value: the device's whole amount. replicas: see `Offer`.
 
     A claim that requests no amount of a shared device gets the amount divided by `replicas`. Without a request policy,
     such a claim would take the whole capacity, and no other claim could share the device (k8s.io/api/resource/v1,
@@ -291,15 +291,14 @@ def _consumed(device: Device, sets: Mapping[str, CounterAmounts], problems: list
     """Return the counters that a device consumes; empty if the API server would refuse these counters."""
     try:
         if len(device.consumes) > naming.MAX_CONSUMED_SETS:
-            raise NamingError(
-                f"consumes from {len(device.consumes)} counter sets, {naming.MAX_CONSUMED_SETS} are allowed"
-            )
+            used = f"the device consumes from {len(device.consumes)} counter sets"
+            raise NamingError(f"{used}, but only {naming.MAX_CONSUMED_SETS} are allowed")
         for name, counters in device.consumes.items():
             naming.check_counters(name, counters)
             if name not in sets:
-                raise NamingError(f"consumes from counter set {name!r}, which no device defines")
+                raise NamingError(f"the device consumes from counter set {name!r}, which no device defines")
             if unknown := counters.keys() - sets[name].keys():
-                raise NamingError(f"consumes counter {min(unknown)!r}, which set {name!r} does not have")
+                raise NamingError(f"the device consumes counter {min(unknown)!r}, which set {name!r} does not have")
     except NamingError as error:
         problems.append(f"device {device.id!r} is not offered: {error}")
         return {}

@@ -29,7 +29,7 @@ REMEMBERED: Final = 64
 
 
 class ForeignKind(Enum):
-    """Kinds of foreign writes. The values are the label `kind` of the metric."""
+    """Kinds of foreign writes. Each value is a value of the metric's label `kind`."""
 
     SLICE = "slice"
     """A foreign slice in the driver's pool that names this node."""
@@ -44,7 +44,8 @@ class ForeignKind(Enum):
     NAME = "name"
     """A slice outside the pool with a name that the agent needs for a slice of its own."""
     DELETED = "deleted"
-    """The agent's own slice was deleted by another program. The kubelet does this when it starts."""
+    """The agent's own slice was deleted by another program. The kubelet also deletes the slices of its node when it
+    starts."""
 
 
 _WORDS: Final[Mapping[ForeignKind, str]] = {

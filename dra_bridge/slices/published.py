@@ -24,7 +24,8 @@ class PoolState:
     server has accepted. generation, slices, devices: the accepted pool's generation, number of slices, and names of
     devices. unsupported: needed features that the server lacks. problems: sentences about items that the slices lack,
     and about the last failed write. writes: number of successful writes. foreign: foreign slices that are in the pool
-    now. overcome: number of foreign writes that the agent has undone, by kind. recent: the last of these writes.
+    now. overcome: for each kind, the number of foreign writes that the agent has undone. recent: the foreign writes
+    that the agent has undone lately.
     """
 
     wanted: int = 0

@@ -205,7 +205,7 @@ class Publisher:
                 for driver in drivers:
                     self._relist(driver, watch, new_watch=True)
                 if watch is self._of_node:
-                    self._owner = None  # The Node object may have been replaced.
+                    self._owner = None  # Read the Node again: it may have been replaced.
                     self._features.forget_missing()
                 for driver in drivers:
                     driver.show()
@@ -225,7 +225,7 @@ class Publisher:
         if not driver.mirror.observe(body, deleted=deleted):
             return
         if deleted:
-            self._owner = None  # The Node object may have been replaced.
+            self._owner = None  # Read the Node again: it may have been replaced.
         else:
             self._features.learn(body)
         driver.show()
@@ -452,7 +452,7 @@ class Publisher:
         state, what = driver.state, sentence(kind, name, manager)
         recent = remembered(state.recent, ForeignWrite(kind, name, manager, time.monotonic()))
         self._set(driver, overcome={**state.overcome, kind: state.overcome.get(kind, 0) + 1}, recent=recent)
-        if kind is not ForeignKind.DELETED:  # This is usual at a start of the kubelet.
+        if kind is not ForeignKind.DELETED:  # The kubelet deletes slices at each start.
             self._report(driver, kind, f"{what}; the agent has undone it")
 
     async def _know_owner(self, wanted: Desired) -> None:

@@ -1149,7 +1149,7 @@ def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
     for option in ("--watch", "--problems"):
         ran = bridge("status", option, "-o", "json")
         assert (ran.status, ran.out) == (2, "")
-        assert "are for tables; JSON has everything" in ran.err
+        assert "are for tables; the JSON output always contains everything" in ran.err
 
 
 def test_status_again_and_again_into_a_pipe(nodes: FakeFleet) -> None:

@@ -78,7 +78,7 @@ async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.Lo
     lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
     leaves, arrived = (
         "1 device begins to move to the DRA side (the share is all)",
-        "moved to the DRA side: 1 device",
+        "1 device moved to the DRA side",
     )
     assert lines[leaves]["level"] == lines[arrived]["level"] == "info"
     assert lines[leaves]["resource"] == lines[arrived]["resource"] == R

@@ -54,7 +54,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
     agent = bridge(node, Listed(A, D))
     with held_ledger(agent):
         async with running(agent):
-            await until(lambda: "standing by until it ends" in caplog.text)
+            await until(lambda: "standing by until the other agent ends" in caplog.text)
             assert "with maxSurge that one stays until this one is ready: set maxSurge to 0" in caplog.text
     assert not node.registrations
     await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path)).close())  # nobody has it
