@@ -81,7 +81,7 @@ class CommandLine:
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
-            sys.stdout.flush()  # An error of this flush is handled below; at the interpreter's end it would not be.
+            sys.stdout.flush()  # An error of this flush is handled below, which an error at exit is not.
             return status
         except CommandError as error:
             print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
@@ -99,8 +99,8 @@ class CommandLine:
         except OSError as error:
             if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
                 raise
-            # The reader of the output has closed the pipe, or the disk is full. Output to /dev/null instead prevents
-            # that the interpreter's last flush fails.
+            # The reader of the output has closed the pipe, or the disk is full. With /dev/null as the output, the
+            # interpreter's last flush does not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)

@@ -44,7 +44,7 @@ ProbeResult = tuple[Verdict, str]
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """The numbers in the rules of this module. quiet: None if a device stays unhealthy after a fault."""
+    """The numbers in the rules of this module. quiet: in seconds; None if a device stays unhealthy after a fault."""
 
     failures: int = 3
     successes: int = 2

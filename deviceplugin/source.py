@@ -29,18 +29,19 @@ class DeviceSource:
 
     Attributes: resource: the extended resource, vendor-domain/name, that pods name in their limits. driver: the name of
         the DRA driver, which DeviceClasses select, or None for limits only. replicas: how many containers may share one
-        device. Above 1, the kubelet gets this many ids for each device, or fewer by `replicas_of`. topology: whether
-        the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology hints grows exponentially with
-        the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow. metadata: whether containers get
-        files that describe their devices (KEP-5304), with the devices' attributes. policy: the choice of devices for a
-        container that requests several, without a hook `prefer`. "links": devices with high link scores (from `links`,
-        otherwise from NUMA nodes), and replicas of different devices. "packed": replicas of as few devices as possible.
-        "distributed": replicas of the devices with the fewest replicas in use. "none": the first ids. hook_timeout:
-        seconds after which a hook's call fails. The kubelet waits for Allocate without a deadline and admits no other
-        pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`, and 45 s for
-        NodePrepareResources, which calls `reset` and `prepare`. At its start, the agent warns of timeouts that are too
-        long for these calls. config_type: the type of a claim's opaque parameters: a type that msgspec can make of a
-        JSON object, such as a Struct or a dataclass. Unknown fields are errors. None: the driver accepts no parameters.
+        device. With more than 1, the kubelet gets this many ids for each device, or as many as `replicas_of` returns
+        for the device. topology: whether the kubelet gets the devices' NUMA nodes. The number of the kubelet's topology
+        hints grows exponentially with the NUMA nodes (kubernetes#135541); set False if the kubelet becomes too slow.
+        metadata: whether containers get files that describe their devices (KEP-5304), with the devices' attributes.
+        policy: the choice of devices for a container that requests several, without a hook `prefer`. "links": devices
+        with high link scores (from `links`, otherwise from NUMA nodes), and replicas of different devices. "packed":
+        replicas of as few devices as possible. "distributed": replicas of the devices with the fewest replicas in use.
+        "none": the first ids. hook_timeout: seconds after which a hook's call fails. The kubelet waits for Allocate
+        without a deadline and admits no other pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer,
+        which calls `reset`, and 45 s for NodePrepareResources, which calls `reset` and `prepare`. At its start, the
+        agent warns of timeouts that are too long for these calls. config_type: the type of a claim's opaque parameters:
+        a type that msgspec can make of a JSON object, such as a Struct or a dataclass. Unknown fields are errors. None:
+        the driver accepts no parameters.
 
     """
 

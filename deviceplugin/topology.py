@@ -175,7 +175,7 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
 
 
 def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each device, its ids in `ids`, the smallest id last."""
+    """Return, for each device, those of its ids that are in `ids`, the smallest id last."""
     devices: dict[str, list[str]] = {}
     for name in sorted(ids, key=natural, reverse=True):
         devices.setdefault(physical.get(name, name), []).append(name)
@@ -470,9 +470,9 @@ def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Itera
 
 
 def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
-    """Return the numbers of the sets in `layer`, and of these sets plus 1 to `count` devices of one more class.
+    """Return the integer `layer` (a number for each set), with numbers added for sets with devices of one more class.
 
-    step: the number that the first device adds. Each further device adds `growth` more than the device before it.
+    step: the first of the `count` devices adds this to each number. Each further device adds `growth` more than before.
     """
     joined = layer
     for n in range(1, count + 1):

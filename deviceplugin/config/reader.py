@@ -206,7 +206,7 @@ class Reader:
         return _BAD if meant or missing or len(good) < len(values) else made
 
     def _place_of(self, key: str, value: yaml.Node, given: Collection[str]) -> str:
-        """Return advice on the place where a misplaced key belongs; "" if the key belongs nowhere near.
+        """Return advice on the place where a misplaced key belongs; "" if no near mapping can have the key.
 
         key, value: the misplaced key and its value. given: all keys of the mapping with the misplaced key.
         """

@@ -329,8 +329,8 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # Two ids are of the same device. Keep the id that the previous list had, because a pod may hold the
-                # device under this id.
+                # The ids `device.id` and `other` are of the same device. Keep the id that the previous list had,
+                # because a pod may hold the device under this id.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue

@@ -76,7 +76,8 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return an environment variable with the devices' addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,..."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        # Sorted, because the order of `devices` is arbitrary, but the same devices should give the same value.
+        # The addresses are sorted, because the order of `devices` is arbitrary, but the same devices should give the
+        # same value.
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:

@@ -136,8 +136,8 @@ class NvidiaSource(DeviceSource):
         If containers get GPUs by CDI or device nodes, the variable's value is `void`. Without the variable, the value
         `all` in many images would apply, and the container would get all GPUs if the NVIDIA runtime is the default.
         """
-        # Sorted, because the kubelet passes the devices in any order, and the container numbers its GPUs in the order
-        # of the variable.
+        # The ids are sorted, because the kubelet passes the devices in any order, and the container numbers its GPUs in
+        # the order of the variable.
         ordered = sorted(devices, key=position_of)
         visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
