@@ -3,7 +3,8 @@
 If several items of a response have the same container path, environment variable or CDI name, the kubelet uses only the
 first (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The container runtime reads each
 annotation whose key begins with `cdi.k8s.io/` as a list of CDI devices, in addition to the field for CDI devices
-(containerd 2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI edits cannot contain other annotations.
+(containerd 2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI edits cannot set annotations, so an annotation with
+any other key cannot be converted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class AnswerError(Exception):
 
 
 def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
-    """Return the edits in the AllocateResponse for one container. dropped: patterns of annotations to leave out.
+    """Return the edits in the AllocateResponse for one container.
+
+    dropped: patterns (fnmatch) of the keys of annotations to leave out.
 
     Raises AnswerError if the bytes are no AllocateResponse for one container, or have fields without equivalent in CDI.
     """

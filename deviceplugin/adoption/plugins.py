@@ -1,4 +1,4 @@
-"""Follows the vendors' plugins that register in the agent's directory: sockets, device lists, calls to the plugins.
+"""Handles the vendors' plugins that register in the agent's directory: their sockets, device lists, and calls to them.
 
 The agent acts as the kubelet does (1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the
 sockets in its directory, then creates kubelet.sock. During Register the kubelet connects to the plugin's endpoint and
@@ -70,7 +70,7 @@ VendorList = Mapping[str, ListedDevice]
 
 
 def listed(message: pb.ListAndWatchResponse) -> VendorList:
-    """Return a plugin's device list as a mapping sorted by id, so that repeated or reordered lists are equal."""
+    """Return, for each id in a plugin's list, the device; sorted, so that repeated or reordered lists are equal."""
     devices = {
         device.ID: ListedDevice(
             "" if device.health == "Healthy" else "the vendor's plugin lists it as unhealthy",
@@ -109,7 +109,7 @@ class VendorPlugin:
     """An endpoint that a vendor's plugin has registered. devices: the plugin's last device list.
 
     alive: whether the plugin's ListAndWatch stream is open. since: the time at which the plugin registered, or at which
-    this stream ended (Unix seconds).
+    the plugin's stream ended (Unix seconds).
     """
 
     resource: str
@@ -170,9 +170,10 @@ class VendorPlugin:
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Store the plugin's new device list. Drop the responses for claims with ids that have left or joined the list.
+        """Store the plugin's new device list.
 
-        An id that has left the list and returned may stand for other hardware, so such a response is out of date.
+        Drop the responses for claims with an id that has left or joined the list. An id that has left the list and
+        returned may stand for other hardware, so such a response is out of date.
         """
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
@@ -252,9 +253,10 @@ class VendorPlugins(RegistrationServicer):
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
-        """Let the plugin allocate devices to one container after another. Return its responses joined into one.
+        """Let the plugin allocate devices to one container after another.
 
-        wanted: the device ids of each container. Raises VendorCallError if the plugin refuses, or is gone.
+        Return the plugin's responses, joined into one. wanted: the device ids of each container. Raises VendorCallError
+        if the plugin refuses, or is gone.
         """
 
         async def work() -> bytes:
@@ -363,7 +365,7 @@ class VendorPlugins(RegistrationServicer):
             if time.monotonic() > until:
                 owner = f"another agent ({lock.owner()}, which has locked {lock.path})"
                 raise AdoptionError(f"--adopt: plugins register in {self.directory} with {owner}; stop one of them")
-            await asyncio.sleep(0.1)  # flock cannot wait with a deadline.
+            await asyncio.sleep(0.1)  # The loop tries again, because flock cannot wait with a deadline.
 
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
@@ -417,7 +419,10 @@ class VendorPlugins(RegistrationServicer):
         return pb.Empty()
 
     async def _take(self, resource: str, versions: Sequence[str], socket: Path) -> None:
-        """Follow the resource's plugin at this socket, instead of a former plugin or socket. Raises RefusedError."""
+        """Use the plugin at this socket for the resource, instead of the resource's former plugin or socket.
+
+        Raises RefusedError.
+        """
         extra = {"resource": printable(resource)}
         if VERSION not in versions:
             raise RefusedError(f"API version {', '.join(versions)!r} is not {VERSION}")
@@ -486,7 +491,7 @@ class VendorPlugins(RegistrationServicer):
 
         Devices that have left the plugin's list, and all devices of a plugin that has ended, are yielded as Unhealthy
         for `GRACE` seconds. An empty first list does not prove that there are no devices: the method waits up to
-        `GRACE` seconds for the next list, unless the plugin is `bypassed`.
+        `GRACE` seconds for the next list, unless the plugin registers with the kubelet itself (`bypassed`).
         """
         absent: dict[str, float] = {}
         shown: VendorList | None = None

@@ -83,10 +83,11 @@ class AdoptedSource(DeviceSource):
         )
 
     async def answer(self, devices: Sequence[Device], uid: str) -> ContainerEdits:
-        """Let the plugin allocate devices to a claim's request; return the edits for the containers. uid: the claim's.
+        """Let the plugin allocate devices to a claim's request; return the edits for the containers.
 
-        While an Allocate for the same claim and devices is running, a repeated call of this method waits for its
-        response. Raises AnswerError if there is no response, or the response has fields without equivalent in CDI.
+        uid: the claim's UID. While an Allocate for the same claim and devices is running, a repeated call of this
+        method waits for its response. Raises AnswerError if there is no response, or the response has fields without
+        equivalent in CDI.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
@@ -152,14 +153,17 @@ def _is_there(path: str) -> bool:
 
 
 class VendorIds(DeviceIds):
-    """The kubelet ids of a vendor's devices. Each is the device's own id, even if it looks like a replica's id."""
+    """The kubelet ids of a vendor's devices.
+
+    Each kubelet id is the device's own id, even if the id looks like a replica's.
+    """
 
     def device_id_of(self, name: str) -> str:
-        """Return `name`, because the device has the same id."""
+        """Return `name`, because a vendor's device has the same id at the kubelet."""
         return name
 
     def offered_as(self, name: str) -> str:
-        """Return `name`, because the device has the same id."""
+        """Return `name`, because a vendor's device has the same id at the kubelet."""
         return name
 
     def names_of(self, device: Device) -> tuple[str, ...]:

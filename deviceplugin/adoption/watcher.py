@@ -1,7 +1,7 @@
 """Finds plugins that do not call Register, by their sockets in `plugins_registry`, and registers these plugins.
 
-The plugins of SR-IOV and of Mellanox's RDMA register this way if that directory is mounted into their container. The
-Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
+The plugins of SR-IOV and of Mellanox's RDMA register this way if `plugins_registry` is mounted into their container.
+The Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
 
 The agent acts as the kubelet does (1.36.3, pluginmanager). The kubelet uses every socket below the directory whose name
 does not begin with a dot, including sockets that exist at its start, and removes no socket. It connects to the socket
@@ -10,8 +10,8 @@ response names no endpoint, and reports the result by NotifyRegistrationStatus (
 to 120 s. A plugin to which a failure is reported ends its server (RDMA) or starts its server again (SR-IOV).
 
 The endpoint in the response to GetInfo is a path within the plugin's container, so the agent uses only the path's last
-element. The socket of that name is in the directory of the socket at which GetInfo was called, or in the directory of
-plugins that call Register.
+element. The agent searches a socket with this name in the directory of the socket at which it called GetInfo, then in
+the directory of plugins that call Register.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ class PluginWatcher:
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
-        """Call GetInfo, register the plugin, and notify the plugin. Raises RefusedError, grpc.aio.AioRpcError."""
+        """Call GetInfo, register the plugin, and notify the plugin.
+
+        Raises RefusedError if the agent refuses the plugin, grpc.aio.AioRpcError if GetInfo fails.
+        """
         # These modules are imported only when a plugin is found, to save memory: most nodes have no such plugin.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub

@@ -6,10 +6,10 @@ the kubelet fails the pod, and the pod's controller creates the next pod at once
 holder has ended, or the scheduler knows from the node's status (reported every 10 s by default) that the device is
 unhealthy.
 
-Measured on a real node (kubelet 1.36.3, two cores) with a Deployment of one pod that is deleted by force again and
-again: without the wait, each deletion left 6 to 13 failed pods; with the wait, none. The kubelet ends a pod that was
-deleted by force within 3 s, even if the pod ignores SIGTERM. Other pods of the node started after 1 s without a wait,
-and after up to 3.7 s during a wait.
+On a real node (kubelet 1.36.3, two cores), the only pod of a Deployment was deleted by force repeatedly. Without the
+wait, each deletion left 6 to 13 failed pods; with the wait, none. The kubelet ends a pod that was deleted by force
+within 3 s, even if the pod ignores SIGTERM. Other pods of the node started after 1 s without a wait, and after up to
+3.7 s during a wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ controller creates the next pod at once."""
 
 
 class EndingHolders:
-    """Records, for each device id of one resource, the time at which Allocates began to wait for its former holder."""
+    """Records, for each device id of a resource, when Allocates began to wait for the end of the id's former holder."""
 
     def __init__(self) -> None:
         self.since: Mapping[str, float] = {}

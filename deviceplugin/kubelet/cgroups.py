@@ -1,4 +1,4 @@
-"""Reads whether a process of a pod may still run, from pods' cgroups, or from pod directories without visible cgroups.
+"""Reads whether a process of a pod may still run, from pods' cgroups, or from pod directories if no cgroup is visible.
 
 The kubelet creates a pod's cgroup before the pod's sandbox and removes the cgroup after the pod has terminated (kubelet
 1.36, cm/pod_container_manager_linux.go). The cgroup lies below a directory `kubepods` (cgroupfs driver:
@@ -34,7 +34,8 @@ _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
 """Maximum depth below the cgroup file system's mount point at which a directory `kubepods` is found."""
 TREES: Final = 0.3
-"""Seconds for which `kubepods` trees that exist are not searched again, because a search takes longer than a read.
+"""Seconds after a search for `kubepods` trees until the next search; until then only the known trees are read, which is
+faster.
 
 No holder is missed for lack of a search. A kubelet that is restarted with another `kubepods` tree needs more time than
 this to start a pod there, process the pod's deletion by force, and allocate the pod's device again.
@@ -110,12 +111,18 @@ class PodReader:
             return self._last
 
     def known(self, places: Mapping[str, frozenset[str]]) -> None:
-        """Add places that an earlier agent process has recorded. places: for each pod UID, its cgroups' directories."""
+        """Add places (parent directories of pods' cgroups) that an earlier agent process has recorded.
+
+        places: for each pod UID, the pod's places.
+        """
         with self._looking:
             self.shown = replace(self.shown, places={**places, **self.shown.places})
 
     def hide(self, look: PodProcesses, uids: Collection[str]) -> PodProcesses:
-        """Record that these pods run although no visible cgroup contains them. Return `look` with this change."""
+        """Record that these pods run although no visible cgroup contains them.
+
+        Return a copy of `look` (the result of a read) in which these pods are hidden too.
+        """
         with self._looking:
             self.shown = self.shown.hide(uids)
             return replace(look, shown=look.shown.hide(uids))
@@ -136,7 +143,10 @@ class PodReader:
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return False if the pod's cgroups that the last read found are all gone now, else True. Only calls `stat`."""
+        """Return False if the pod's cgroups that the last read found are all gone now, else True.
+
+        This method only calls `stat`, and reads no file.
+        """
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
         return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
@@ -230,8 +240,8 @@ def _kubepods(root: str) -> list[str]:
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield (directory, pods) for each directory of a `kubepods` tree that contains cgroups of pods.
 
-    These directories are the tree's root and the directories of the QoS classes. The pods are (UID, path of the pod's
-    cgroup).
+    These directories are the tree's root and the directories of the QoS classes. `pods` is a list of (UID, path of the
+    pod's cgroup).
     """
     pods: list[tuple[str, str]] = []
     classes: list[str] = []

@@ -81,7 +81,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
         for entry in data["PodDeviceEntries"] or ():
             holder = str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"])
             response = str(entry.get("AllocResp") or "")
-            for ids in (entry["DeviceIDs"] or {}).values():  # The keys are NUMA nodes.
+            for ids in (entry["DeviceIDs"] or {}).values():  # The mapping's keys are NUMA nodes.
                 for name in ids or ():
                     responses[Allocation(*holder, str(name))] = response
         for resource, ids in (data["RegisteredDevices"] or {}).items():
@@ -93,7 +93,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
 
 def identity(directory: Path) -> FileIdentity | None:
     """Return the identity of the checkpoint file in the device plugin directory; None if it cannot be read."""
-    # Each Allocate calls this function, and to construct a Path takes longer than the stat.
+    # The path is a text, because each Allocate calls this function, and constructing a Path takes longer than the stat.
     return file_identity(f"{directory}/{FILE_NAME}")
 
 
@@ -141,7 +141,7 @@ def annotate(
 ) -> None:
     """Add an annotation with the identities and amounts of the granted devices to an AllocateResponse.
 
-    devices: the granted devices, by the kubelet's device id. since: the time of the grant (Unix seconds), which
+    devices: for each kubelet device id, the granted device. since: the time of the grant (Unix seconds), which
     identifies the grant. The kubelet's checkpoint contains each response with the container that got it.
     """
     by_id: dict[str, object] = {}
@@ -164,11 +164,12 @@ def granted(
     boot: str,
     numbers: Callable[[Iterable[str]], Tokens] = numbers_of,
 ) -> Wanted:
-    """Return a device's identity and amount from the AllocateResponse in the checkpoint. May block on device nodes.
+    """Return a device's identity and amount from the AllocateResponse in the checkpoint.
 
-    If the response has no annotation of this boot, the identity consists of all device nodes in the response: the nodes
-    of all devices of the container, and control nodes. Without any annotation, the amount is not known. numbers: a
-    function that returns the device numbers of those of the given paths that are device nodes.
+    Blocks while it stats device nodes. If the response has no annotation of this boot, the identity consists of all
+    device nodes in the response: the nodes of all devices of the container, and control nodes. Without any annotation,
+    the amount is not known. numbers: a function that returns the device numbers of those of the given paths that are
+    device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
@@ -299,7 +300,10 @@ class CheckpointReader:
         return now
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Remember the last of these checkpoints, and all granted devices' identities. May block on device nodes."""
+        """Remember the last of these checkpoints, and all granted devices' identities.
+
+        Blocks while it stats device nodes.
+        """
         with self._taking:
             last, before, missing = self.known
             kept = frozenset(self._held()).union(*(version.allocations for version in checkpoints))
@@ -326,7 +330,7 @@ class CheckpointReader:
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
-        gather = filewatch.Gather(UNHINTED, FILE_NAME)  # The kubelet first writes a file of another name.
+        gather = filewatch.Gather(UNHINTED, FILE_NAME)  # Events of the kubelet's temporary file are ignored.
         with filewatch.shared().watch([str(self._directory)], gather=gather) as watch:
             while not shows_present(written):
                 if not self._lists.resend():

@@ -33,9 +33,9 @@ class ClaimStateMissingError(ClaimStateError):
 class PreparedClaim:
     """A claim that the kubelet counts as prepared.
 
-    All three fields come from the drivers' responses to NodePrepareResources. devices: for each driver, (pool, device
-    name, share ID or "") of each device. cdi_ids: the names of the CDI devices. requests: (driver, request name, device
-    name) of each device; the request name is "" if the driver gave none.
+    The fields `devices`, `cdi_ids` and `requests` come from the drivers' responses to NodePrepareResources. devices:
+    for each driver, (pool, device name, share ID or "") of each device. cdi_ids: the names of the CDI devices.
+    requests: (driver, request name, device name) of each device; the request name is "" if the driver gave none.
     """
 
     uid: str

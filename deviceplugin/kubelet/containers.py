@@ -73,9 +73,10 @@ def _container_of(cgroup: ContainerCgroup, links: Iterable[LogLink]) -> str | No
 
 
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
-    """Return whether no process of a container can run. links, running: log links and cgroups of the pod's containers.
+    """Return whether no process of a container can run.
 
-    The result is False for a container without a log link, because the container may have just started.
+    links, running: the log links, and the cgroups with processes, of the pod's containers. The result is False for a
+    container without a log link, because the container may have just started.
     """
     links = tuple(links)
     last = max((link.made for link in links if link.container == container), default=None)
@@ -211,7 +212,8 @@ class LostAllocations:
         self._directory = directory
         self._noting = threading.Lock()
         self._noted: Mapping[Allocation, int | None] = {}
-        """For each lost allocation whose container has ended, the sequence number that the id's record had then."""
+        """For each lost allocation whose container has ended: the sequence number of the id's record when the end was
+        found."""
 
     def ended(
         self,

@@ -111,7 +111,7 @@ class DeviceIds:
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
         """Add to the legacy ids those ids that pods had before the agent's start.
 
-        An id whose device is not listed does not become a legacy id. Return the ids of this kind.
+        An id whose device is not listed does not become a legacy id. Return the ids whose devices are not listed.
         """
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
@@ -166,7 +166,10 @@ class DeviceIds:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One ListAndWatch call. shown: the time (monotonic seconds) and the healthy ids of the last list that it sent."""
+    """One ListAndWatch call.
+
+    shown: the time (monotonic seconds) and the healthy ids of the last list that the stream sent.
+    """
 
     ending: bool = False
     shown: tuple[float, frozenset[str]] | None = None

@@ -35,7 +35,7 @@ class EvidenceSource(enum.Enum):
 
 
 class HoldReason(NamedTuple):
-    """Why an allocation counts as held.
+    """The reason why an allocation counts as held.
 
     named: whether the kubelet's checkpoint names the allocation. certain: False if an old checkpoint is the only
     evidence that the allocation is held. begun: whether the AllocateResponse in the checkpoint shows that the
@@ -74,8 +74,8 @@ class HolderSnapshot:
     at: the time at which the reading of the evidence began (monotonic seconds). current: whether the checkpoints are
     new enough to prove that an allocation which they do not name has ended. held: the allocations that count as held.
     registered: for each resource, the ids that are healthy in any of the checkpoints; None if no checkpoint was
-    readable. problem: why the checkpoint is missing or not current; "" if neither. shown: the directories in which
-    pods' cgroups and pod directories have been seen until that moment.
+    readable. problem: why the checkpoint is missing or not current; "" if neither. shown: the facts about pods from all
+    reads of cgroups and pod directories until that moment.
     """
 
     at: float = 0.0
@@ -163,8 +163,8 @@ def pending_grants(
 ) -> PendingGrants:
     """Return the allocations for pending grants (grants whose container is not known) that these checkpoints name.
 
-    records: the register's records by (resource, id). granted: a function that returns an allocation's grant from the
-    AllocateResponse in a checkpoint.
+    records: for each (resource, id), the register's record. granted: a function that returns an allocation's grant from
+    the AllocateResponse in a checkpoint.
     """
     begun, replaced = set[Allocation](), set[Allocation]()
     for version in checkpoints:
@@ -279,7 +279,7 @@ def grant_of(answer: Wanted | None, copied: Wanted | None) -> Wanted | None:
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
     """Return the uses of devices by allocations that are not in the register: of other plugins, or with lost records.
 
-    title: a function that returns a pod's name by its UID, for messages.
+    title: a function that returns, for a pod's UID, the pod's name for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
     # An AllocateResponse of another boot names the nodes of all devices of a container. So nodes of a recorded device
@@ -317,7 +317,7 @@ def kubelet_snapshot(
 
     sequence: the register's sequence before the scan. device_of: a function that returns the device of an id that the
     kubelet knows. granted: a function that returns an allocation's grant from the AllocateResponse in the checkpoint.
-    title: a function that returns a pod's name by its UID, for messages.
+    title: a function that returns, for a pod's UID, the pod's name for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}

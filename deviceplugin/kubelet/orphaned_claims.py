@@ -38,11 +38,11 @@ _KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}
 
 
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
-    """Return the device nodes that a claim's containers got through drivers other than `excluded`. Reads CDI files.
+    """Return the device nodes that a claim's containers got through drivers other than `excluded`.
 
-    The name of a claim's CDI file contains the CDI kind and the claim's UID (the convention of the CDI library). The
-    containers got nodes with the device numbers in the file. If the file has no number for a node, the result has the
-    node's present number.
+    The nodes are read from the claim's CDI file. The name of a claim's CDI file contains the CDI kind and the claim's
+    UID (the convention of the CDI library). The containers got nodes with the device numbers in the file. If the file
+    has no number for a node, the result has the node's present number.
     """
     ours = tuple(cdi.qualified(driver, "") for driver in excluded)
     nodes: set[str] = set()
@@ -114,7 +114,7 @@ class OrphanedClaims:
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
     _remembered: dict[tuple[str, str], ClaimFile] = field(default_factory=dict, init=False)
-    """For each claim in the claim state, by (driver, claim UID): the last content of the claim's file."""
+    """For each (driver, claim UID) in the claim state: the last content of the claim's file."""
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
@@ -164,7 +164,7 @@ class OrphanedClaims:
             self._read_state(state)
         if directory is None or self._directory != directory or self._read_for != served:
             self._read_files(directory, served)
-        # Claims with devices of drivers that this process does not have.
+        # The claims with devices of drivers that this process does not run.
         foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
         made_from = foreign, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):

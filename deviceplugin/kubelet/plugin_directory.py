@@ -30,8 +30,8 @@ checkpoint there."""
 class DirectoryContents:
     """The content of the device plugin directory at one moment.
 
-    kubelet: the identity of kubelet.sock. sockets: the identities of all sockets by file name, including kubelet.sock.
-    foreign: the sockets of other plugins.
+    kubelet: the identity of kubelet.sock. sockets: for each socket's file name, including kubelet.sock, the socket's
+    identity. foreign: the sockets of other plugins.
     """
 
     kubelet: FileIdentity | None
@@ -41,7 +41,7 @@ class DirectoryContents:
 
 
 def sockets_in(directory: Path) -> dict[str, FileIdentity]:
-    """Return the sockets in a directory by name; empty if the directory cannot be read. Blocks."""
+    """Return, for each socket's file name, the socket's identity; empty if the directory cannot be read. Blocks."""
     looked_at.at(directory)
     sockets: dict[str, FileIdentity] = {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:

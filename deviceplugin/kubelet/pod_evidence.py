@@ -186,7 +186,7 @@ def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
     """Return a message about pods whose cgroups are not visible: the pods, the effects, and the options to set.
 
     The result is "" if all pods' cgroups are visible. look: the last read of the cgroups. cgroups: the mount point of
-    the cgroup file system. title: the known names of pods, by UID.
+    the cgroup file system. title: for each pod UID, the pod's name, if the name is known.
     """
     if look.running is None:
         what = f"no pod cgroups (kubepods) are visible in {cgroups}"

@@ -16,7 +16,7 @@ SHORTLY: Final = 1.0
 
 
 class PodNames:
-    """Reads the names of pods by UID from the kubelet's log directories (`<namespace>_<name>_<uid>`)."""
+    """Reads the names of pods with known UIDs from the kubelet's log directories (`<namespace>_<name>_<uid>`)."""
 
     def __init__(self, directory: Path) -> None:
         self.known: dict[str, tuple[str, str]] = {}
@@ -31,18 +31,21 @@ class PodNames:
         self.known = {uid: name for uid, name in self.known.items() if uid in uids}
 
     async def now(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return (namespace, name) by UID of these pods, if their log directories exist. Raises LookTimeoutError."""
+        """Return, for each of these UIDs that has a log directory, the pod's (namespace, name).
+
+        Raises LookTimeoutError.
+        """
         return await self.looks.at("pod names", self.read, uids, brief=True)
 
     def read_shortly(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return (namespace, name) of these pods by UID; empty if the read takes longer than SHORTLY. Blocks."""
+        """Return, for each pod UID, (namespace, name); empty if the read takes longer than SHORTLY. Blocks."""
         try:
             return self.looks.within(SHORTLY, "pod names", self.read, uids)
         except LookTimeoutError:
             return {}
 
     def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return (namespace, name) by UID of these pods, if their log directories exist. Blocks."""
+        """Return, for each of these UIDs that has a log directory, the pod's (namespace, name). Blocks."""
         try:
             # Namespaces and names of pods contain no underscore.
             split = [name.split("_") for name in os.listdir(self._directory)]
@@ -51,7 +54,7 @@ class PodNames:
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
 
     def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with the names that can be read within SHORTLY seconds. Blocks for at most that time."""
+        """Return these pods, with the names that can be read within SHORTLY seconds. Blocks for at most this time."""
         names = self.read_shortly(uids) if uids else {}
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 

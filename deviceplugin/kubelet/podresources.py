@@ -117,7 +117,7 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
 
 
 class AllocationsInFlight:
-    """Counts running calls of Allocate and GetPreferredAllocation, so that other work can wait for their end."""
+    """Counts the kubelet's running calls about pods, such as Allocate, so that other work can wait for their end."""
 
     # Seconds for which a GetPreferredAllocation still counts as running after its end, because the kubelet calls
     # Allocate some milliseconds after the response.
@@ -139,7 +139,10 @@ class AllocationsInFlight:
 
     @contextmanager
     def busy(self, pause: float = AFTER_ALLOCATE) -> Iterator[None]:
-        """Count an Allocate or GetPreferredAllocation as running until `pause` seconds after its end."""
+        """Return a context manager for one call of the kubelet, which counts as running within the context.
+
+        pause: seconds after the call for which `wait` still waits.
+        """
         self._calls += 1
         self._idle.clear()
         try:
@@ -152,7 +155,7 @@ class AllocationsInFlight:
                 self._idle.set()
 
     def none_since(self, moment: float) -> bool:
-        """Return whether no Allocate or GetPreferredAllocation was running since `moment` (monotonic seconds)."""
+        """Return whether no call that `busy` counts was running since `moment` (monotonic seconds)."""
         return not self._calls and self._last < moment
 
     async def pause(self) -> None:
@@ -166,7 +169,7 @@ class AllocationsInFlight:
                     await (self._idle.wait() if self._calls else asyncio.sleep(rest))
 
     async def wait(self) -> None:
-        """Wait until no Allocate or GetPreferredAllocation is running, and the pause after the last call is over."""
+        """Wait until no call that `busy` counts is running, and the pause after the last such call is over."""
         while True:
             await self._idle.wait()
             rest = self._until - time.monotonic()

@@ -50,7 +50,7 @@ def choice(
             nodes = {name: numa.get(device, ()) for name, device in physical.items()}
             return topology.numa_compact(nodes, available, must_include, size)
         score = topology.numa_scores(numa)
-    if source.policy == "distributed":  # This policy also counts the ids that are in use.
+    if source.policy == "distributed":  # The policy `distributed` also counts ids in use.
         physical = {name: device.id for device in devices.values() for name in ids.names_of(device)}
     return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 

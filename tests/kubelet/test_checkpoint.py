@@ -93,7 +93,7 @@ def test_an_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, text: str) -> None:
     """What is no checkpoint is a CheckpointError, whatever is wrong with it."""
     (tmp_path / FILE_NAME).write_text(text, errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=f"{FILE_NAME}: not a device manager checkpoint"):
+    with pytest.raises(CheckpointError, match=f"{FILE_NAME}: the file is not a device manager checkpoint"):
         read(tmp_path)
 
 

@@ -662,7 +662,7 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
     )
     other = InstanceLock(kubelet_root, R)
     assert other.acquire()
-    with pytest.raises(RegistrationError, match=r"stop it, or give this one another resource name"):
+    with pytest.raises(RegistrationError, match=r"stop that process, or give this resource another name"):
         asyncio.run(registration.run())
     other.release()
 
