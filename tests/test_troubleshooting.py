@@ -153,7 +153,7 @@ def test_messages_do_not_begin_with_what_they_are_about() -> None:
     """Resource and driver are given as `extra`, and a line for people begins with them; a signal or a path may come."""
     assert {text for path in MODULES for text in texts(tree(path)) if re.match("%s: .*[a-z]{3}", text)} == {
         "%s: the agent ends; pods keep their devices",
-        "%s: cannot save the copy of the config file for a start with an invalid file: %s",
+        "%s: cannot save the config file for a start with an invalid file: %s",
         "%s: `metrics` is read at the start only; restart the agent to apply the change",
     }
 

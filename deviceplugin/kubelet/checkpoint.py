@@ -87,7 +87,9 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
         for resource, ids in (data["RegisteredDevices"] or {}).items():
             registered[str(resource)] = frozenset(map(str, ids or ()))
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the file is not a device manager checkpoint: {type(error).__name__}: {error}"
+        ) from error
     return CheckpointVersion(frozenset(responses), registered, file, responses)
 
 
@@ -330,7 +332,7 @@ class CheckpointReader:
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
-        gather = filewatch.Gather(UNHINTED, FILE_NAME)  # Events of the kubelet's temporary file are ignored.
+        gather = filewatch.Gather(UNHINTED, FILE_NAME)  # Only events of the file FILE_NAME itself end the wait early.
         with filewatch.shared().watch([str(self._directory)], gather=gather) as watch:
             while not shows_present(written):
                 if not self._lists.resend():

@@ -61,10 +61,10 @@ def parse(text: bytes) -> tuple[PreparedClaim, ...]:
         outer = msgspec.json.decode(text)
         data = outer["Data"]
         if zlib.crc32(data.encode()) != outer["Checksum"]:
-            raise ClaimStateError("its checksum does not match its content")
+            raise ClaimStateError("the claim state's checksum does not match the content")
         return tuple(map(_claim, msgspec.json.decode(data)["ClaimInfoStateList"] or ()))
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ClaimStateError(f"not the kubelet's claim state: {type(error).__name__}: {error}") from error
+        raise ClaimStateError(f"the file is not the kubelet's claim state: {type(error).__name__}: {error}") from error
 
 
 def _claim(entry: Mapping[str, Any]) -> PreparedClaim:

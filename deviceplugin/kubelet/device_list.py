@@ -284,7 +284,7 @@ class ListStreams:
         self._none_open.clear()
         self.begun += 1
         self._version += 1  # The first list of a stream is computed anew, with the options that the kubelet read last.
-        _LOG.debug("the kubelet listens", extra={"resource": self._resource})
+        _LOG.debug("the kubelet listens to the device list", extra={"resource": self._resource})
         try:
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
@@ -316,5 +316,5 @@ class ListStreams:
             self.open.discard(stream)
             if not self.open:
                 self._none_open.set()
-                _LOG.debug("the kubelet no longer listens", extra={"resource": self._resource})
+                _LOG.debug("the kubelet no longer listens to the device list", extra={"resource": self._resource})
                 self._on_end()

@@ -19,7 +19,8 @@ def avoiding(
 ) -> tuple[list[str], list[str]]:
     """Return (available, must_include), changed so that avoided devices are chosen only if there are too few others.
 
-    avoided: device ids. available, must_include: kubelet ids. size: the number of ids that the container gets.
+    avoided: the devices' ids. available, must_include: ids at the kubelet. size: the number of ids that the container
+    gets.
     """
     if not avoided:
         return available, must_include

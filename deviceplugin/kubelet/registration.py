@@ -53,7 +53,7 @@ VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
 """Minimum seconds between two checks for another plugin of the resource, which read the kubelet's checkpoint."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""The number of seconds instead of LOOK while another plugin might allocate devices of claims to pods."""
+"""Minimum seconds between two such checks while another plugin might allocate devices of claims to pods."""
 REST: Final = 1.0
 """Seconds between two reads of the plugin directory while a ListAndWatch is open. File events are not used then: the
 end of the kubelet closes the stream, and each new checkpoint would cause three events or more."""
@@ -82,9 +82,9 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 class Seen:
     """The state from which `next_step` decides. ready: whether the resource has a device list.
 
-    kubelet: the file kubelet.sock now. served: whether the agent's socket exists. live: whether a ListAndWatch stream
-    is open. listened: whether a stream was opened since the last Register. registered: the file kubelet.sock at the
-    last Register. since: seconds since the last Register. foreign: the evidence of another plugin's later Register.
+    kubelet: the identity of kubelet.sock now. served: whether the agent's socket exists. live: whether a ListAndWatch
+    stream is open. listened: whether a stream was opened since the last Register. registered: kubelet.sock's identity
+    at the last Register. since: seconds since the last Register. foreign: evidence of another plugin's later Register.
     """
 
     kubelet: FileIdentity | None
@@ -249,7 +249,7 @@ class SocketServer:
             if await self._locked():
                 return
         owner = f"{await self._looks.at('socket', self.lock.owner)}, which has locked {self.lock.path}"
-        raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
+        raise RegistrationError(f"{served} ({owner}); stop that process, or give this resource another name")
 
     async def serve(self, now: DirectoryContents | None = None) -> str:
         """Return the name of a served socket that no Register has named yet. Start a server if there is no such socket.
@@ -307,7 +307,7 @@ class SocketServer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An accepted Register. at: its time (monotonic seconds). streams: the number of earlier ListAndWatch calls."""
+    """A Register accepted at the time `at` (monotonic seconds), after `streams` calls of ListAndWatch."""
 
     kubelet: FileIdentity | None
     at: float
@@ -352,7 +352,7 @@ class PluginRegistration:
             await self._close()
 
     def _part(self, contents: DirectoryContents) -> object:
-        """Return those contents on which the next step depends; the sockets of other resources are left out."""
+        """Return those contents of the directory on which the next step depends, without other resources' sockets."""
         return contents.kubelet, contents.checkpoint, contents.foreign, self._server.is_in(contents)
 
     async def _loop(self, watch: DirectoryReader) -> None:
@@ -360,7 +360,7 @@ class PluginRegistration:
         while True:
             try:
                 if not locked and await self._has_directory():
-                    await self._server.lock_resource()  # Raises an error if another process has the lock.
+                    await self._server.lock_resource()  # Fails while another process has the lock.
                 locked = True
                 await self._next(watch)
             except LookTimeoutError as error:
@@ -426,7 +426,7 @@ class PluginRegistration:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
         record = await self.endpoint.host.recorded()
-        # `sent` is read after the record, because the record may contain a list that was sent while it was read.
+        # `sent` is read last, because the record may contain a list that was sent while the record was read.
         sent = self.endpoint.streams.sent
         return self._foreign.found(record, contents.foreign, sent, plugin=self.endpoint.plugin_socket)
 
@@ -555,13 +555,13 @@ class PluginRegistration:
         self.statistics.contested = self.statistics.error = ""
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
-        _LOG.info("registered%s as %s", " again" if again else "", name, extra={"resource": resource})
+        _LOG.info("registered%s as %s with the kubelet", " again" if again else "", name, extra={"resource": resource})
         return True
 
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: DirectoryReader, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for Register's response; return False if the kubelet restarts or ends before it. Raises AioRpcError."""
+        """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
             # The whole directory is read, because the next step needs contents that include the new socket.
             while not call.done() and (await self._directory.now()).kubelet == kubelet:
@@ -589,7 +589,7 @@ class PluginRegistration:
         await self._server.remove_socket()
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
-        self.endpoint.streams.stop()  # `end` then does not wait for a stream that the kubelet is just beginning.
+        self.endpoint.streams.stop()  # So `end` waits for no stream that the kubelet is beginning.
         await self.endpoint.streams.end(self._timing.stream)
         await self._server.end()
 

@@ -113,7 +113,10 @@ class EndpointHost:
         """Note that another plugin has certainly registered the resource. reason: the evidence."""
 
     async def metadata(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the mounts of the files that describe a container's devices. Raises LookTimeoutError, OSError."""
+        """Return the mounts of the files that describe a container's devices.
+
+        Raises LookTimeoutError if the write of a file hangs, OSError if the write fails.
+        """
         return NO_EDITS
 
 
@@ -395,7 +398,7 @@ class Endpoint(DevicePluginServicer):
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
     def checked(self, names: Sequence[str]) -> dict[str, Device]:
-        """Return the devices of one container's ids, by id.
+        """Return, for each of one container's ids, the device.
 
         Raises Refusal if an id occurs twice, or the device of an id does not exist or is unhealthy.
         """
@@ -477,7 +480,8 @@ class Endpoint(DevicePluginServicer):
         asked: a mapping to which this method adds the identity and amount of each id.
         """
         by_name, by_id = self.checked(names), dict[str, Device]()
-        for name, device in by_name.items():  # Noted before `edits` runs, because a scan or reload may change devices.
+        # The identities are recorded before `edits` runs, because a scan or reload may change devices during the hook.
+        for name, device in by_name.items():
             asked[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device
         devices = in_order(by_id.values())
@@ -502,7 +506,8 @@ class Endpoint(DevicePluginServicer):
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
-        except (TypeError, ValueError, AttributeError) as error:  # For example, an environment variable is a number.
+        except (TypeError, ValueError, AttributeError) as error:
+            # For example, the value that `edits` returned for an environment variable is a number.
             raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
         return response
 
@@ -519,7 +524,9 @@ class Endpoint(DevicePluginServicer):
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
         except Exception:  # The kubelet would reject the pod if the call failed.
-            _LOG.exception("no preference could be found", extra={"resource": self.resource})
+            _LOG.exception(
+                "no preference could be found; the first available ids are preferred", extra={"resource": self.resource}
+            )
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _still_used(self, available: Collection[str]) -> set[str]:

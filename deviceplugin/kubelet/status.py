@@ -17,7 +17,7 @@ from deviceplugin.unwatched import Unwatched
 
 
 class Withheld(NamedTuple):
-    """Why a device is offered to no pod and to no claim. reason: the cause as text.
+    """The reason why a device is offered to no pod and to no claim. reason: the cause as text.
 
     kind: "excluded" (a holder has the same hardware under another id or resource), "foreign" (a pod has the device, or
     may have it, through another plugin of the same resource), "held" (processes of its former pod run), "unknown"
@@ -81,8 +81,8 @@ class AgentStatus:
     kubelet_answers: whether the kubelet answered the last PodResources call; None if there is no socket.
     kubelet_silent: the time since which the kubelet has answered no PodResources call (Unix seconds). blind: messages
     about pods whose cgroups are not visible, with the options to set. unknown: for each kind of evidence, how often
-    the evidence did not show whether a holder had ended. unwatched: the directories without file events, by cause.
-    cgroup_root: the mount point of the node's cgroup file system.
+    the evidence did not show whether a holder had ended. unwatched: for each cause, the directories without file
+    events. cgroup_root: the mount point of the node's cgroup file system.
     """
 
     resources: tuple[ResourceStatus, ...]

@@ -100,7 +100,8 @@ class HolderTracker:
         """Runs all reads of other agents' copies and of claim files, in only one thread, because each read of copies
         finds only the changes since the last read."""
         self._present = SharedCall(lambda: self.looks.at("checkpoint", self._checkpoint.newest, brief=True))
-        """Reads the checkpoint. Simultaneous calls, by the registrations of several resources, share one read."""
+        """Reads the checkpoint. Simultaneous reads for the registrations of several resources access the file only
+        once."""
         self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
@@ -157,9 +158,9 @@ class HolderTracker:
 
     @property
     def _known(self) -> frozenset[Allocation]:
-        """The allocations in the register, and the allocations by other plugins that the last scan has found."""
+        """The allocations in the register, and the allocations of other plugins that the last scan has found."""
         records = self._register.snapshot.allocations
-        of, allocations = self._recorded  # One read of the attribute, because other threads may replace the tuple.
+        of, allocations = self._recorded  # Only one read of the attribute: other threads may replace the tuple.
         if of is not records:
             held = set[Allocation]()
             for record in records.values():
@@ -198,7 +199,7 @@ class HolderTracker:
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Return, for each of these ids that another pod still holds, the reason.
 
-        Called before an Allocate is granted. Reads the checkpoint again.
+        The caller is about to grant an Allocate, so this method reads the checkpoint again.
 
         The kubelet allocates an id again only when it counts the former holder as ended. The kubelet can be wrong in
         three cases: the holding pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or
@@ -280,7 +281,7 @@ class HolderTracker:
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
         """Return two sets: the allocations of these ids whose pods have ended, and the other allocations.
 
-        Called before an Allocate is granted. The other allocations belong to pods that run, or that the kubelet may
+        The caller is about to grant an Allocate. The other allocations belong to pods that run, or that the kubelet may
         just be admitting. The Allocate may be for such a pod itself, if the pod's init container had the device before.
         """
         wanted = frozenset(device_ids)

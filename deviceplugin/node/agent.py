@@ -238,7 +238,8 @@ class Agent:
             self.supervisor.serve(AdoptedSource(resource, self._vendors))
             self._claim_side.brought(resource, "")
         elif self.adopted(resource):
-            self.services[resource].registration.wake()  # The plugin's options may have changed.
+            # The plugin's options may have changed; the kubelet reads new options only at a Register.
+            self.services[resource].registration.wake()
         else:
             text = "a vendor's plugin registered it, but the config lists its devices; those of the config are served"
             _LOG.error(text, extra={"resource": resource})

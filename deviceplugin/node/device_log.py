@@ -19,9 +19,10 @@ vanishing or failure of a device with a holder is always logged as WARNING."""
 
 
 class InventoryLog:
-    """Logs the changes of one resource's inventory (the resource's present devices). The inventory calls the instance.
+    """Logs the changes of one resource's inventory (the resource's present devices).
 
-    holder: a function that returns the holder of a device as text; "" if the device has no holder.
+    The inventory calls the instance after each change. holder: a function that returns the holder of a device as text;
+    "" if the device has no holder.
     """
 
     def __init__(self, resource: str, holder: Callable[[str], str] = lambda device: "") -> None:

@@ -42,10 +42,10 @@ class DriverEvidence:
 class NodeEvidence(RegisterHost):
     """Creates the register and the readers of evidence of one process, and gives the register this evidence.
 
-    services: the resources of the process by name; the mapping changes when services start or end. drivers: the DRA
-    drivers of the process by name. lists: the device lists that this process sends to the kubelet. side: the DRA part
-    of the process. scan_wanted: an event that is set when a scan should run soon. report_holders: whether metrics show
-    the holders.
+    services: for each resource of the process, its service; the mapping changes when services start or end. drivers:
+    for the name of each DRA driver of the process, the driver's evidence. lists: the device lists that this process
+    sends to the kubelet. side: the DRA part of the process. scan_wanted: an event that is set when a scan should run
+    soon. report_holders: whether metrics show the holders.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class NodeEvidence(RegisterHost):
         await self._copies.keep(self.register.store, self.tracker.other_looks)
 
     async def write_copies(self) -> None:
-        """Write copies of the last allocations before the process ends. Does nothing if the write hangs or fails."""
+        """Write copies of the last allocations before the process ends. A write that hangs or fails raises no error."""
         with contextlib.suppress(OSError):
             await in_time(self._copies.write(self.register.snapshot, self.tracker.other_looks), TIMEOUT)
 

@@ -152,7 +152,7 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
         except Exception as error:  # An exception of the source's code is passed to the reader of the lists.
             end = error
-        except BaseException as error:  # For example, SystemExit. The reader needs a result.
+        except BaseException as error:  # For example, SystemExit must end the reader's wait too.
             end = RuntimeError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(RuntimeError):  # The loop is closed already.
             loop.call_soon_threadsafe(queue.put_nowait, end)

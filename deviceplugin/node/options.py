@@ -136,7 +136,7 @@ def lock_of(options: argparse.Namespace) -> Lock:
 def run_options(options: argparse.Namespace) -> RunOptions:
     """Return the values of the options that `add_run_options` has added, and set up the logs."""
     if options.log_format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # No log lines of gRPC, because these are not JSON.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines are turned off, because they are not JSON.
     logs.setup(options.log_format, options.log_level)
     paths = Paths(**{field.name: getattr(options, field.name) for field in fields(Paths)})
     return RunOptions(paths, options.metrics_address)

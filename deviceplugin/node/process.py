@@ -99,7 +99,7 @@ class ConfigFile:
         try:
             await self.kept_looks.at("config file", _put, self.kept, self.content)
         except OSError as error:
-            _LOG.warning("%s: cannot save the config file for a start with a broken one: %s", self.kept, error)
+            _LOG.warning("%s: cannot save the config file for a start with an invalid file: %s", self.kept, error)
 
     def sources(self) -> list[DeviceSource]:
         """Return new sources of the resources in the config file."""
@@ -127,7 +127,10 @@ class ConfigFile:
 
 
 class Program:
-    """The part of a process that signals and config changes control: an agent. node: the node's name, for the log."""
+    """The part of a process that signals stop and that config changes reconfigure: an agent.
+
+    node: the node's name, for the log.
+    """
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent
@@ -138,7 +141,10 @@ class Program:
         await self.agent.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Apply a new config. changed: the new and changed sources, by resource. unchanged: the other resources."""
+        """Apply a new config.
+
+        changed: for each new or changed resource, the source. unchanged: the names of the other resources.
+        """
         await self.agent.reconfigure(changed, unchanged)
 
 
@@ -151,7 +157,7 @@ def run(
     token: str | Path | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Serve these sources until SIGTERM or SIGINT. Call it at the end of your plugin's file.
+    """Serve these sources until SIGTERM or SIGINT. Call this function at the end of your plugin's file.
 
     metrics_address: HOST:PORT of the metrics. The option --metrics-address takes precedence; without either there are
     no metrics. certificate, key, client_ca, token: absolute paths of files that protect the metrics, with the meaning
@@ -204,10 +210,10 @@ def serve(
     try:
         asyncio.run(work)
     except AgentError as error:
-        _LOG.error("%s", error)  # Logged without a traceback, because the user must correct this error.
+        _LOG.error("%s", error)  # The error needs no traceback, because the user must correct it.
         return 1
     finally:
-        work.close()  # Prevents a warning if `asyncio.run` did not start the coroutine.
+        work.close()  # This prevents a warning if `asyncio.run` did not start the coroutine.
     return 0
 
 

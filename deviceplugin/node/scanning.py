@@ -80,10 +80,10 @@ class HolderScanner:
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
     async def scan(self, wanted: Collection[DeviceKey] = ()) -> ScanResult | None:
-        """Request a scan at once; return its result (see `read`) or raise its exception. Needs a running `run`.
+        """Request a scan at once; return its result (see `read`) or raise its exception.
 
-        wanted: the (resource, device id) pairs that the caller needs without a holder. The scan reads all its evidence
-        after this call.
+        The task of `run` must be running. wanted: the (resource, device id) pairs that the caller needs without a
+        holder. The scan reads all its evidence after this call.
         """
         self._asked |= set(wanted)
         self._requested.set()
@@ -102,7 +102,7 @@ class HolderScanner:
         except Exception as error:
             answer.set_exception(error)
         finally:
-            answer.cancel()  # For waiting tasks, if this task was cancelled; a future with a result stays as it is.
+            answer.cancel()  # If this task was cancelled, the tasks that wait are cancelled too.
         return answer.result()
 
     async def _read(self) -> ScanResult | None:
@@ -218,7 +218,7 @@ class HolderScanner:
                 _LOG.exception("the scan for the holders of devices failed; trying again")
                 pause = backoff.next()
             else:
-                if not is_asked:  # Callers of `scan` scan often, and report problems themselves.
+                if not is_asked:  # Callers of `scan` report problems themselves.
                     self.log.problem(result.holders if result is not None else None)
                 backoff.reset()
                 pause = 0.0

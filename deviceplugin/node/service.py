@@ -217,7 +217,8 @@ class Service(EndpointHost):
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            if self.endpoint.ready:  # Without a device list, the ids in the checkpoint may be of another plugin.
+            # Until the resource has a device list, the ids in the checkpoint may be those of another plugin.
+            if self.endpoint.ready:
                 ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
@@ -316,8 +317,8 @@ class Service(EndpointHost):
 class Supervisor:
     """Starts, replaces and ends the services of resources, and restarts failed services.
 
-    services: the services by resource; only this class changes the mapping while the agent runs. fail: a function that
-    is called with the reason if a resource cannot be served on this node at all.
+    services: for each resource, its service; only this class changes the mapping while the agent runs. fail: a function
+    that is called with the reason if a resource cannot be served on this node at all.
     """
 
     services: dict[str, Service]
@@ -373,7 +374,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Begin to read the child sources of this source; stop reading those of the source that it replaces."""
+        """Begin to read the child sources of this source; stop reading those of the replaced source."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
@@ -403,7 +404,8 @@ class Supervisor:
                             continue
                         served.add(name)
                         if name in self.services and self._parents.get(name) != parent.resource:
-                            _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
+                            text = "%s has a source of its own; the child source of %s is not served"
+                            _LOG.info(text, name, parent.resource)
                             continue
                         self._parents[name] = parent.resource
                         self.serve(child)
@@ -431,9 +433,10 @@ class Supervisor:
                     if fatal and not service.registration.statistics.registrations:
                         self.fail(str(error))
                         return
-                    _LOG.error("%s; trying again", error)  # Without a traceback: the user must correct this error.
+                    # The error is logged without a traceback, because the user must correct its cause.
+                    _LOG.error("%s; trying again", error)
                 except Exception:
-                    _LOG.exception("serving failed; trying again", extra={"resource": name})
+                    _LOG.exception("the resource's service failed; trying again", extra={"resource": name})
                 await asyncio.sleep(backoff.next())
         finally:
             if self.services.get(name) is service:

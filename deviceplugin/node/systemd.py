@@ -44,7 +44,8 @@ class ServiceManager:
         mine = pid in ("", str(os.getpid())) and microseconds.isdecimal() and int(microseconds) > 0
         self.watchdog = int(microseconds) / 1e6 if mine and self.there else None
         if self.watchdog is not None:
-            faulthandler.enable()  # Writes the stack of each thread when systemd ends a hanging process by SIGABRT.
+            # When systemd ends a hanging process by SIGABRT, this handler writes the stack of each thread.
+            faulthandler.enable()
 
     @property
     def there(self) -> bool:
@@ -61,8 +62,8 @@ class ServiceManager:
     async def follow(self, status: Callable[[], AgentStatus]) -> None:
         """Notify the service manager of the agent's state (READY=1 included) until cancelled."""
         begun, ready, said, beaten = time.monotonic(), False, "", 0.0
-        # The time of the unit's TimeoutStartSec= may be nearly over, because Python loads the agent slowly from some
-        # disks.
+        # The unit's TimeoutStartSec= is extended, because its time may be nearly over: Python loads the agent slowly
+        # from some disks.
         self.tell(EXTEND_TIMEOUT_USEC=int(2 * START * 1e6))
         while True:
             now, current = time.monotonic(), status()

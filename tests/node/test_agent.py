@@ -639,7 +639,7 @@ def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.Lo
     kept = config.with_name("kept.yaml")
     kept.mkdir()
     asyncio.run(process_module.ConfigFile.read(config, OPEN, kept).keep())
-    assert "cannot save the copy of the config file for a start with an invalid file" in caplog.text
+    assert "cannot save the config file for a start with an invalid file" in caplog.text
 
 
 async def test_a_file_that_is_refused_is_known_until_it_is_mended(
