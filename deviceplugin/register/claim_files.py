@@ -1,6 +1,6 @@
 """The agent's own files about prepared claims, one file for each claim.
 
-By such a file, the agent knows the devices that a claim holds, even after the devices were renamed. The file
+From such a file, the agent knows the devices that a claim holds, even after the devices were renamed. The file
 `<driver>_<claim UID>.claim` in `cdi.own_directory` is JSON. Each prepared claim has such a file, even if the claim
 needs no CDI edits. The directory is in memory on most nodes, so a reboot removes the files together with the
 containers.
@@ -31,8 +31,8 @@ class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: the name (`--agent-name`) of the agent that prepared the claim; "" if the agent has no name, or the file
     cannot be read. boot: the id of the node's boot in which the file was written; all identities in the file are of
-    this boot. pods: UIDs of the claim's pods. devices: None if the file cannot be read; then only `driver` and `uid`
-    are known.
+    this boot. pods: UIDs of the claim's pods. devices: the held devices; None if the file cannot be read, in which case
+    only `driver` and `uid` are known.
     """
 
     driver: str
@@ -75,7 +75,7 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
 
 
 def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, ...]:
-    """Read the claim files of all drivers, except the drivers in `without`. Blocks the thread.
+    """Read the claim files of all drivers, except the drivers in `without`. This function blocks the thread.
 
     Raises OSError if the directory exists and cannot be read. A claim whose file cannot be read has no known devices.
     """

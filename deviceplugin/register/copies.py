@@ -107,7 +107,7 @@ class AllocationCopies:
         self._written: tuple[int, Mapping[RecordKey, AllocationRecord]] = (-1, NONE)
         """The register's sequence and its allocations when the copies were last written."""
         self._copied: dict[str, tuple[AllocationRecord, ...]] = {}
-        """By the name of the agent or resource, the allocations that were last written."""
+        """For the name of the agent or resource: the allocations that were last written."""
         self._read: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """For each copy's file name, the file's identity and the copied grants. A changed file causes a new mapping."""
         self._taken: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE

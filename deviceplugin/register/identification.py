@@ -153,8 +153,8 @@ def renew(
     """Record the new device nodes of a claim's devices, and the claim's new Prepare response.
 
     before: the claim's record; if the claim has another response by now, nothing is recorded. wanted: for each request,
-    the present tokens of the devices whose nodes its containers should get. A request is refused while another holder
-    has, or can open, one of these nodes. answered: a function that returns the claim's new Prepare response; its
+    the present tokens of the devices whose nodes the claim's containers should get. A request is refused while another
+    holder has, or can open, one of these nodes. answered: a function that returns the claim's new Prepare response; its
     argument is the refused requests.
     """
 
@@ -198,8 +198,8 @@ def renew(
 def leave(before: Claim, nodes: Tokens, result: str) -> Operation[Claim | None]:
     """Record that a claim's containers cannot open these nodes any more, and record `result` as its Prepare response.
 
-    Called after the containers that could open these nodes have ended. before: the claim's record. If the claim has
-    another response by now, nothing is recorded, and the operation's result is None.
+    The caller uses this operation after the containers that could open these nodes have ended. before: the claim's
+    record. If the claim has another response by now, nothing is recorded, and the operation's result is None.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Claim | None]:

@@ -47,8 +47,8 @@ class OfferQuestion:
     """The input for the decision which devices a side (plugin or DRA) may offer.
 
     state: the register's records. view: the facts about holders that are not in the register. hardware: the tokens of
-    all devices that sources list. resources: the resources of this process, by name. wanted: a function that returns
-    the identity and amount that a holder would get by one id of a device.
+    all devices that sources list. resources: for each resource of this process, its devices (`ListedResource`). wanted:
+    a function that returns the identity and amount that a holder would get by one id of a device.
     """
 
     state: RegisterSnapshot

@@ -108,9 +108,9 @@ def grant(
     """Grant all requested devices to a container, or none of them.
 
     The result is None if the devices are granted, else the refusal. Devices on the DRA side, and devices of other
-    holders, are refused. wanted: the requested devices, by kubelet device id (the id of a replica, or of the device
-    itself). An id that was granted before can be granted again, because the kubelet does not tell the plugin when a
-    container's allocation ends.
+    holders, are refused. wanted: for each kubelet device id (the id of a replica, or of the device itself), the
+    requested device. An id that was granted before can be granted again, because the kubelet does not tell the plugin
+    when a container's allocation ends.
     """
     new: list[Use] = []
     for device_id, requested in wanted.items():
@@ -194,7 +194,7 @@ def observe_all(
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders, each as (pod UID, container, resource, id), of pods that may run by the evidence."""
+    """Record further holders, each as (pod UID, container, resource, id); their pods may run according to the evidence."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -318,8 +318,8 @@ def _moves_begun(
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Change a prepared claim back to a reservation: the claim keeps its devices, and loses its Prepare response.
 
-    Called after a reboot, when the devices must be set up again, and after an Unprepare during which processes of the
-    claim's pods still ran.
+    This is needed after a reboot, when the devices must be set up again, and after an Unprepare during which processes
+    of the claim's pods still ran.
     """
     recorded = state.claims.get((driver, uid))
     if recorded is None or recorded.result is None:
@@ -474,7 +474,8 @@ def reconcile_evidence(
         replace(claim, prepared=False) if (claim.driver, claim.uid) in state.ended else claim
         for claim in evidence.merged
     ]
-    # Sure allocations come last, because in `plugin` a later allocation of a device replaces an earlier one.
+    # Allocations that prove a holder (`sure`) come last, because in the mapping `plugin` a later allocation of a device
+    # replaces an earlier one.
     held = sorted(evidence.held.values(), key=lambda allocation: allocation.sure)
     plugin = {allocation.device: allocation for allocation in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -514,7 +515,7 @@ def _proven(
     prepared: rules.ClaimEvidence | None,
     side: Side,
 ) -> tuple[State, str]:
-    """Return the state that a device has by the evidence, and the reason for the state."""
+    """Return the state that a device has according to the evidence, and the reason for the state."""
     if recorded is None or recorded.state is State.QUARANTINED:
         if pod is not None and claimed is not None:
             return State.QUARANTINED, f"held by pod {pod} and allocated to claim {claimed.uid}"

@@ -64,13 +64,13 @@ class Use(NamedTuple):
 
     @property
     def own(self) -> set[Point]:
-        """The keys of the granted device: its tokens, and the pair (resource, device id)."""
+        """The keys of the granted device in the index (`Point`): its tokens without `left`, and `key`."""
         tokens = self.tokens - self.left if self.left else self.tokens
         return {*tokens, self.key} if self.key else {*tokens}
 
     @property
     def points(self) -> set[Point]:
-        """The keys of this use: the device's (resource, id) and tokens, and tokens of nodes the holder may open."""
+        """The keys of this use in the index of holders (`Point`): those in `own`, and the tokens in `reached`."""
         return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
@@ -226,8 +226,8 @@ def possible_uses(
     """Return a use for each device that a pod may have got from another plugin of the same resource.
 
     If neither the id nor the AllocateResponse identifies the pod's device, the pod may have any device of the resource.
-    records: the allocations. boot: the boot id. devices: for each resource and device, the device's tokens. listed: the
-    tokens of all listed devices.
+    records: the allocation records. boot: the node's boot id. devices: for each resource and device, the device's
+    tokens. listed: the tokens of all listed devices.
     """
     possible: list[Use] = []
     for allocation in records:
@@ -329,7 +329,10 @@ def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> lis
 
 
 def _part_beside(use: Use, wanted: Use) -> Fraction:
-    """Return the part of a common device node that a present use has: all of the node if it is of another device."""
+    """Return the part that a present use takes of a device node which it shares with a request.
+
+    The part is the whole node if the use is of another device than the request.
+    """
     if use.key != wanted.key and not same_hardware(use.tokens, wanted.tokens):
         return _ONE
     return use.part or _ONE

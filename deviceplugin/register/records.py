@@ -127,7 +127,7 @@ class State(enum.Enum):
 
 
 class Outlook(enum.Enum):
-    """Whether a claim that was refused its devices may get them soon.
+    """The expectation whether a claim that was refused its devices may get them soon.
 
     FINAL: no event is expected that frees the devices. ENDING: the devices' holders are about to end. MOVING: the
     devices are moving to DRA, and have no holders. UNKNOWN: the agent does not know the devices' holders yet. FREE: the
@@ -363,7 +363,7 @@ class RegisterSnapshot:
         return State.PLUGIN if record is None else record.state
 
     def of(self, resource: str) -> dict[str, DeviceRecord]:
-        """Return the records of a resource's devices, by device id."""
+        """Return, for each device id of a resource, the device's record."""
         return {record.device: record for record in self.devices.values() if record.resource == resource}
 
     def allocations_of(self, resource: str) -> list[AllocationRecord]:

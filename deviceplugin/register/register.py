@@ -91,7 +91,7 @@ class ResourceDevices(Protocol):
 class RegisterHost:
     """The operations of a process that its register needs. These default methods are for a process without resources.
 
-    services: the present resources of the process, by name.
+    services: for each resource of the process, its service.
     """
 
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
@@ -112,7 +112,7 @@ class RegisterHost:
 
 
 class ListedHardware:
-    """The identity tokens of all devices that this process's sources list. served: this process's resources by name.
+    """The identity tokens of all devices that this process's sources list. served: for each resource, its service.
 
     `now` sets the attributes `scopes` and `limits` (see `View`), and `has_released` (a source has the hook `released`).
     """
@@ -150,7 +150,7 @@ class ListedHardware:
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def groups(self, resource: str, devices: Iterable[str]) -> dict[str, tuple[DeviceKey, ...]]:
-        """Return, for each device, the devices of its driver that must be on the device's side, the leader first."""
+        """Return, for each device, the sorted group of its driver's devices that must all be on the same side."""
         services, hardware = self.served, self.now()
         groups: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
@@ -216,7 +216,7 @@ class Register:
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
         """Return, for each of these devices and each device that shares counters with one, a use of the whole device.
 
-        kind: the first element of the uses' keys. devices: each device's reason. held: a device's former tokens.
+        kind: the first element of the uses' keys. devices: for each device, the reason. held: devices' former tokens.
         """
         hardware = self.listed.now()
         parts = {
@@ -254,7 +254,7 @@ class Register:
         for service in self.listed.served.values():
             yield service.source, service.inventory.snapshot
 
-    # The identity of a device, and the amount of it that a holder gets.
+    # Methods about a device's identity, and about the amount of a device that a holder gets.
 
     def times(self, resource: str, device: Device) -> int | None:
         """Return how many containers may share a device; None if this process has no such resource."""
@@ -378,7 +378,7 @@ class Register:
             self._granted_now.subtract(keys)
             now = self.listed.now()
             if self.listed.has_released:
-                self.releases.unreleased()  # Notes each new holder now, because a holder may end before the next call.
+                self.releases.unreleased()  # This notes new holders, which may end before the next call.
             if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
 
@@ -393,7 +393,7 @@ class Register:
         """
         await self.verify(keys)
         with self._granting(keys):
-            if keys:  # There are no keys for an already prepared claim.
+            if keys:  # An already prepared claim has no keys, and needs no evidence.
                 await self._host.reread()
             return await self.store.do(operation(self.view()))
 
@@ -458,7 +458,7 @@ class Register:
             if (tokens or listed) and not identity.agree(tokens, listed):
                 other.append(name)
             elif not tokens <= listed and identity.is_port(tokens):
-                changed = True  # Other hardware is in this USB port now, and may have a holder.
+                changed = True  # This USB port has other hardware now, which may have a holder.
         if (other or changed) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
             await identity.publish(inventory, there, snapshot.replicas)
@@ -565,7 +565,7 @@ class Register:
         self._subscribers.append(callback)
 
     def notify(self) -> None:
-        """Call the subscribers if offers may have changed. Most grants change no other device's offer."""
+        """Call the subscribers if offers may have changed. After most grants, this method calls no subscriber."""
         self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view

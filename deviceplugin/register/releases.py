@@ -48,7 +48,7 @@ class FailedRelease:
 
     @property
     def reason(self) -> str:
-        """Why no pod or claim gets the device now, for messages."""
+        """The reason why no pod or claim gets the device now, for messages."""
         return f"withheld until `released` succeeds: {self.error}"
 
 
@@ -89,8 +89,8 @@ class ReleaseHost(Protocol):
 class Releases:
     """The state of the hook `released` for each device whose source has this hook.
 
-    An instance belongs to one event loop. statistics: the counts of the hook's calls, by resource. failed: the devices
-    whose last call of the hook has failed.
+    An instance belongs to one event loop. statistics: for each resource, the counts of the hook's calls. failed: the
+    devices whose last call of the hook has failed.
     """
 
     def __init__(self, register: ReleaseHost) -> None:

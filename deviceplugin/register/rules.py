@@ -154,9 +154,9 @@ class ClaimEvidence:
 class Evidence:
     """The evidence of one resource's holders, from sources other than the register.
 
-    held: the held ids according to the kubelet's checkpoint, by id. claims: the claims of the API server, the kubelet's
-    claim state and the agent's claim files, the most reliable origin first. current: whether the kubelet wrote the
-    checkpoint at the agent's own request. If False, the absence of an id in `held` proves nothing.
+    held: for each id that is held according to the kubelet's checkpoint, the allocation. claims: the claims of the API
+    server, the kubelet's claim state and the agent's claim files, the most reliable origin first. current: whether the
+    kubelet wrote the checkpoint at the agent's own request. If False, the absence of an id in `held` proves nothing.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
@@ -190,12 +190,11 @@ def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a pod or a claim does not get a device.
+    """The reason why a pod or a claim does not get a device. record: the device's record.
 
-    record: the device's record. holder: the pod that holds the device, for messages. moving: whether the device is
-    moving to the requested side (plugin or DRA), so that a later request can succeed. unmoved: the resource that
-    prevents the device's move because of `kept_by_limits`, else "". outlook: whether the refused claim may get its
-    devices soon.
+    holder: the pod that holds the device, for messages. moving: whether the device is moving to the requested side
+    (plugin or DRA), so that a later request can succeed. unmoved: the resource that prevents the device's move because
+    of `kept_by_limits`, else "". outlook: whether the refused claim may get its devices soon.
     """
 
     record: DeviceRecord
@@ -225,7 +224,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim does not get a device: other holders leave too little of the device.
+    """The refusal of a device to a pod or claim, because other holders leave too little of the device.
 
     outlook: whether the refused claim may get its devices soon.
     """
@@ -345,7 +344,7 @@ def _utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-# Whether a claim that is refused its devices may get them soon.
+# Functions that decide whether a claim that is refused its devices may get them soon.
 
 
 def with_outlook(

@@ -13,7 +13,10 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Counts the register's changes, and lets callers wait for the next change. Used in only one event loop."""
+    """Counts the register's changes, and lets callers wait for the next change.
+
+    An instance belongs to one event loop.
+    """
 
     def __init__(self) -> None:
         self.count = 0

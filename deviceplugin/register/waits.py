@@ -42,7 +42,8 @@ class Waits:
         self._waiting: Counter[DeviceKey] = Counter()
         self._subscribers: list[Callable[[], None]] = []
         self.refused: Final[dict[RecordKey, RefusedClaim]] = {}
-        """The claims refused in the last `RETRIED` seconds, by (driver, claim UID). Callers remove an ended claim."""
+        """For each (driver, claim UID) that was refused in the last `RETRIED` seconds: the claim. Callers remove ended
+        claims."""
 
     @property
     def devices(self) -> Collection[DeviceKey]:
@@ -56,7 +57,7 @@ class Waits:
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
         """Treat these devices as awaited for `seconds` seconds, because a refused caller will try again.
 
-        Must be called in the event loop.
+        This method must be called in the event loop.
         """
         ending = ExitStack()
         ending.enter_context(self.waiting(keys))
@@ -74,7 +75,10 @@ class Waits:
             self._waiting -= Counter(keys)  # The subtraction drops devices with a count of 0.
 
     def refuse(self, claim: RecordKey, refused: RefusedClaim) -> None:
-        """Keep a refused claim in the mapping `refused` for `RETRIED` seconds. Must be called in the event loop."""
+        """Keep a refused claim in the mapping `refused` for `RETRIED` seconds.
+
+        This method must be called in the event loop.
+        """
 
         def expire() -> None:
             if self.refused.get(claim) is refused:
