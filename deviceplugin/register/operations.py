@@ -194,7 +194,7 @@ def observe_all(
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders, each as (pod UID, container, resource, id); their pods may run according to the evidence."""
+    """Record further holders, each as (pod UID, container, resource, id), of pods that may run."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
