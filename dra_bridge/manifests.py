@@ -43,13 +43,14 @@ class Deployment:
     `dra-bridge run`. privileged: whether the agent's container is privileged; "auto": only if the configuration
     requires this (`privileges`). writable_sys: directories of sysfs to mount writable, for hooks in an `own_command`;
     the rest of a container's /sys is read-only. quota: number of devices of each resource that a namespace in `tenants`
-    may have. tenants: the namespaces that get this ResourceQuota. kubernetes: the API server's minor version; before
-    36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's configuration for the
-    DeviceClasses. parameters: for each driver, the CEL expression that checks the parameters of claims and classes
-    (`parameters.expression`). An admission policy refuses claims and classes with a problem. The policy accepts any
-    parameters of a driver without an expression. flow_schema: whether the agents' requests have a priority level of
-    their own at the API server. plugin_only: whether to run `deviceplugin run`, which does not use the API server.
-    Without a resource that names a driver, `deviceplugin run` is used in any case.
+    may have. tenants: the namespaces that get a ResourceQuota with the number `quota`. kubernetes: the API server's
+    minor version; before 36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's
+    configuration for the DeviceClasses. parameters: for each driver, the CEL expression that checks the parameters of
+    claims and classes (`parameters.expression`). An admission policy refuses claims and classes for which the
+    expression returns a problem. The policy accepts any parameters of a driver without an expression. flow_schema:
+    whether the agents' requests have a priority level of their own at the API server. plugin_only: whether to run
+    `deviceplugin run`, which does not use the API server. Without a resource that names a driver, `deviceplugin run` is
+    used in any case.
     """
 
     image: str = f"deviceplugin:{VERSION}"

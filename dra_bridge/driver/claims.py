@@ -238,9 +238,9 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], 
     """Return the parameters of one request as an object of the driver's configuration type.
 
     Parameters of the claim override those of the class. `apiVersion` and `kind` are accepted; any other field that the
-    type does not have is an error. config_type: None if the driver accepts no parameters. config: this driver's
-    configurations, first of the class, then of the claim. request: the request's name in the allocation, with the
-    subrequest ("gpu/big").
+    type does not have is an error. config_type: the type of the parameters; None if the driver accepts no parameters.
+    config: this driver's configurations, first of the class, then of the claim. request: the request's name in the
+    allocation, with the subrequest ("gpu/big").
 
     Raises ClaimError with the name of a field that is unknown, missing, of a wrong type, or has an invalid value.
     """

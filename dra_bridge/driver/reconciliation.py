@@ -76,7 +76,7 @@ class ClaimReconciler:
     async def _reconcile_one(
         self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: Mapping[str, float]
     ) -> str:
-        """Compare one claim with the evidence. Return the action, in the words of `reconcile`; "" for no action."""
+        """Compare one claim with the evidence. Return one of the actions that `reconcile` lists; "" for no action."""
         record = self.records.get(uid)
         if record is None:
             return ""

@@ -159,4 +159,4 @@ class MoveStarter:
         for name, state in moves.items():
             self.begun[state.value] += 1
             extra = {"resource": self.moved.name, "device": name}
-            _LOG.debug("device %s is %s", name, state.text, extra=extra)
+            _LOG.debug("the state of device %s has changed: it is %s", name, state.text, extra=extra)

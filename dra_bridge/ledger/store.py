@@ -186,8 +186,8 @@ class Ledger:
         """Wait until no other agent has the ledger, then open or create the file. An unusable file is renamed.
 
         path: the path of the database; `path + ".lock"` is the lock file. copy: path of the copy of the allocations, ""
-        for none. connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not
-        permit access; a later try may succeed.
+        for none. connect: the function that opens the database; tests replace the function. Raises LedgerError if the
+        directory or the disk does not permit access; a later try may succeed.
         """
         self.path: Final = path
         self.copy: Final = copy

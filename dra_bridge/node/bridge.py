@@ -50,8 +50,8 @@ class Bridge(ClaimSide):
     sources: one device source for each resource. Claims can get a resource's devices if its source names a driver.
     policies: for each resource, its settings for DRA. For a resource without settings, the device plugin has all
     devices. grace: seconds that the kubelet has to admit pods that are bound already, before devices leave the device
-    plugin. vendors, period: see `Agent`. agent: the agent for the device plugins of all resources. drivers: the runtime of each
-    DRA driver; a driver stays even if no resource names it any more, because its claims must be unprepared.
+    plugin. vendors, period: see `Agent`. agent: the agent for the device plugins of all resources. drivers: the runtime
+    of each DRA driver; a driver stays even if no resource names it any more, because its claims must be unprepared.
     """
 
     serves_claims = True

@@ -272,7 +272,8 @@ class DeviceReconciler:
             if state is State.QUARANTINED:
                 self.runtime.quarantined(resource, device)
             elif (resource, device) in self.context.evidence.reconciled:
-                _LOG.debug("device %s is %s", device, state.text, extra={"resource": resource, "device": device})
+                extra = {"resource": resource, "device": device}
+                _LOG.debug("the state of device %s has changed: it is %s", device, state.text, extra=extra)
         self.runtime.changed()
         return done.uncertain
 

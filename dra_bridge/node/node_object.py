@@ -91,9 +91,9 @@ class NodeWatch:
     async def known(self) -> None:
         """Wait until the Node's annotations were read, and until Karpenter has initialized its node.
 
-        The annotations may request a share. Without them, an agent that starts during an outage of the API server would
-        move the devices of this share back. Karpenter waits for allocatable devices, so no device may move to DRA
-        before Karpenter has initialized the node.
+        The annotations may request a share for DRA. If an agent that starts during an outage of the API server did not
+        wait, it would move the devices of this share back to the device plugin. Karpenter waits for allocatable
+        devices, so no device may move to DRA before Karpenter has initialized the node.
         """
         try:
             async with asyncio.timeout(NODE_READ):

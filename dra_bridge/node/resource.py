@@ -71,7 +71,8 @@ class ResourceRuntime:
 
     leaving: whether the resource names another driver now, so that its devices in this driver's slices return to the
     device plugin. changed: an event, set when the resource's devices may have changed, or may be missing in the ledger
-    file. reconciled: an event, set once the ledger's records of all its devices were compared with evidence.
+    file. reconciled: an event, set once the ledger's records of all devices of the resource were compared with
+    evidence.
     bypassed_at: when a vendor's plugin of the resource last bypassed this agent by registering with the kubelet
     (monotonic seconds). task: the task that serves the resource.
     """
