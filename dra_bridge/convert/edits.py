@@ -87,7 +87,7 @@ def with_list(
                 value = "".join(f"{eol}{indent}- {one}" for one in values)
                 return Edit(start, start, f"{indent}{key}:{value}{eol}")
             return Edit(start, start, f"{indent}{key}: {value}{eol}")
-    raise UnwritableError(f"no entry begins a line before which `{key}` could be added")
+    raise UnwritableError(f"`{key}` cannot be added, because no entry of the mapping begins a line")
 
 
 def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
@@ -109,7 +109,7 @@ def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
         dash = re.fullmatch(r"( *)-[ ]+", text[begin : item.start_mark.index])
         if dash:
             return Edit(begin, begin, "".join(f"{dash[1]}- {value}{eol}" for value in values))
-    raise UnwritableError("no item begins a line before which another item could be added")
+    raise UnwritableError("an item cannot be added, because no item of the list begins a line")
 
 
 def marked(text: str, edits: Iterable[Edit]) -> str:

@@ -42,7 +42,7 @@ responses that are not JSON."""
 class RequestStatistics:
     """Counters and state of the requests to the API server.
 
-    requests: number of all requests, by HTTP method. failures: number of requests without a response, or with an
+    requests: for each HTTP method, the number of requests. failures: number of requests without a response, or with an
     `UnavailableError` as response (such as 429 or 5xx). watches: number of opened streams. lost_since: the time
     (monotonic seconds) of the first failure since the last response, None while the server responds. refused: the
     server's refusal of the credentials (401), None once the server accepts them. token: when the last sent token was

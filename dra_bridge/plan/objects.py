@@ -35,9 +35,9 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class ClusterObjects:
-    """All objects that were read, by kind.
+    """For each kind, all objects that were read.
 
-    now: the time of reading, in Unix seconds. kubelets: by node name, the configurations of the kubelets that could be
+    now: the time of reading, in Unix seconds. kubelets: for each node name, the kubelet's configuration, if it could be
     read. rights: for each verb and resource, whether the user has the right.
     """
 

@@ -110,7 +110,10 @@ async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[
 
 
 async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
-    """Return, by node, the configuration of each kubelet that responds. The user needs the right to get nodes/proxy."""
+    """Return each node's kubelet configuration, if the kubelet responds.
+
+    The user needs the right to get nodes/proxy.
+    """
     slots = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Body] = {}
     failed: dict[str, list[str]] = {}

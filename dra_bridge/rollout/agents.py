@@ -147,8 +147,8 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
 
     Only a user who may bind roles in the whole cluster can add such a ClusterRoleBinding. The binding with the default
-    name is read if no binding has the label (Helm replaces the label by its own label), or if the user may not list
-    bindings (operators may read only this binding).
+    name is read if no binding has the label `LABEL` (Helm replaces the label by its own label), or if the user may not
+    list bindings (operators may read only this binding).
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):

@@ -127,7 +127,7 @@ def encoded(report: Progress) -> str:
 
 
 def without_holders(report: Progress) -> Progress:
-    """Return the report without holders and waits, so that the result changes only if the state of a device changes."""
+    """Return the report without `holder` and `waits`, so that the result changes only if a device's state changes."""
     resources = {}
     for name, resource in report.resources.items():
         devices = {

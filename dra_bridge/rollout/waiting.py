@@ -78,8 +78,8 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
 def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list[str]:
     """Return a sentence for each resource that several DeviceClasses name as their extended resource.
 
-    The scheduler uses the newest class. If classes have the same creation time, the scheduler uses the first by name
-    (extendedresourcecache.go, kube-scheduler 1.36).
+    The scheduler uses the newest class. If classes have the same creation time, the scheduler uses the class whose name
+    sorts first (extendedresourcecache.go, kube-scheduler 1.36).
     """
     sentences = []
     for resource in dict.fromkeys(resources):
