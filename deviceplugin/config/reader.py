@@ -118,7 +118,7 @@ class Reader:
             case "BoolType" if value.lower() in {"true", "false"}:
                 return value.lower() == "true"
             case "IntType" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
-                if info.ge <= int(value) <= info.le:  # All integer types of the config have both limits.
+                if info.ge <= int(value) <= info.le:  # All integer types of the config have a minimum and a maximum.
                     return int(value)
                 return self._report(path, f"must be {info.ge} to {info.le}, not {int(value)}")
         return self._report(path, _mismatch(node, {what: (info, advice)}, path))

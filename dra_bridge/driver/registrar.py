@@ -355,9 +355,7 @@ class Registrar:
             there = await self._directories.now()
             return self._socket is not None and self._socket.is_in(there)
         except LookTimeoutError as error:
-            _LOG.warning(
-                "cannot check whether the driver's socket exists: %s", error, extra={"driver": self.driver.name}
-            )
+            _LOG.warning("cannot see whether the driver's socket exists: %s", error, extra={"driver": self.driver.name})
             return True
 
     async def pause(self) -> None:
