@@ -309,13 +309,15 @@ class CheckpointReader:
         with self._taking:
             last, before, missing = self.known
             kept = frozenset(self._held()).union(*(version.allocations for version in checkpoints))
-            grants = {allocation: grant for allocation, grant in before.items() if allocation in kept}
-            answers = {allocation: response for file in checkpoints for allocation, response in file.responses.items()}
-            for allocation, response in answers.items():
-                if self._lists.adopted(allocation.resource):
-                    grants.pop(allocation, None)
-                elif grants.get(allocation, ("",))[0] != response or allocation in missing:
-                    grants[allocation] = response, granted(response, *allocation[2:], boot_id(), self._numbers)
+            grants = dict(before)
+            for allocation in before.keys() - kept:
+                del grants[allocation]
+            for file in checkpoints:
+                for allocation, response in file.responses.items():
+                    if self._lists.adopted(allocation.resource):
+                        grants.pop(allocation, None)
+                    elif grants.get(allocation, ("",))[0] != response or allocation in missing:
+                        grants[allocation] = response, granted(response, *allocation[2:], boot_id(), self._numbers)
             missing = frozenset(
                 allocation
                 for allocation, (response, what) in grants.items()

@@ -12,15 +12,19 @@ import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from deviceplugin.identity import UNIDENTIFIED, Tokens
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import CheckpointVersion, ours
 from deviceplugin.kubelet.pod_evidence import SHOWN, PodsShown
+from deviceplugin.kubelet.pod_names import PodLogs
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
 from deviceplugin.register.records import UNKNOWN, Allocation, AllocationRecord, RecordKey
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
+
+CLOCK_STEP: Final = 1.0
+"""Maximum seconds by which a log directory made after a grant may seem older than the grant, if the clock was set."""
 
 
 class EvidenceSource(enum.Enum):
@@ -75,7 +79,8 @@ class HolderSnapshot:
     new enough to prove that an allocation which they do not name has ended. held: the allocations that count as held.
     registered: for each resource, the ids that are healthy in any of the checkpoints; None if no checkpoint was
     readable. problem: why the checkpoint is missing or not current; "" if neither. shown: the facts about pods from all
-    reads of cgroups and pod directories until that moment.
+    reads of cgroups and pod directories until that moment. active: the UIDs of pods that the kubelet counts as active,
+    or that a restarted kubelet may still have to admit again.
     """
 
     at: float = 0.0
@@ -84,6 +89,7 @@ class HolderSnapshot:
     registered: Mapping[str, frozenset[str]] | None = None
     problem: str = ""
     shown: PodsShown = SHOWN
+    active: frozenset[str] = frozenset()
 
     @functools.cached_property
     def _by_resource(self) -> Mapping[str, Mapping[str, Mapping[Allocation, HoldReason]]]:
@@ -97,18 +103,26 @@ class HolderSnapshot:
         return self._by_resource.get(resource, {})
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the ids that certainly have a holder although no checkpoint names a holder of the id.
+        """Return the ids that certainly have a holder although the kubelet does not count this holder.
 
-        The kubelet may allocate these ids again. A holder that no checkpoint names and that has no processes has
-        probably ended, so its id is not in the result. If such an id were reported as unhealthy until its holder has
-        provably ended, new pods would fail. Before the id's next grant, the agent reads the holder's processes again.
+        No checkpoint names a holder of such an id, and the holder's pod is not active. The scheduler would send a new
+        pod for the id, and the agent would refuse it. So the id is reported as unhealthy.
+
+        A holder that no checkpoint names and that has no processes has probably ended, so its id is not in the result.
+        If such an id were reported as unhealthy until its holder has provably ended, new pods would fail.
+
+        If no checkpoint names an active pod, the kubelet has lost its checkpoint since the grant. The scheduler counts
+        the pod. If the pod's id were reported as unhealthy, the node would have too little capacity when a restarted
+        kubelet admits the pod again, and the kubelet would end the pod. Before the id's next grant, the agent reads the
+        holder's processes again.
         """
         unnamed: set[str] = set()
         for device_id, holding in self.of(resource).items():
-            certain, named = False, False
-            for reason in holding.values():
-                certain, named = certain or reason.certain, named or reason.named
-            if certain and not named:
+            dropped, named = False, False
+            for allocation, reason in holding.items():
+                named = named or reason.named
+                dropped = dropped or (reason.certain and allocation.pod_uid not in self.active)
+            if dropped and not named:
                 unnamed.add(device_id)
         return frozenset(unnamed)
 
@@ -177,6 +191,52 @@ def pending_grants(
                 for holder in record.holders:
                     replaced.add(Allocation(*holder, *allocation[2:]))
     return PendingGrants(frozenset(begun), frozenset(replaced))
+
+
+def begun(
+    grants: Mapping[Allocation, tuple[str, Wanted]], records: Mapping[RecordKey, AllocationRecord]
+) -> frozenset[Allocation]:
+    """Return the allocations whose AllocateResponse is that of a pending grant.
+
+    grants: for each allocation that a checkpoint named, the AllocateResponse and the grant in it. records: the
+    register's records.
+    """
+    found: set[Allocation] = set()
+    for allocation, (_, answer) in grants.items():
+        record = records.get(allocation[2:])
+        if record is not None and record.pending and answer.since == record.since:
+            found.add(allocation)
+    return frozenset(found)
+
+
+def possible_holders(
+    grants: Iterable[AllocationRecord],
+    named: Iterable[Allocation],
+    granted: Callable[[Allocation], Wanted | None],
+    pods: Mapping[str, PodLogs],
+) -> frozenset[Allocation]:
+    """Return allocations of all containers that may hold grants of an earlier kubelet process without a known holder.
+
+    The container is "" if the containers of a pod are not known. A pod whose log directory is older than a grant does
+    not hold the grant.
+
+    grants: the pending grants. named: the allocations in the checkpoint, which may be another kubelet's or an old one.
+    granted: returns an allocation's grant from the AllocateResponse in the checkpoint. pods: the pods that may run, by
+    UID.
+    """
+    given: dict[RecordKey, list[Wanted | None]] = {}
+    for allocation in named:
+        given.setdefault(allocation[2:], []).append(granted(allocation))
+    possible: set[Allocation] = set()
+    for record in grants:
+        key = record.resource, record.device_id
+        # An allocation without the time of its grant (of an adopted plugin) may be of the last grant.
+        if any(answer is None or answer.since in (0.0, record.since) for answer in given.get(key, ())):
+            continue
+        for uid, logs in pods.items():
+            if logs.changed >= record.since - CLOCK_STEP:
+                possible.update(Allocation(uid, container, *key) for container in logs.containers or ("",))
+    return frozenset(possible)
 
 
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:

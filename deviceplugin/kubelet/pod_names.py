@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.looks import Looks, LookTimeoutError
 
 SHORTLY: Final = 1.0
 """Maximum seconds for a read of the log directories in a thread that reads other evidence too."""
+
+
+class PodLogs(NamedTuple):
+    """The facts from a pod's log directory.
+
+    changed: when the directory last changed (Unix seconds); infinite if it cannot be read. containers: the names of the
+    containers that the kubelet has begun to start.
+    """
+
+    changed: float = math.inf
+    containers: tuple[str, ...] = ()
 
 
 class PodNames:
@@ -58,14 +70,15 @@ class PodNames:
         names = self.read_shortly(uids) if uids else {}
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
-    def changed(self) -> dict[str, float]:
-        """Return, for each pod UID, when the pod's log directory last changed (Unix seconds). Blocks."""
-        times: dict[str, float] = {}
+    def logs(self, uids: Collection[str]) -> dict[str, PodLogs]:
+        """Return the facts from the log directories of these pods, by UID. Blocks."""
+        found = {uid: PodLogs() for uid in uids}
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:
-                with contextlib.suppress(OSError):
-                    times[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
-        return times
+                if (uid := entry.name.rpartition("_")[2]) in found:
+                    with contextlib.suppress(OSError):
+                        found[uid] = PodLogs(entry.stat().st_mtime, tuple(os.listdir(entry.path)))
+        return found
 
     def missing(self) -> str:
         """Return why no names of pods can be read, and the consequences; "" if the names can be read."""

@@ -529,10 +529,10 @@ class PluginRegistration:
                 # this coroutine waited for `turn`. The kubelet would try for 10 s to connect to a deleted socket.
                 now = await self._directory.now()
                 kubelet, name = now.kubelet, await self._server.serve(now)
+                await self.endpoint.host.kubelet_started(kubelet)
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
-                # Each Register has a new channel, which takes 1 ms. A channel that had failed for long took 3 s to
-                # recover.
+                # Each Register has a new channel (1 ms). A channel that had failed for long took 3 s to recover.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
                     self._server.used = True

@@ -19,6 +19,7 @@ from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, in_order, printable
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError
+from deviceplugin.files import FileIdentity
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.identity import numbers_change
 from deviceplugin.inventory import Inventory, InventorySnapshot
@@ -108,6 +109,9 @@ class EndpointHost:
     async def recorded(self) -> KubeletRecord | None:
         """Return the resource's entries in the kubelet's checkpoint; None if the checkpoint cannot be read."""
         return None
+
+    async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
+        """Called before each Register, of a kubelet that may have lost its checkpoint. kubelet: its kubelet.sock."""
 
     def contested(self, reason: str) -> None:
         """Note that another plugin has certainly registered the resource. reason: the evidence."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import holders, pod_evidence
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
@@ -25,6 +27,7 @@ from deviceplugin.kubelet.containers import ContainerStarts, LostAllocations
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET
 from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.kubelet.podresources import (
     AllocationsInFlight,
@@ -37,21 +40,21 @@ from deviceplugin.kubelet.request_schedule import RequestSchedule
 from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.register.copies import AllocationCopies
 from deviceplugin.register.question import Use, Wanted
-from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
+from deviceplugin.register.records import Allocation, AllocationRecord, LedgerError, RecordKey
 from deviceplugin.register.register import Register
 from deviceplugin.tasks import SharedCall
 
 _LOG: Final = logging.getLogger(__name__)
 _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
-CLOCK_STEP: Final = 1.0
-"""Maximum seconds by which a log directory made after a grant may seem older than the grant, if the clock was set."""
 ADMISSION: Final = 0.5
 """Seconds after a grant of an id within which an Allocate for another container of the pod may request the id again.
 
 The kubelet calls Allocate for one container of a pod after another, and between two calls only writes its checkpoint
 (kubelet 1.36, devicemanager/manager.go: Allocate).
 """
+READMISSION: Final = 30.0
+"""Seconds in which a restarted kubelet admits the pods of the node again, after it has listed the first of them."""
 GRANT_REWRITE: Final = 4.0
 """Maximum seconds for which an Allocate waits for a new checkpoint of the kubelet. The time is long, because after it
 the Allocate is refused, and its pod fails."""
@@ -109,10 +112,11 @@ class HolderTracker:
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
-        """For each (resource, id) of which an Allocate was refused since the last scan, because processes of the id's
-        holder run: the reason."""
-        self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
-        """The register's allocation records, and the `Allocation` values that were made from these records."""
+        """For each (resource, id) of which an Allocate was refused, because processes of the id's holder run: the
+        reason. A scan keeps the ids that still have a holder which no checkpoint names."""
+        self._recorded: tuple[object, object, frozenset[Allocation]] = (None, None, frozenset())
+        """The register's allocation records, the grants that the checkpoint reader keeps, and the `Allocation` values
+        that were made from both."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._lost = LostAllocations(self.pods, paths.container_log_dir)
         self.starts: Final = ContainerStarts(self.pods, paths.container_log_dir)
@@ -124,9 +128,19 @@ class HolderTracker:
         self._begun: frozenset[str] = frozenset()
         """UIDs of pods with devices that the kubelet has finished admitting: pods that were known at the agent's start,
         or were seen running."""
+        self._live: frozenset[str] = frozenset()
+        """UIDs of pods with devices that may have run at the last scan."""
         self._former: frozenset[str] = frozenset()
         """UIDs of pods with devices that were known at the agent's start. After a reboot, these pods have directories
         before they have cgroups."""
+        self._kubelet: FileIdentity | None = None
+        """The kubelet.sock at this process's start, or at the last Register; None if there was none."""
+        self._socket = paths.plugins / KUBELET_SOCKET
+        self._returning: frozenset[str] = frozenset()
+        """UIDs of pods with devices that a restarted kubelet may still have to admit again."""
+        self._admitting_since: float | None = None
+        """When the restarted kubelet first listed a running pod (monotonic seconds); None before that; minus infinity
+        if the kubelet started long before this process."""
         self._in_one_root = all(
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
@@ -145,10 +159,14 @@ class HolderTracker:
         The caller must have called `AllocationCopies.read` and `note_copies` before.
         """
         records = self._register.snapshot.allocations.values()
+        socket = await self.looks.until_answered("evidence", file_identity, self._socket)
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
         seen = await self.looks.until_answered("evidence", self._read)
         await self._register.add_holders(await self.looks.until_answered("evidence", self._possible_holders, seen))
         self.snapshot = holders.holders(self._known, seen)
+        self._expect_admission(socket)
+        if socket is not None and time.time() - socket.modified_ns / 1e9 > READMISSION:
+            self._admitting_since = -math.inf
         self._begun = self._former = frozenset(allocation.pod_uid for allocation in self.snapshot.held)
         await self._names.update(self._begun)
         self._note_problem(seen)
@@ -158,43 +176,68 @@ class HolderTracker:
 
     @property
     def _known(self) -> frozenset[Allocation]:
-        """The allocations in the register, and the allocations of other plugins that the last scan has found."""
-        records = self._register.snapshot.allocations
-        of, allocations = self._recorded  # Only one read of the attribute: other threads may replace the tuple.
-        if of is not records:
-            held = set[Allocation]()
+        """The allocations in the register, by other plugins at the last scan, and of pending grants.
+
+        A checkpoint that was read has named the latter. The kubelet may drop such an allocation, and write its
+        checkpoint again, before a scan records the container.
+        """
+        records, grants = self._register.snapshot.allocations, self._checkpoint.known.grants
+        of, granted, allocations = self._recorded  # Only one read: other threads may replace the tuple.
+        if of is not records or granted is not grants:
+            held = set(holders.begun(grants, records))
             for record in records.values():
                 for who in record.holders:
                     held.add(Allocation(*who, record.resource, record.device_id))
             allocations = frozenset(held)
-            self._recorded = records, allocations
+            self._recorded = records, grants, allocations
         return allocations | self.snapshot.held.keys() | self._unscanned
 
-    def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """For grants without a known holder, return allocations, without container names, of all possible holders.
+    async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
+        """Prepare for a kubelet that may have lost its checkpoint. Called before each Register.
 
-        Such a grant has possible holders only if the kubelet has lost its checkpoint since the grant, so that its new
-        checkpoint does not name the holder. The sign of a lost checkpoint is that, before this process has registered,
-        the checkpoint lacks the grant's resource. A pod whose log directory is older than the grant is no possible
-        holder.
+        Record the pods that may hold the grants without a known holder, and expect that the kubelet admits the pods
+        with devices again. kubelet: the identity of kubelet.sock. Raises LookTimeoutError.
         """
-        possible: set[Allocation] = set()
-        registered = {resource for version in seen.checkpoints for resource in version.registered}
-        named = {allocation[2:] for file in seen.checkpoints for allocation in file.allocations}
-        pods = seen.pods.candidates
-        pending = [record for record in self._register.snapshot.allocations.values() if record.pending]
-        changed = self._names.changed() if pending else {}
-        for resource, device_id, since in ((record.resource, record.device_id, record.since) for record in pending):
-            if resource in registered or (resource, device_id) in named:
-                continue
-            for pod_uid in sorted(pods - {self.pods.own_pod}):
-                if changed.get(pod_uid, since) >= since - CLOCK_STEP:
-                    why = "it was granted shortly before an agent's end, and the kubelet has lost its checkpoint since"
-                    text = "device %s counts as held while processes of pod %s run: %s"
-                    extra = {"resource": resource, "device": device_id, "pod": pod_uid}
-                    _LOG.warning(text, device_id, pod_uid, why, extra=extra)
-                    possible.add(Allocation(pod_uid, "", resource, device_id))
-        return frozenset(possible)
+        if kubelet == self._kubelet:
+            return
+        seen = await self.looks.at("evidence", self._read)
+        found = await self.looks.at("evidence", self._possible_holders, seen)
+        self._unscanned |= found
+        with contextlib.suppress(LedgerError):  # The next scan tries again to record the holders.
+            await self._register.add_holders(found)
+        self._expect_admission(kubelet)
+
+    def _expect_admission(self, kubelet: FileIdentity | None) -> None:
+        """Expect that a kubelet admits the pods with devices again. kubelet: its kubelet.sock, if it exists."""
+        self._kubelet, self._admitting_since = kubelet, None
+        self._returning = frozenset(allocation.pod_uid for allocation in self._known)
+        self.snapshot = replace(self.snapshot, active=self._returning)
+
+    def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
+        """Return allocations for pending grants of which the kubelet may have lost its checkpoint. Blocks.
+
+        If a checkpoint that was read has named the container of a grant, this container has the grant. Otherwise see
+        `holders.possible_holders`. A checkpoint lists the resources that the kubelet knows. If it lacks a resource
+        before this process registers, the former checkpoint is lost. If the kubelet has restarted since this process
+        started, the checkpoint may also be an old one, so that all its resources are treated in the same way.
+        """
+        kept, records = set[str](), self._register.snapshot.allocations
+        if self._kubelet is None:
+            kept.update(*(version.registered for version in seen.checkpoints))
+        begun = holders.begun(self._checkpoint.known.grants, records)
+        known = {allocation[2:] for allocation in begun}
+        pending = [one for key, one in records.items() if one.pending and one.resource not in kept and key not in known]
+        if not pending:
+            return begun
+        named = frozenset[Allocation]().union(*(file.allocations for file in seen.checkpoints))
+        pods = self._names.logs(seen.pods.candidates - {self.pods.own_pod})
+        possible = holders.possible_holders(pending, named, self._answer, pods)
+        for pod_uid, resource, device_id in sorted({(one.pod_uid, *one[2:]) for one in possible}):
+            why = "it was granted shortly before an agent's or the kubelet's end, and no checkpoint names its pod"
+            text = "device %s counts as held while processes of pod %s run: %s"
+            extra = {"resource": resource, "device": device_id, "pod": pod_uid}
+            _LOG.warning(text, device_id, pod_uid, why, extra=extra)
+        return begun | possible
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Return, for each of these ids that another pod still holds, the reason.
@@ -418,12 +461,20 @@ class HolderTracker:
         return self._foreign[1]
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Return the ids that several pods certainly hold at once (kubernetes#137534), with the pods' names."""
+        """Return the ids that several running pods certainly hold at once (kubernetes#137534), with the pods' names.
+
+        An old checkpoint may name pods that have ended. If no checkpoint names a holder of an id, the pods may be
+        possible holders (`holders.possible_holders`).
+        """
         pods: dict[tuple[str, str], dict[str, None]] = {}
+        named: set[RecordKey] = set()
         for allocation, holding in self.snapshot.held.items():
-            if holding.certain and allocation.container:  # If no container is known, the pod is only a possible holder.
-                pods.setdefault((allocation.resource, allocation.device_id), {})[self.title(allocation.pod_uid)] = None
-        return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
+            key = allocation.resource, allocation.device_id
+            if holding.named:
+                named.add(key)
+            if holding.certain and allocation.pod_uid in self._live:
+                pods.setdefault(key, {})[self.title(allocation.pod_uid)] = None
+        return {key: tuple(those) for key, those in pods.items() if len(those) > 1 and key in named}
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
         """Return, for each id that counts as held although the kubelet may allocate it again, the reason."""
@@ -443,7 +494,7 @@ class HolderTracker:
         a holder have ended; or, periodically, a holder has had no processes yet.
         """
         await self.in_flight.wait()
-        at = time.monotonic()
+        at, kubelet = time.monotonic(), self._kubelet
         unscanned = self._unscanned
         before = seen = await self.looks.at("evidence", self._read, timeout=LONG)
         report = await self._list() if self._wants_claim_uses else None
@@ -455,7 +506,7 @@ class HolderTracker:
             if report is not None:  # The kubelet has answered `List`, and so has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
-        all_pods_listed = self.all_pods_listed
+        all_pods_listed, listed = self.all_pods_listed, None
         if report is not None:
             look = seen.pods if asked else await self.looks.at("evidence", self.pods.read, timeout=LONG)
             listed = await self._listed(report, look.running or ())
@@ -465,16 +516,41 @@ class HolderTracker:
         self.claim_uses = self.claim_uses if report is None else report.claims
         self.all_pods_listed = all_pods_listed
         pods = frozenset(allocation.pod_uid for allocation in now.held)
+        self._live = frozenset(filter(seen.pods.may_run, pods))
         self._begun = pods & (self._begun | (before.pods.running or frozenset()))
         self.unknown.update(holders.unknown(now.held, seen, asked=asked))
         await self._names.update(pods)
-        self.snapshot, self._refused = now, {}
+        # Evidence of a former kubelet does not show which pods the present kubelet has admitted.
+        current = kubelet == self._kubelet
+        now = replace(now, active=self._active(now, listed, asked=asked) if current else self.snapshot.active)
+        if self._refused:
+            # If an active pod's id was refused to another pod, the kubelet may choose the id again for the next pod.
+            unnamed = {allocation[2:] for allocation, of in now.held.items() if of.certain and not of.named}
+            self._refused = {key: why for key, why in self._refused.items() if key in unnamed}
+        self.snapshot = now
         self._unscanned -= unscanned
         if self._copied:
             self._copied = {allocation: what for allocation, what in self._copied.items() if allocation in self._known}
         self.read_at = self.read_at if now.registered is None else at
         self._note_problem(seen)
         return now
+
+    def _active(self, now: HolderSnapshot, listed: frozenset[str] | None, *, asked: bool) -> frozenset[str]:
+        """Return the pods that the kubelet counts as active, or may still have to admit again after its restart.
+
+        listed: the pods in the present kubelet's response to `List`; None without a response. A kubelet that lists no
+        pod has not got its pods from the API server yet. asked: whether the scan has called `List`.
+        """
+        for allocation, holding in now.held.items():
+            if holding.named or (listed and allocation.pod_uid in listed):
+                self._returning -= {allocation.pod_uid}
+        if listed:
+            self._admitting_since = now.at if self._admitting_since is None else self._admitting_since
+            if now.at - self._admitting_since >= READMISSION:
+                self._returning = frozenset()
+        if listed is None and not asked:
+            return self.snapshot.active
+        return self._returning | (listed or frozenset())
 
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
         """Mark, in the evidence, running pods whose cgroups are not visible.

@@ -16,6 +16,7 @@ from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.exclusion import DeviceKey, titled
+from deviceplugin.files import FileIdentity
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
@@ -114,6 +115,10 @@ class Service(EndpointHost):
     async def recorded(self) -> KubeletRecord | None:
         """Return the resource's entries in the kubelet's checkpoint; None if the checkpoint cannot be read."""
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
+
+    async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
+        """Prepare for a new kubelet, which may have lost its checkpoint."""
+        await self._context.tracker.kubelet_started(kubelet)
 
     def contested(self, reason: str) -> None:
         """Tell the other parts of the agent that another plugin has registered the resource with the kubelet.

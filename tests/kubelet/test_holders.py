@@ -19,7 +19,9 @@ from deviceplugin.kubelet.holders import (
     holders,
     needs_request,
     pending_grants,
+    possible_holders,
 )
+from deviceplugin.kubelet.pod_names import PodLogs
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import WHOLE, Allocation, AllocationRecord
 
@@ -64,6 +66,31 @@ def test_a_later_grant_in_the_checkpoint_shows_the_end_of_the_former_holder() ->
     both = grants(A, B, since=2.0, holders=frozenset({A[:2]}))
     evidence = replace(seen(A, B, current=False), begun=both.begun, replaced=both.replaced)
     assert holders([A], evidence).held.keys() == {A, B}
+
+
+POSSIBLE = {("u1", "init"), ("u1", "main"), ("u3", "")}
+
+
+@pytest.mark.parametrize(
+    ("since", "possible"),
+    [
+        (None, POSSIBLE),  # no allocation of the id is known
+        (1.0, POSSIBLE),  # the checkpoint is older than the grant
+        (5.0, set()),
+        (0.0, set()),  # of an agent that wrote no times
+    ],
+)
+def test_the_pods_that_may_have_a_grant_whose_checkpoint_was_lost(
+    since: float | None, possible: set[tuple[str, str]]
+) -> None:
+    """These are the pods that began since the grant, unless a checkpoint names the grant's container."""
+    record = AllocationRecord(R, "a", "a", 5.0, 1)
+    answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, since or 0.0)
+    named = [] if since is None else [B]
+    pods = {"u1": PodLogs(4.5, ("init", "main")), "u2": PodLogs(3.0, ("main",)), "u3": PodLogs()}
+    found = possible_holders([record], named, lambda _: answer, pods)
+    assert found == {Allocation(*container, R, "a") for container in possible}
+    assert not possible_holders([record], [B], lambda _: None, pods), "an adopted plugin's response has no time"
 
 
 MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
@@ -236,3 +263,11 @@ def test_an_id_of_which_the_kubelet_names_a_holder_is_not_shown_unhealthy() -> N
     assert set(holders([A], seen(B, current=False)).held) == {A, B}
     assert holders([A], seen(current=False, pods=RUNS)).unnamed(R) == {"a"}
     assert holders([A], seen(current=False)).unnamed(R) == frozenset(), "not proved to have ended, and no process runs"
+
+
+def test_an_id_of_a_pod_that_the_kubelet_counts_is_not_shown_unhealthy() -> None:
+    """The scheduler counts the pod as well, and a restarted kubelet needs the capacity to admit the pod again."""
+    runs = PodProcesses(frozenset({"u1", "u2"}))
+    alone, both = (holders(held, seen(pods=runs)) for held in ([A], [A, B]))
+    assert replace(alone, active=frozenset({"u1"})).unnamed(R) == frozenset()
+    assert replace(both, active=frozenset({"u1"})).unnamed(R) == {"a"}

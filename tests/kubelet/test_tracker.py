@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,8 +15,9 @@ import grpc
 import pytest
 from watchdog.observers.inotify_c import InotifyFD
 
+from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import boot_id
-from deviceplugin.kubelet import cgroups, podresources
+from deviceplugin.kubelet import cgroups, podresources, tracker
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.pod_names import PodNames
@@ -311,9 +313,9 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
     tracked.listens = False  # so that nothing is written
     now = await tracked.scan("a", "b")
     assert (now.current, now.registered) == (False, None)
-    assert "kubelet_internal_checkpoint" in tracked.tracker.unnamed_reasons(R)[pod.device_ids[0]]
     assert set(now.held) == {allocation(pod)}
-    assert tracked.tracker.snapshot.unnamed(R) == set(pod.device_ids)
+    assert "kubelet_internal_checkpoint" in now.held[allocation(pod)].reason
+    assert not tracked.tracker.snapshot.unnamed(R), "the kubelet counts its pod as active"
     if damage == "unreadable":
         tracked.kubelet.checkpoint.rmdir()
     tracked.listens = True
@@ -440,6 +442,51 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked
     await asyncio.to_thread(pod.delete)
     await tracked.scan(*pod.device_ids)
     assert tracked.tracker.unnamed_reasons(R) == {}
+
+
+async def test_a_kubelet_without_its_checkpoint_admits_the_pods_again(
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, and while it counts them, their ids are not withheld; a pod that it never lists may be withheld."""
+    pod, hangs = await tracked.hold(), await tracked.run_pod("hangs")
+    await tracked.scan()
+    kubelet = tracked.kubelet
+    await asyncio.to_thread(kubelet.stop)
+    kubelet.damage_checkpoint("deleted")
+    await asyncio.to_thread(hangs.force_delete, hang=True)
+    kubelet.hold_sources()
+    await asyncio.to_thread(partial(kubelet.start, wipe=False))
+    await tracked.tracker.kubelet_started(file_identity(kubelet.socket))
+    tracked.plugin.register()
+    for limit in (30.0, 0.0):
+        monkeypatch.setattr(tracker, "READMISSION", limit)
+        now = await tracked.scan("a", "b")
+        assert {held.pod_uid for held, of in now.held.items() if not of.named} == {pod.uid, hangs.uid}
+        assert not now.unnamed(R), "the kubelet has not got its pods from the API server"
+    monkeypatch.setattr(tracker, "READMISSION", 30.0)
+    kubelet.release_sources()
+    await asyncio.to_thread(kubelet.wait_until, lambda: kubelet.hears_of_pods, 10)
+    assert not (await tracked.scan("a", "b")).unnamed(R)
+    assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids), "another pod gets none"
+    assert set(tracked.tracker.unnamed_reasons(R)) == set(pod.device_ids)
+    await tracked.scan("a", "b")
+    assert set(tracked.tracker.unnamed_reasons(R)) == set(pod.device_ids), "the kubelet might choose it again"
+    monkeypatch.setattr(tracker, "READMISSION", 0.0)
+    assert (await tracked.scan("a", "b")).unnamed(R) == set(hangs.device_ids)
+
+
+async def test_a_pod_that_a_restarted_kubelet_knows_is_withheld_when_the_kubelet_drops_it(
+    tracked: TrackedKubelet,
+) -> None:
+    """The kubelet need not admit it again."""
+    pod = await tracked.hold()
+    await tracked.tracker.kubelet_started(file_identity(tracked.kubelet.socket))
+    await tracked.tracker.kubelet_started(FileIdentity(0, 0, 0))
+    await tracked.scan()
+    await asyncio.to_thread(pod.force_delete, hang=True)
+    await asyncio.to_thread(tracked.kubelet.run_pod, "other", {})
+    await PodResources(tracked.kubelet.paths.pod_resources).list()  # the kubelet drops it
+    assert (await tracked.scan("a", "b")).unnamed(R) == set(pod.device_ids)
 
 
 async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKubelet) -> None:

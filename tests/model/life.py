@@ -19,7 +19,7 @@ from unittest.mock import patch
 from deviceplugin import hook_runs, looks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
-from deviceplugin.kubelet import podresources, tracker
+from deviceplugin.kubelet import allocation_wait, podresources, tracker
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
@@ -185,6 +185,7 @@ def modelled(outside: Outside) -> Iterator[None]:
             (ends, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
             (podresources, "time", clock),
             (preparation, "PATIENCE", 0.0),
+            (allocation_wait, "PATIENCE", 0.0),
             (releases, "time", clock),
             (tracker, "time", clock),
         ):

@@ -222,6 +222,7 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
     "a claim's allocation": ("allocated anew", ((ClaimPreparation, "_stands", _same_boot),), "and its pod got"),
     "device nodes of other vendors": ("foreign hardware", ((orphaned_claims, "nodes_of", _no_tokens),), _TOO_MANY),
     "the copy of the allocations": ("register and checkpoint lost", ((Ledger, "_copied", _no_files),), _TOO_MANY),
+    "pods that may have a grant": ("checkpoint lost", ((holders, "possible_holders", _no_tokens),), _TOO_MANY),
     "the claims' own files": (
         "register and claim state lost",
         ((claim_files, "read_all", _no_files),),

@@ -186,6 +186,17 @@ def the_register_is_lost_with(*more: str) -> Callable[[], None]:
     return lost
 
 
+def the_checkpoint_is_lost_before_a_scan() -> None:
+    """No evidence has named the pod of the grant, and others ask for its device."""
+    with walking(r=Setting("", 1)) as walk:
+        walk.pod_starts_well(R, 0)
+        walk.kubelet_loses_its_checkpoint()
+        for _ in range(2):
+            walk.pod_starts_well(R, 0)
+            walk.all_goes_well_for_a_while(1)
+            walk.pod_starts_well(R, 0)
+
+
 def a_driver_goes_before_its_lost_names_are_known() -> None:
     """The register is lost, and the driver's resource gets another one before the names of its slices are read."""
     with walking(r=Setting(E, 1, 1)) as walk:
@@ -209,6 +220,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "register and slices lost": the_register_is_lost_with("slices"),
     "register and claim state lost": the_register_is_lost_with("state"),
     "driver gone": a_driver_goes_before_its_lost_names_are_known,
+    "checkpoint lost": the_checkpoint_is_lost_before_a_scan,
     "register and checkpoint lost": the_register_is_lost_with("checkpoint"),
 }
 

@@ -19,6 +19,8 @@ from typing import Any, Final
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from deviceplugin.files import FileIdentity
+from deviceplugin.kubelet.checkpoint import CheckpointVersion
 from deviceplugin.register.records import LedgerError, State
 from dra_bridge.driver import ClaimError
 from dra_bridge.node.driver_runtime import DriverRuntime
@@ -469,6 +471,15 @@ class Walk(RuleBasedStateMachine):
         self.sent, self.outside.registered = {}, dict.fromkeys(self.outside.registered, frozenset[str]())
         if self.life is not None:
             self.life.hang_up()
+
+    def kubelet_loses_its_checkpoint(self) -> None:
+        """It restarts without its checkpoint, and the agent registers again, perhaps before any scan after a grant."""
+        self.outside.checkpoint = CheckpointVersion(frozenset(), {})
+        for pod in self.outside.pods:
+            pod.memory = False
+        self.kubelet_restarts()
+        kubelet = FileIdentity(0, len(self.outside.pods), 0)
+        self.do("kubelet", self.here.agent.tracker.kubelet_started(kubelet))
 
     # Claims.
 

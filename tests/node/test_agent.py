@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id, identified
-from deviceplugin.kubelet import tracker
+from deviceplugin.kubelet import allocation_wait, tracker
 from deviceplugin.kubelet.checkpoint import annotate
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
@@ -312,12 +313,18 @@ def record(agent: Served) -> AllocationRecord:
     return only
 
 
+def delay_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no scan follow a grant."""
+    monkeypatch.setattr(scanning, "SOON", 300.0)
+    monkeypatch.setattr(scanning, "BURST", 600.0)
+
+
 def test_released_after_a_pod_that_no_scan_has_seen(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod that has ended before the first scan, with its directories, has had the device all the same."""
     monkeypatch.setattr(tracker, "ADMISSION", 0.0)  # the fake's pods end within milliseconds after their admission
-    monkeypatch.setattr(scanning, "SOON", 300.0)
+    delay_scans(monkeypatch)
     devices = Releasing(1, fake_kubelet.notify)
     served(devices, **SELDOM)
     fake_kubelet.run_pod("short", {R: 1}).delete()
@@ -330,13 +337,72 @@ def test_released_after_a_pod_that_no_evidence_names(
 ) -> None:
     """The kubelet has dropped it, and written its checkpoint for another pod, before any scan."""
     monkeypatch.setattr(tracker, "ADMISSION", 0.0)
-    monkeypatch.setattr(scanning, "SOON", 300.0)
+    delay_scans(monkeypatch)
     devices = Releasing(1, fake_kubelet.notify)
     served(devices, source(1, "example.com/s"), **SELDOM)
     fake_kubelet.run_pod("short", {R: 1}).delete()
     fake_kubelet.run_pod("between", {"example.com/s": 1})
     assert fake_kubelet.run_pod("next", {R: 1}).running
     assert devices.released_ids == ["sim-0"] * 2
+
+
+@pytest.mark.parametrize("how", ["deleted", "empty", "old"])
+def test_a_pod_keeps_its_device_if_the_checkpoint_is_lost_before_a_scan(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """No evidence names the pod of the grant, so all pods that began since the grant count as possible holders."""
+    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
+    delay_scans(monkeypatch)
+    monkeypatch.setattr(grants, "WELL_APART", 0.1)
+    devices = Releasing(1, fake_kubelet.notify)
+    agent = served(devices, **SELDOM)
+    wait(fake_kubelet.checkpoint.exists)
+    before = fake_kubelet.checkpoint.read_bytes()
+    pod = fake_kubelet.run_pod("p", {R: 1})
+    assert record(agent).pending
+    assert not record(agent).holders
+    fake_kubelet.stop()
+    if how == "deleted":
+        fake_kubelet.damage_checkpoint("deleted")
+    else:
+        empty = {"Data": {"PodDeviceEntries": None, "RegisteredDevices": {}}, "Checksum": 0}
+        fake_kubelet.checkpoint.write_bytes(json.dumps(empty).encode() if how == "empty" else before)
+    fake_kubelet.start()
+    wait(lambda: fake_kubelet.streams(R) == 1)
+    for number in range(3):
+        in_loop(agent, agent.agent.scanner.scan)
+        assert not fake_kubelet.run_pod(f"other{number}", {R: 1}, check=False).running
+    assert pod.running
+    assert devices.released_ids == ["sim-0"]
+    pod.delete()
+
+    def ended() -> bool:
+        in_loop(agent, agent.agent.scanner.scan)
+        return not agent.agent.register.snapshot.allocations
+
+    wait(ended)
+    assert fake_kubelet.run_pod("next", {R: 1}).running
+    assert devices.released_ids == ["sim-0"] * 2
+
+
+def test_a_pod_that_was_deleted_by_force_before_a_scan_keeps_its_device(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next Allocate has read the checkpoint that named it. The kubelet then wrote a checkpoint without it."""
+    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
+    delay_scans(monkeypatch)
+    monkeypatch.setattr(allocation_wait, "PATIENCE", 0.0)
+    devices = Releasing(2, fake_kubelet.notify)
+    agent = served(devices, **SELDOM)
+    hung = fake_kubelet.run_pod("hung", {R: 1})
+    hung.force_delete(hang=True)
+    between = fake_kubelet.run_pod("between", {R: 1})
+    assert between.running
+    assert hung.uid not in fake_kubelet.checkpoint.read_text()
+    for number in range(2):
+        assert not fake_kubelet.run_pod(f"other{number}", {R: 1}, check=False).running
+        in_loop(agent, agent.agent.scanner.scan)
+    assert sorted(devices.released_ids) == ["sim-0", "sim-1"]
 
 
 def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -531,6 +597,28 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
     assert {"default/one", "default/two"} <= set(said[0].replace(",", "").split())
     fake_kubelet.start()
     assert one.running
+
+
+def test_an_old_checkpoint_shows_no_device_that_two_pods_hold(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
+    """It names a pod that has ended, and not the pod that has the device now."""
+    agent = prompt(source(1))
+    former = fake_kubelet.run_pod("former", {R: 1})
+    named(agent, former)
+    old = fake_kubelet.checkpoint.read_bytes()
+    former.delete()
+    pod = fake_kubelet.run_pod("pod", {R: 1})
+    named(agent, pod)
+    fake_kubelet.stop()
+    fake_kubelet.checkpoint.write_bytes(old)
+    fake_kubelet.hold_sources()  # until then, the kubelet drops no pod that has ended
+    fake_kubelet.start()
+    tracker = agent.agent.tracker
+    wait(lambda: tracker.snapshot.current and {one.pod_uid for one in tracker.snapshot.held} == {former.uid, pod.uid})
+    scanned(agent, 3)
+    assert not agent.agent.status().double_allocations
+    fake_kubelet.release_sources()
+    wait(lambda: {one.pod_uid for one in tracker.snapshot.held} == {pod.uid})
+    assert pod.running
 
 
 def scanned(agent: Served, count: int = 1) -> None:

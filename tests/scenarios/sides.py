@@ -321,7 +321,7 @@ class SidesScenarios:
             scene.start_api_server()
         # Unknown is not to become "nobody" with time.
         scene.observe(18 if how == "checkpoint" and LONG else 5)
-        # A kubelet that has lost its checkpoint admits running pods anew, and fails them: their devices are Unhealthy.
+        # A kubelet that has lost its checkpoint admits running pods anew. Those whose devices move to DRA fail.
         if failed := [pod.uid for pod in pods if not scene.runs(pod.uid)]:
             assert how == "checkpoint"
             scene.handed_on(lambda: None, failed, "wants-a")

@@ -198,7 +198,7 @@ async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_los
         await here.until(lambda: idle in source.wiped)
         async_ledger = here.bridge.drivers[D].async_ledger
         await here.until(
-            lambda: [hold.holders for hold in async_ledger.snapshot.allocations.values()] == [{(pod.uid, "")}]
+            lambda: [hold.holders for hold in async_ledger.snapshot.allocations.values()] == [{(pod.uid, "main")}]
         )
         assert here.states[held] is State.TO_DRA
         await here.stopped(pod)

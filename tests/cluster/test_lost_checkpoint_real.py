@@ -1,0 +1,61 @@
+"""Running pods keep their devices, and run on, when a restarted kubelet has lost its checkpoint.
+
+All devices are held, so the kubelet has no other device for a pod that it admits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import locks
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.test_witnesses_real import Scene, unbroken
+from tests.scenarios.sides import named
+
+
+@pytest.fixture
+def scene(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    yield from unbroken(Scene(cluster, request.node.name.removeprefix("test_")))
+
+
+def restart(scene: Scene, agent: str, *, lost: bool) -> None:
+    """Restart the kubelet. The agent runs on (`kept`), or starts `before` or `after` the kubelet."""
+    line = f"{named('a')}: the kubelet listens"
+    scene.end_kubelet("sigkill")
+    if lost:
+        scene.lose_checkpoint()
+    if agent != "kept":
+        scene.kill_agent()
+    listened = scene.agents.log().count(line) if agent == "kept" else 0
+    if agent == "before":
+        scene.agents.start()
+    scene.start_kubelet()
+    if agent == "after":
+        scene.agents.start()
+    scene.until("the kubelet listens", lambda: scene.agents.log().count(line) > listened, 60)
+
+
+@pytest.mark.parametrize("agent", ["kept", "before", "after"])
+def test_running_pods_run_on(scene: Scene, agent: str) -> None:
+    """A new pod gets no device, although the kubelet counts all devices as free.
+
+    While the agent runs, the pods also run on when the kubelet restarts again, whose new checkpoint does not name them.
+    Without an agent the kubelet would report no capacity, and then end these pods at its next restart.
+    """
+    scene.begin(a=(2, "none"))
+    pods = [scene.pod(f"a{number}", "a") for number in range(2)]
+    scene.running(*pods)
+    scene.note_holders()
+    for turn in range(3 if agent == "kept" else 1):
+        restart(scene, agent, lost=turn == 0)
+        scene.observe(6)
+        scene.cluster.wait_reported()
+        assert [pod.phase for pod in pods] == ["Running"] * 2, "\n".join(map(Pod.explain, pods))
+        assert all(locks.pids(pod.uid) for pod in pods)
+        scene.cluster.wait_allocatable(named("a"), 2)
+    new = scene.pod("new", "a", nodeName=scene.cluster.node_name)
+    scene.until("the new pod is refused", lambda: new.phase == "Failed", 60)
+    scene.observe(2)
+    assert {one.uid for one in locks.holders()} == {pod.uid for pod in pods}
