@@ -346,7 +346,10 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises AdoptionError if plugins cannot register on this node."""
+        """Serve the directory's kubelet.sock until cancelled.
+
+        Raises AdoptionError if plugins cannot register on this node.
+        """
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_RegistrationServicer_to_server(self, server)
         lock = InstanceLock(self.directory, KUBELET_SOCKET)

@@ -115,11 +115,11 @@ class _StartsBegun(NamedTuple):
 
 
 def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _StartsBegun]:
-    """Return, for each container that the kubelet has begun to start, how often and when. Blocks. Raises OSError.
+    """Return, for each container that the kubelet has begun to start, the number and last time of these starts. Blocks.
 
-    Before the kubelet asks the runtime to create a container, it makes a file for the termination message in
-    `pods/<uid>/containers/<container>`. The kubelet removes these files with the pod's directory (kubelet 1.36,
-    kuberuntime_container.go: makeMounts).
+    Raises OSError. Before the kubelet asks the runtime to create a container, it makes a file for the termination
+    message in `pods/<uid>/containers/<container>`. The kubelet removes these files with the pod's directory (kubelet
+    1.36, kuberuntime_container.go: makeMounts).
     """
     begun: dict[str, _StartsBegun] = {}
     directory = kubelet_root / "pods" / pod_uid / "containers"

@@ -178,8 +178,8 @@ class Stream:
 class ListStreams:
     """The ListAndWatch streams of a resource. begun: the number of streams that have been opened so far.
 
-    lines: a function that returns the present device list, or None before the source's first list. in_flight: the
-    running Allocates. A device list that withdraws no device is sent only after `AllocationsInFlight.pause`.
+    lines: a function that returns the present device list, or None before the source's first list. in_flight: counts
+    the running Allocates. A device list that withdraws no device is sent only after `AllocationsInFlight.pause`.
     """
 
     def __init__(

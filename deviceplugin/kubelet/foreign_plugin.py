@@ -152,8 +152,8 @@ class ForeignPluginWatch:
         if not sent:
             return Finding()
         last = sent[-1]
-        # Until the kubelet has read the agent's first list, which may take any time, it may still have the list from
-        # before Register.
+        # Until the kubelet has read the agent's first list, which may take any time, the kubelet may still have the
+        # list from before Register.
         before = tuple(sent_list._replace(at=sent[0].at) for sent_list in self._before)
         differs = contradiction(record, (*before, *sent), now, self._taken == last)
         if differs:

@@ -161,9 +161,9 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 class PendingGrants(NamedTuple):
     """The allocations for pending grants (grants without a known container) that the checkpoint shows.
 
-    begun: the allocations that have these grants, by the AllocateResponses in the checkpoint. replaced: the earlier
-    allocations of the same ids. The kubelet has dropped each of these earlier allocations that the checkpoint does not
-    name, because the kubelet composed the checkpoint after the last grant.
+    begun: the allocations that have these grants according to the AllocateResponses in the checkpoint. replaced: the
+    earlier allocations of the same ids. The kubelet has dropped each of these earlier allocations that the checkpoint
+    does not name, because the kubelet composed the checkpoint after the last grant.
     """
 
     begun: frozenset[Allocation]
@@ -242,7 +242,7 @@ def possible_holders(
 def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
     """Return the kinds of evidence whose lack makes it unknown whether the allocations `held` have ended.
 
-    asked: whether the agent requested a checkpoint for `seen`.
+    asked: whether the agent requested a checkpoint when it read the evidence `seen`.
     """
     found = set()
     if not seen.checkpoints or (asked and not seen.current):

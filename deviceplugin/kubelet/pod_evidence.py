@@ -140,7 +140,7 @@ class PodProcesses:
 
     @property
     def candidates(self) -> frozenset[str]:
-        """The UIDs of the pods that may have a running process, by cgroups or pod directories."""
+        """The UIDs of the pods that may have a running process according to cgroups or pod directories."""
         return (self.running or frozenset()) | (frozenset() if self.whole else self.directories or frozenset())
 
 

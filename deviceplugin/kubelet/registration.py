@@ -245,7 +245,7 @@ class SocketServer:
         _LOG.warning("%s (%s); waiting for it to end", served, owner)
         until = time.monotonic() + self._timing.takeover
         while time.monotonic() < until:
-            await asyncio.sleep(0.1)  # flock cannot wait with a deadline.
+            await asyncio.sleep(0.1)  # The loop tries again, because flock cannot wait with a deadline.
             if await self._locked():
                 return
         owner = f"{await self._looks.at('socket', self.lock.owner)}, which has locked {self.lock.path}"

@@ -242,7 +242,7 @@ class Endpoint(DevicePluginServicer):
     # The names of the methods below are those of the kubelet's API.
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
-        """Return which optional calls the kubelet should make."""
+        """Return the optional calls that the kubelet should make."""
         self._announced = self.options
         return self._announced
 

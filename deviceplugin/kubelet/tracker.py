@@ -420,7 +420,7 @@ class HolderTracker:
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with the names from the kubelet's log directories. Blocks for a short time."""
+        """Return these pods, with the names from the kubelet's log directories. This method blocks for a short time."""
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:

@@ -144,7 +144,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
 def _path(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("an empty path")
+        raise argparse.ArgumentTypeError("the path is empty")
     return Path(text).absolute()
 
 

@@ -163,7 +163,7 @@ class HolderScanner:
     def _awaited(self) -> set[DeviceKey]:
         """The (resource, id) pairs for which each scan requests a new checkpoint (`wanted` of `HolderTracker.scan`).
 
-        These are ids for which a service waits, and ids with grants whose container no checkpoint has named yet. The
+        These are ids for which a service waits, and ids with a grant whose container is in no checkpoint yet. The
         register must learn soon which pod got such a grant, because records and checkpoint may be lost together. If
         there is no such pod, the grant must end, even if this process no longer serves the resource.
         """

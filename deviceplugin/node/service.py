@@ -91,7 +91,10 @@ class Service(EndpointHost):
         device or id has no holder at the next scan, it is forgotten."""
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises RegistrationError if the resource cannot be served on this node at all."""
+        """Serve the resource until cancelled.
+
+        Raises RegistrationError if the resource cannot be served on this node at all.
+        """
         context = self._context
         self.inventory.subscribe(lambda snapshot: context.scan_wanted.set() if snapshot.gone else None)
         self.inventory.subscribe(lambda _: context.register.notify())

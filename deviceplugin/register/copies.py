@@ -10,7 +10,8 @@ boot is ignored.
 
 A copy names the device plugin directory of its agent, and agents of other directories ignore the copy. An agent that
 adopts plugins has a directory of its own for these plugins. A plugin in this directory gives devices to the same pods,
-but sees no checkpoint that could show the end of a pod, so it leaves the holders to the agent that has adopted it.
+but sees no checkpoint that could show the end of a pod, so this plugin leaves the holders to the agent that has adopted
+the plugin.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class AllocationCopies:
 
     def _write(self, name: str, sequence: int, allocations: tuple[AllocationRecord, ...]) -> None:
         file = name.replace("/", "_")
-        if not self._agent and self._plugins:  # Each of several plugins behind one another may have the resource.
+        if not self._agent and self._plugins:  # Agents with other plugin directories may have the resource.
             file += f"@{hashlib.sha256(self._plugins.encode()).hexdigest()[:12]}"
         write(str(self._directory / f"{file}{SUFFIX}"), Copy(boot_id(), sequence, allocations, self._plugins))
         self._own.add(f"{file}{SUFFIX}")

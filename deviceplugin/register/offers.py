@@ -48,7 +48,7 @@ class OfferQuestion:
 
     state: the register's records. view: the facts about holders that are not in the register. hardware: the tokens of
     all devices that sources list. resources: for each resource of this process, its devices (`ListedResource`). wanted:
-    a function that returns the identity and amount that a holder would get by one id of a device.
+    a function that returns the identity and amount that a holder would get with one id of a device.
     """
 
     state: RegisterSnapshot

@@ -532,7 +532,7 @@ class Register:
         if (allocation := self.snapshot.allocations.get((resource, name))) is not None:
             tokens, looks = allocation.identity.in_boot(self.boot), self.listed.served[resource].inventory.looks
             if lost := await looks.at("start", identity.moved, identity.reachable(tokens), tokens, brief=True):
-                raise DeviceConflictError(f"{titled(key)} is away: {shown(lost)} is not its number any more")
+                raise DeviceConflictError(f"{titled(key)} is away, and {shown(lost)} is no longer its device number")
 
     # Evidence.
 

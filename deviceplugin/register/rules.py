@@ -394,7 +394,7 @@ def outlook(state: RegisterSnapshot, claim: Claim, view: View) -> Outlook:
 
 
 def _of_side(state: RegisterSnapshot, driver: str, key: DeviceKey) -> Outlook:
-    """Return whether a claim may get a device soon, by the device's state and the pods that hold the device."""
+    """Return whether a claim may get a device soon, decided from the device's state and its holders."""
     record, resource, device = state.device(*key), *key
     allocations = state.allocations_on(resource, (device,))
     if record.state is State.QUARANTINED or record.driver not in ("", driver) or not all(map(_ends, allocations)):
