@@ -278,7 +278,9 @@ def _hard(how: Deployment, resource: ResourceConfig, served: Collection[Resource
 def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
     """Return a configuration for Kueue, as YAML, by which Kueue counts `limits` and claims under one resource name."""
     if len(served) > KUEUE_MAPPINGS:
-        raise ValueError(f"Kueue takes {KUEUE_MAPPINGS} deviceClassMappings, and there are {len(served)} resources")
+        raise ValueError(
+            f"Kueue takes at most {KUEUE_MAPPINGS} deviceClassMappings, but {len(served)} resources need one"
+        )
     lines = ["apiVersion: config.kueue.x-k8s.io/v1beta2", "kind: Configuration", "resources:", "  deviceClassMappings:"]
     for resource in served:
         class_name = _class_values(how, resource)["class_name"]

@@ -214,7 +214,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
             continue
         if result.pool != pool:
             what = f"device {result.device!r} of request {result.request!r}"
-            raise ClaimError(Reason.FOREIGN, f"{what} is in pool {result.pool!r}, this node's is {pool!r}")
+            raise ClaimError(Reason.FOREIGN, f"{what} is in pool {result.pool!r}, but this node's pool is {pool!r}")
         results.append(result)
     if not results:
         raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
