@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import operator
 import time
@@ -400,6 +401,13 @@ class Endpoint(DevicePluginServicer):
         if self._holders is not None:
             withheld.update(self._holders.unnamed_reasons(self.resource))
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
+
+    def list_inputs(self) -> tuple[object, ...]:
+        """Return the present inputs of the device list and the options. If two results are equal, so are the lists."""
+        register, devices = self._register, self.inventory.snapshot.devices
+        unknown = tuple(map(register.evidence_missing, itertools.repeat(self.resource), devices))
+        refused = self._holders.unnamed_reasons(self.resource).keys() if self._holders is not None else frozenset()
+        return register.offer_question(), unknown, refused, self.ids.legacy, frozenset(self._asked_for)
 
     def checked(self, names: Sequence[str]) -> dict[str, Device]:
         """Return, for each of one container's ids, the device.

@@ -49,8 +49,8 @@ class ScanResult(NamedTuple):
 class HolderObserver(Protocol):
     """A component of the process that uses the results of scans for holders."""
 
-    def observed(self, resource: str, done: Observed) -> None:
-        """Handle the changes of the register after a scan. done: the changed ids and devices of the resource."""
+    def observed(self, done: Mapping[str, Observed]) -> None:
+        """Handle the changes of the register after a scan. done: the changed ids and devices, by resource."""
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ class HolderScanner:
                 devices = {device for of, device in twice if of == resource}
                 service.observe(now, seen, devices.union(map(service.device_of, ids)))
         self.log.withheld(self.services)
-        self.register.notify()
+        self.register.notify_changes()
         return ScanResult(now, resources)
 
     async def observe(self, now: HolderSnapshot, sequence: int) -> Mapping[str, KubeletSnapshot]:
@@ -152,8 +152,8 @@ class HolderScanner:
                     pod = seen[resource].held[name].pod
                     text = "pod %s holds %s, which the register did not know"
                     _LOG.info(text, pod, name, extra={"resource": resource, "pod": pod})
-                for observer in self.observers:
-                    observer.observed(resource, done)
+            for observer in self.observers:
+                observer.observed(observed)
             await self.register.adopt()
         except LedgerError as error:
             _LOG.warning("the ledger cannot be written: %s", error)
@@ -167,11 +167,11 @@ class HolderScanner:
         register must learn soon which pod got such a grant, because records and checkpoint may be lost together. If
         there is no such pod, the grant must end, even if this process no longer serves the resource.
         """
-        releases = self.register.releases
-        pending = releases.pending() - releases.failed.keys()
+        register = self.register
+        pending = register.view().unreleased.keys() - register.snapshot.index.keys() - register.releases.failed.keys()
         services = self.services.items()
         awaited = {(name, device_id) for name, service in services for device_id in service.awaited(pending)}
-        return awaited.union(key for key, held in self.register.snapshot.allocations.items() if held.pending)
+        return awaited.union(key for key, held in register.snapshot.allocations.items() if held.pending)
 
     @property
     def _is_awaited(self) -> bool:

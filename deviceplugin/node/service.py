@@ -86,6 +86,8 @@ class Service(EndpointHost):
         """The ids that pods got before this process started and whose devices the source has not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
+        self._list_inputs: object = None
+        """The inputs of the device list (`Endpoint.list_inputs`) at the last scan."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """The devices that had vanished, and the legacy ids (of a former configuration), at the last scan. If such a
         device or id has no holder at the next scan, it is forgotten."""
@@ -238,7 +240,9 @@ class Service(EndpointHost):
         self._elsewhere = {
             device_id: same for device_id in unlisted if (same := register.same_as(self.resource, device_id))
         }
-        self.endpoint.refresh()
+        before, self._list_inputs = self._list_inputs, self.endpoint.list_inputs()
+        if self._list_inputs != before:
+            self.endpoint.refresh()
 
     async def release_former(self, names: Sequence[str]) -> None:
         """Before a grant of these ids, call `released` for their devices whose former holders have ended.

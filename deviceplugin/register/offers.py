@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Final, NamedTuple
 
@@ -25,7 +25,7 @@ from deviceplugin.register.question import (
     use_of_allocation,
     wanted_use,
 )
-from deviceplugin.register.records import Point, RegisterSnapshot, SideName
+from deviceplugin.register.records import NONE, Point, RegisterSnapshot, SideName
 
 _SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claims", "none": "quarantined"}
 
@@ -42,20 +42,38 @@ class ListedResource(NamedTuple):
     ids: Callable[[Device], tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class OfferQuestion:
-    """The input for the decision which devices a side (plugin or DRA) may offer.
+    """The input for the decision which devices a side (plugin or DRA) may offer, for all resources.
 
-    state: the register's records. view: the facts about holders that are not in the register. hardware: the tokens of
+    state: the register's records. facts: the facts about holders that are not in the register. hardware: the tokens of
     all devices that sources list. resources: for each resource of this process, its devices (`ListedResource`). wanted:
     a function that returns the identity and amount that a holder would get with one id of a device.
     """
 
     state: RegisterSnapshot
-    view: View
+    facts: View
     hardware: HardwareIndex
     resources: Mapping[str, ListedResource]
     wanted: Callable[[str, str], Wanted]
+
+    @functools.cached_property
+    def view(self) -> View:
+        """The facts without `unreleased`, because each grant first calls the hook `released` of such a device."""
+        return replace(self.facts, unreleased=NONE)
+
+    @functools.cached_property
+    def foreign(self) -> frozenset[Point]:
+        """The keys that holders outside the register's records occupy."""
+        return frozenset(point for use in self.view.others for point in use.points)
+
+    @functools.cached_property
+    def by_others(self) -> frozenset[Point]:
+        """The keys of devices that pods have, or may have, through another plugin of the same resource."""
+        uses = [use for use in self.view.others if use.unit[0] == UNCERTAIN]
+        given = (allocation for allocation in self.state.allocations.values() if is_given_by_others(allocation))
+        uses += [use_of_allocation(allocation, self.view) for allocation in given]
+        return frozenset(point for use in uses for point in use.points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +99,17 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
     """
     if (listed := asked.resources.get(resource)) is None:
         return WithheldDevices()
-    state, view, hardware = asked.state, asked.view, asked.hardware
-    foreign = {point for use in view.others for point in use.points}
-    busy = foreign | state.index.keys()
-    others = {point for use in view.others if use.unit[0] == UNCERTAIN for point in use.points}
-    given = (allocation for allocation in state.allocations.values() if is_given_by_others(allocation))
-    others.update(point for allocation in given for point in use_of_allocation(allocation, view).points)
+    state, hardware, foreign = asked.state, asked.hardware, asked.foreign
     by_others: set[str] = set()
     withheld: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for device in listed.snapshot.devices.values():
         key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
-        if not (key in busy or device.consumes or key in hardware.related) and busy.isdisjoint(tokens):
+        points: set[Point] = {key, *tokens}
+        idle = foreign.isdisjoint(points) and state.index.keys().isdisjoint(points)
+        if idle and not device.consumes and key not in hardware.related:
             continue  # This is the usual case: no holder has any part of the device.
         ids = listed.ids(device) if side == "plugin" else (device.id,)
-        points: set[Point] = {key, *tokens}
         points.update((name, counter) for name, of in device.consumes.items() for counter in of)
         entries = {entry for point in points for entry in state.index.get(point, ())}
         free = foreign.isdisjoint(points) and (
@@ -112,7 +126,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
         at = state.state(*key)
         if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
             reasons[device.id] = next(iter(excluded.values()))
-            if points & others:
+            if not asked.by_others.isdisjoint(points):
                 by_others.add(device.id)
     return WithheldDevices(withheld, reasons, frozenset(by_others))
 

@@ -114,35 +114,38 @@ class RegisterHost:
 class ListedHardware:
     """The identity tokens of all devices that this process's sources list. served: for each resource, its service.
 
-    `now` sets the attributes `scopes` and `limits` (see `View`), and `has_released` (a source has the hook `released`).
+    `now` sets the attributes `hardware` (its result), `resources`, `scopes` and `limits` (see `View`), and
+    `has_released` (a source has the hook `released`).
     """
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
-        self._hardware = HardwareIndex({})
-        self._version: object = None
+        self.hardware = HardwareIndex({})
+        self._version: list[object] = [None]
+        self.resources: dict[str, ListedResource] = {}
         self.scopes: Mapping[str, str] = {}
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
         self.has_released = False
 
     def now(self) -> HardwareIndex:
         """Return the identity tokens of all devices that the sources list; the same object until a device changes."""
-        services, version = self.served, list[object]()
-        for name, service in services.items():
-            version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
-        if self._version != version:
-            hardware: dict[DeviceKey, Hardware] = {}
-            for name, service in services.items():
+        services, version = self.served.values(), list[object]()
+        for service in services:
+            version += service, service.inventory.snapshot, service.source
+        if len(version) != len(self._version) or not all(map(operator.is_, version, self._version)):
+            hardware, resources = dict[DeviceKey, Hardware](), dict[str, ListedResource]()
+            for name, service in self.served.items():
                 now, source = service.inventory.snapshot, service.source
+                resources[name] = ListedResource(now, source.driver or "", source.replicas, service.ids_now)
                 for device in now.devices.values():
                     tokens = now.identities.get(device.id, frozenset())
                     if tokens or device.consumes or device.counters:
                         hardware[name, device.id] = hardware_of(device, tokens, source.driver or name)
-            self._version, self._hardware = version, HardwareIndex(hardware)
-            self.scopes = {name: service.source.driver or name for name, service in services.items()}
-            self.limits = self._hardware.limits()
-            self.has_released = any("released" in service.source.hooks for service in services.values())
-        return self._hardware
+            self._version, self.resources, self.hardware = version, resources, HardwareIndex(hardware)
+            self.scopes = {name: listed.driver or name for name, listed in resources.items()}
+            self.limits = self.hardware.limits()
+            self.has_released = any("released" in service.source.hooks for service in services)
+        return self.hardware
 
     def has(self, key: DeviceKey) -> bool:
         """Return whether the resource's source lists the device now."""
@@ -179,8 +182,9 @@ class Register:
         self.waits: Final = Waits()
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
-        self._noticed_view: View | None = None
+        self._noticed_for: tuple[View | None, RegisterSnapshot | None] = (None, None)
         self._withheld: dict[tuple[str, SideName], WithheldDevices] = {}
+        self._asked: OfferQuestion | None = None
         self._view: tuple[tuple[object, ...], View] = ((), View())
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self._granted_now: Counter[DeviceKey] = Counter()
@@ -194,23 +198,16 @@ class Register:
 
     def view(self) -> View:
         """Return the facts that `refusal` needs besides the records; the same object until a fact changes."""
-        hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
+        listed, overdue = self.listed, self.hooks.overdue if self.hooks.running else NONE
+        hardware = listed.now()
         foreign = *self._host.foreign_uses(), *self._possible_now(hardware)
-        unreleased = self.releases.unreleased() if self.listed.has_released else NONE
+        unreleased = self.releases.unreleased() if listed.has_released else NONE
         failed = {key: failure.reason for key, failure in self.releases.failed.items()} if unreleased else NONE
         now = hardware, unreleased, foreign, overdue, failed
         if self._view[0] != now:
-            working = self._busy(HOOK, overdue, self.hooks.held)
-            withheld = self._busy(RELEASE, failed, NONE)
-            view = View(
-                self.boot,
-                self.listed.scopes,
-                self.listed.limits,
-                (*(in_scopes(use, self.listed.scopes) for use in foreign), *working, *withheld),
-                unreleased,
-                hardware.tokens_by_device,
-            )
-            self._view = now, view
+            busy = *self._busy(HOOK, overdue, self.hooks.held), *self._busy(RELEASE, failed, NONE)
+            all_uses, present = (*(in_scopes(use, listed.scopes) for use in foreign), *busy), hardware.tokens_by_device
+            self._view = now, View(self.boot, listed.scopes, listed.limits, all_uses, unreleased, present)
         return self._view[1]
 
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
@@ -287,16 +284,14 @@ class Register:
 
     def withheld(self, resource: str, side: SideName) -> WithheldDevices:
         """Return the devices that ListAndWatch (side plugin) or the slices (side dra) must not offer now."""
-        listed = {
-            name: ListedResource(
-                service.inventory.snapshot, service.source.driver or "", service.source.replicas, service.ids_now
-            )
-            for name, service in self.listed.served.items()
-        }
-        # A device that only waits for the hook `released` is offered, because each grant calls the hook first.
-        view = replace(self.view(), unreleased=NONE)
-        asked = OfferQuestion(self.snapshot, view, self.listed.now(), listed, self.wanted)
-        return withheld_devices(asked, resource, side)
+        return withheld_devices(self.offer_question(), resource, side)
+
+    def offer_question(self) -> OfferQuestion:
+        """Return the input of `withheld_devices`; the same object until a record, a device or a fact changes."""
+        asked, state, view = self._asked, self.snapshot, self.view()
+        if asked is None or asked.state is not state or asked.facts is not view:
+            self._asked = asked = OfferQuestion(state, view, self.listed.hardware, self.listed.resources, self.wanted)
+        return asked
 
     def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
         """Record the withheld devices of the newest device list (side plugin) or slices (side dra). Log new reasons."""
@@ -322,12 +317,12 @@ class Register:
         """Return the devices whose holders together have more than the whole device."""
         state, view, hardware, twice = self.snapshot, self.view(), self.listed.now(), set[DeviceKey]()
         foreign = {point for use in view.others for point in use.points}
-        for resource, service in self.listed.served.items():
-            for name, device in service.inventory.snapshot.devices.items():
+        for resource, listed in self.listed.resources.items():
+            for name, device in listed.snapshot.devices.items():
                 points: set[Point] = {(resource, name), *hardware.tokens((resource, name))}
                 holders = {entry for point in points for entry in state.index.get(point, ())}
                 several = len(holders) > 1 or not foreign.isdisjoint(points)  # A device usually has one holder at most.
-                if several and held_twice(self.wanted(resource, name), len(service.ids_now(device)), state, view):
+                if several and held_twice(self.wanted(resource, name), len(listed.ids(device)), state, view):
                     twice.add((resource, name))
         return frozenset(twice)
 
@@ -379,7 +374,7 @@ class Register:
             now = self.listed.now()
             if self.listed.has_released:
                 self.releases.unreleased()  # This notes new holders, which may end before the next call.
-            if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
+            if now is not listed or self._view[1] is not self._noticed_for[0] or not now.related.isdisjoint(keys):
                 self.notify()
 
     def is_held(self, key: DeviceKey) -> bool:
@@ -568,7 +563,7 @@ class Register:
         """Call the subscribers if offers may have changed. After most grants, this method calls no subscriber."""
         self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
-        self._noticed_view = view
+        self._noticed_for = view, state
         foreign: dict[Point, object] = {}
         for point, entries in state.index.items():
             if isinstance(point, str):
@@ -583,6 +578,11 @@ class Register:
             self._noticed = noticed
             for callback in self._subscribers:
                 callback()
+
+    def notify_changes(self) -> None:
+        """Call `notify` if records, devices, or facts of `view` have changed since its last call."""
+        if not all(map(operator.is_, (self.view(), self.snapshot), self._noticed_for)):
+            self.notify()
 
     def _of_another_driver(self, point: DeviceKey, entries: Iterable[tuple[str, DeviceKey]]) -> bool:
         """Return whether a claim of another driver holds the device, so that the present driver must not offer it."""

@@ -81,7 +81,7 @@ class RegistrarTiming:
 
     patience: float = 60.0
     drain: float = 5.0
-    keep_alive: float = 10.0
+    keep_alive: float = 14.0
 
 
 @dataclass(slots=True)

@@ -279,21 +279,22 @@ class DeviceReconciler:
 
     async def keep_resolving(self) -> None:
         """Try to reconcile quarantined devices regularly, until cancelled."""
-        # Each try lists all claims of the cluster, so the delays grow while any device stays quarantined.
+        # Each try lists all claims of the cluster, so the delays grow while one of the driver's devices is quarantined.
         backoff = Backoff(first=RESOLVE, most=10 * RESOLVE)
         while True:
             await asyncio.sleep(backoff.next())
             await self.resolve()
-            if not any(record.state is State.QUARANTINED for record in self.context.ledger.snapshot.devices.values()):
+            if not any(self._quarantined(*each) for each in self.context.resources.items()):
                 backoff.reset()
+
+    def _quarantined(self, resource: str, served: ResourceRuntime) -> list[str]:
+        records = self.context.ledger.snapshot
+        return [name for name in served.listed.devices if records.state(resource, name) is State.QUARANTINED]
 
     async def resolve(self) -> None:
         """Try once to reconcile quarantined devices, because the evidence about them may no longer be contradictory."""
         for resource, served in tuple(self.context.resources.items()):
-            records = self.context.ledger.snapshot.of(resource)
-            names = [
-                name for name in served.listed.devices if name in records and records[name].state is State.QUARANTINED
-            ]
+            names = self._quarantined(resource, served)
             try:
                 await self.reconcile(served, names)
             except EVIDENCE_ERRORS as error:

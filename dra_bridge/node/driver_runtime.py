@@ -282,14 +282,15 @@ class DriverRuntime:
             self.drop(resource)
         self._left(resource)
 
-    def observed(self, resource: str, done: operations.Observed) -> None:
+    def observed(self, done: Mapping[str, operations.Observed]) -> None:
         """Process the result of a scan for holders: report quarantined devices, and update device lists."""
-        if resource in self.resources:
-            for device in done.quarantined:
-                self.quarantined(resource, device)
-            self.resources[resource].handover.look()
-            if done.released or done.found or done.quarantined:
-                self.changed()
+        for resource, runtime in self.resources.items():
+            if (seen := done.get(resource)) is not None:
+                for device in seen.quarantined:
+                    self.quarantined(resource, device)
+                runtime.handover.look()
+                if seen.released or seen.found or seen.quarantined:
+                    self.changed()
 
     def changed(self) -> None:
         """Request an update of device lists, moves and slices: holders or states of devices have changed."""

@@ -74,8 +74,8 @@ LIMITS: Final = {
     "Allocate": Size(98, 25),
     "NodePrepareResources": Size(171, 36),
     "NodeUnprepareResources": Size(95, 21),
-    "move": Size(132, 29),
-    "evidence": Size(283, 43),
+    "move": Size(131, 29),
+    "evidence": Size(283, 42),
 }
 """The maximum sizes of the paths, which tests/test_trace.py checks. A change that shortens a path should lower its
 limit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,8 +41,8 @@ class RegisterOnDisk(ListedResources):
         self.scanner.observers.append(self)
         self.seen: list[tuple[str, Observed]] = []
 
-    def observed(self, resource: str, done: Observed) -> None:
-        self.seen.append((resource, done))
+    def observed(self, done: Mapping[str, Observed]) -> None:
+        self.seen += done.items()
 
     @property
     def allocations(self) -> dict[str, Any]:
