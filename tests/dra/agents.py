@@ -225,6 +225,7 @@ def bridge(
     *,
     claim_status: bool = False,
     cdi: Path | None = None,
+    period: float = 0.05,
     **options: Any,
 ) -> Bridge:
     """Return an agent that scans often. share: of each resource. cdi: else the node's CDI directory."""
@@ -233,7 +234,7 @@ def bridge(
         sources,
         {source.resource: HandoverPolicy(share) for source in sources},
         BridgeOptions(paths, None, Cluster.from_server(node.server.url), node.name, claim_status),
-        period=0.05,
+        period=period,
         **options,
     )
 
