@@ -1218,6 +1218,37 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
         assert {name for name in await lists.next() if name.startswith("a")} == {"a::0", "a::1", "a::2"}
 
 
+async def test_each_input_of_the_device_list_is_compared(serve: Serve) -> None:
+    """A scan computes the list again only if the inputs differ. A running Allocate is one: it keeps a device's ids."""
+    source = Slow(3)
+    served = await serve(source, "a")
+    seen = served.endpoint.list_inputs()
+
+    def changed() -> bool:
+        nonlocal seen
+        before, seen = seen, served.endpoint.list_inputs()
+        assert seen == served.endpoint.list_inputs()
+        return bool(seen != before)
+
+    assert not changed()
+    allocation = asyncio.create_task(served.allocate("a::0"))
+    await source.begun.wait()
+    assert changed()
+    source.go_on.set()
+    await allocation
+    assert changed()
+    served.unknown["a"] = "the agent has just started"
+    assert changed()
+    served.foreign = (Use(("claim", "other.example.com", "u"), "claim x/y", (R, "a"), frozenset(), None),)
+    assert changed()
+    served.publish("a", "b")
+    assert changed()
+    served.endpoint.ids.keep(["c::0"])
+    assert changed()
+    served.forget_allocations()
+    assert changed()
+
+
 async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
     """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not.
 
