@@ -215,14 +215,14 @@ def possible_holders(
     granted: Callable[[Allocation], Wanted | None],
     pods: Mapping[str, PodLogs],
 ) -> frozenset[Allocation]:
-    """Return allocations of all containers that may hold grants of an earlier kubelet process without a known holder.
+    """Return, as allocations, all containers that may hold pending grants which an earlier kubelet process requested.
 
     The container is "" if the containers of a pod are not known. A pod whose log directory is older than a grant does
     not hold the grant.
 
     grants: the pending grants. named: the allocations in the checkpoint, which may be another kubelet's or an old one.
-    granted: returns an allocation's grant from the AllocateResponse in the checkpoint. pods: the pods that may run, by
-    UID.
+    granted: a function that returns an allocation's grant from the AllocateResponse in the checkpoint. pods: for the
+    UID of each pod that may run, the facts from the pod's log directory.
     """
     given: dict[RecordKey, list[Wanted | None]] = {}
     for allocation in named:

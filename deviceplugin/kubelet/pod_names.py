@@ -19,8 +19,8 @@ SHORTLY: Final = 1.0
 class PodLogs(NamedTuple):
     """The facts from a pod's log directory.
 
-    changed: when the directory last changed (Unix seconds); infinite if it cannot be read. containers: the names of the
-    containers that the kubelet has begun to start.
+    changed: the time of the directory's last change (Unix seconds); infinite if it cannot be read. containers: the
+    names of the containers that the kubelet has begun to start.
     """
 
     changed: float = math.inf
@@ -71,7 +71,7 @@ class PodNames:
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
     def logs(self, uids: Collection[str]) -> dict[str, PodLogs]:
-        """Return the facts from the log directories of these pods, by UID. Blocks."""
+        """Return, for each of these pod UIDs, the facts from the pod's log directory. Blocks."""
         found = {uid: PodLogs() for uid in uids}
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:

@@ -112,7 +112,10 @@ class EndpointHost:
         return None
 
     async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
-        """Called before each Register, of a kubelet that may have lost its checkpoint. kubelet: its kubelet.sock."""
+        """Prepare, before a Register, for a kubelet that may have lost its checkpoint.
+
+        kubelet: kubelet.sock's identity.
+        """
 
     def contested(self, reason: str) -> None:
         """Note that another plugin has certainly registered the resource. reason: the evidence."""

@@ -139,8 +139,8 @@ class HolderTracker:
         self._returning: frozenset[str] = frozenset()
         """UIDs of pods with devices that a restarted kubelet may still have to admit again."""
         self._admitting_since: float | None = None
-        """When the restarted kubelet first listed a running pod (monotonic seconds); None before that; minus infinity
-        if the kubelet started long before this process."""
+        """The time at which the restarted kubelet first listed a running pod (monotonic seconds); None before that;
+        minus infinity if the kubelet started long before this process."""
         self._in_one_root = all(
             path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
         )
@@ -176,13 +176,13 @@ class HolderTracker:
 
     @property
     def _known(self) -> frozenset[Allocation]:
-        """The allocations in the register, by other plugins at the last scan, and of pending grants.
+        """The allocations in the register, of other plugins at the last scan, and of pending grants.
 
-        A checkpoint that was read has named the latter. The kubelet may drop such an allocation, and write its
-        checkpoint again, before a scan records the container.
+        A checkpoint that was read has named the allocations of pending grants. The kubelet may drop such an allocation,
+        and write its checkpoint again, before a scan records the container.
         """
         records, grants = self._register.snapshot.allocations, self._checkpoint.known.grants
-        of, granted, allocations = self._recorded  # Only one read: other threads may replace the tuple.
+        of, granted, allocations = self._recorded  # Only one read of it: other threads may replace the tuple.
         if of is not records or granted is not grants:
             held = set(holders.begun(grants, records))
             for record in records.values():
@@ -193,7 +193,7 @@ class HolderTracker:
         return allocations | self.snapshot.held.keys() | self._unscanned
 
     async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
-        """Prepare for a kubelet that may have lost its checkpoint. Called before each Register.
+        """Prepare, before each Register, for a kubelet that may have lost its checkpoint.
 
         Record the pods that may hold the grants without a known holder, and expect that the kubelet admits the pods
         with devices again. kubelet: the identity of kubelet.sock. Raises LookTimeoutError.
@@ -208,18 +208,18 @@ class HolderTracker:
         self._expect_admission(kubelet)
 
     def _expect_admission(self, kubelet: FileIdentity | None) -> None:
-        """Expect that a kubelet admits the pods with devices again. kubelet: its kubelet.sock, if it exists."""
+        """Expect that a kubelet admits the pods with devices again. kubelet: kubelet.sock's identity, if it exists."""
         self._kubelet, self._admitting_since = kubelet, None
         self._returning = frozenset(allocation.pod_uid for allocation in self._known)
         self.snapshot = replace(self.snapshot, active=self._returning)
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return allocations for pending grants of which the kubelet may have lost its checkpoint. Blocks.
+        """Return allocations for the pending grants that the kubelet may have lost with its checkpoint. Blocks.
 
         If a checkpoint that was read has named the container of a grant, this container has the grant. Otherwise see
         `holders.possible_holders`. A checkpoint lists the resources that the kubelet knows. If it lacks a resource
         before this process registers, the former checkpoint is lost. If the kubelet has restarted since this process
-        started, the checkpoint may also be an old one, so that all its resources are treated in the same way.
+        started, the checkpoint may also be an old one, so that all resources count as missing in it.
         """
         kept, records = set[str](), self._register.snapshot.allocations
         if self._kubelet is None:
