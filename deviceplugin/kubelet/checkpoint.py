@@ -14,6 +14,7 @@ paths in the response.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -30,7 +31,8 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 
-from deviceplugin import filewatch, looked_at
+from deviceplugin import looked_at
+from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import UNIDENTIFIED, Tokens, boot_id, identified, numbers_of
 from deviceplugin.looks import Looks, LookTimeoutError
@@ -45,9 +47,10 @@ REWRITE: Final = 1.0
 within milliseconds."""
 NODE_LOOK: Final = 0.5
 """Maximum seconds to wait for a stat of the device nodes that another plugin's AllocateResponse names."""
-UNHINTED: Final = 0.2
-"""Maximum seconds between two checks for a new checkpoint file, because some file systems report no events when
-another program writes a file."""
+FIRST_READ: Final = 0.01
+"""Maximum seconds from a device list to the first check for a new checkpoint file."""
+LAST_READ: Final = 0.1
+"""Maximum seconds between two checks for a new checkpoint file."""
 
 
 class CheckpointError(Exception):
@@ -334,29 +337,27 @@ class CheckpointReader:
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
-        gather = filewatch.Gather(UNHINTED, FILE_NAME)  # Only events of the file FILE_NAME itself end the wait early.
-        with filewatch.shared().watch([str(self._directory)], gather=gather) as watch:
-            while not shows_present(written):
-                if not self._lists.resend():
-                    why = "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
-                    return (), why
-                if (after := await self._rewritten(watch, last, REWRITE if patience is None else patience)) is None:
-                    return (), "the kubelet has not written its checkpoint since it was asked to"
-                written.append(after)
-                last = after.file
+        while not shows_present(written):
+            if not self._lists.resend():
+                return (), "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
+            if (after := await self._rewritten(last, REWRITE if patience is None else patience)) is None:
+                return (), "the kubelet has not written its checkpoint since it was asked to"
+            written.append(after)
+            last = after.file
         return written, ""
 
-    async def _rewritten(
-        self, watch: filewatch.Watch, before: FileIdentity | None, patience: float
-    ) -> CheckpointVersion | None:
-        """Wait for the kubelet's next checkpoint file; return None if there is none after `patience` seconds."""
-        until = time.monotonic() + patience
-        while True:
+    async def _rewritten(self, before: FileIdentity | None, patience: float) -> CheckpointVersion | None:
+        """Wait for the kubelet's next checkpoint file; return None if there is none after `patience` seconds.
+
+        The kubelet writes the file some milliseconds after a device list. So the file is read again and again: file
+        events would wake this process for the kubelet's temporary files as well.
+        """
+        until, pauses = time.monotonic() + patience, Backoff(first=FIRST_READ, most=LAST_READ)
+        while (rest := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(rest, pauses.next()))
             if (after := await self._looks.at("checkpoint", self._newer, before, brief=True)) is not None:
                 return after
-            if (rest := until - time.monotonic()) <= 0:
-                return None
-            await watch.wait(min(rest, UNHINTED), unwatched=filewatch.SOON)
+        return None
 
     def _newer(self, before: FileIdentity | None) -> CheckpointVersion | None:
         """Return the checkpoint if it is readable and its file is not the file `before`; otherwise None."""
