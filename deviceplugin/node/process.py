@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from deviceplugin import blocking, files, filewatch, looked_at
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
+from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.naming import node_name
@@ -44,6 +45,8 @@ socket in the event loop's thread, and this call has no deadline if the file sys
 """
 DEBOUNCE: Final = 0.05
 """Seconds after the last change of a config file after which the file counts as completely written."""
+UNSERVED: Final = Backoff(first=1.0, most=60.0)
+"""The pauses between two tries to serve a part of the config that could not be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,10 @@ class ConfigFile:
 
     lock: the commands and paths that the file may name. content: the file's bytes; None if it is unreadable. config:
     the parsed content. refused: why the last change of the file was refused; "" if the change was applied. unserved:
-    why a part of the config is not applied; "" if all of it is. kept: the path of the copy of the last valid file; None
-    if no copy is saved. former: whether `config` comes from this copy. vendors: the vendors' plugins that register with
-    the agent. looks: the threads that read the file. kept_looks: the thread that accesses the copy.
+    why a part of the config is not applied; "" if all of it is. again: whether this reason may pass, so that the config
+    is applied again after a pause. kept: the path of the copy of the last valid file; None if no copy is saved. former:
+    whether `config` comes from this copy. vendors: the vendors' plugins that register with the agent. looks: the
+    threads that read the file. kept_looks: the thread that accesses the copy.
     """
 
     path: Path
@@ -63,6 +67,7 @@ class ConfigFile:
     config: Config
     refused: str = ""
     unserved: str = ""
+    again: bool = False
     kept: Path | None = None
     former: bool = False
     vendors: VendorPlugins | None = None
@@ -288,7 +293,7 @@ async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Even
 
     reload: an event that is set if SIGHUP arrived before this function began.
     """
-    path, content = file.path, file.content
+    path, content, pauses = file.path, file.content, UNSERVED.fresh()
     _tell(program.agent, file)
     with filewatch.shared().watch([str(path.absolute().parent)], filewatch.NAMES_AND_WRITES) as watch:
 
@@ -304,13 +309,16 @@ async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Even
                 _LOG.warning("the config file cannot be read: %s", error)
                 await watch.wait(30.0)
                 continue
-            if now != content or reload.is_set():
+            if now != content or reload.is_set() or file.again:
                 reload.clear()
                 content = now
                 file = replace(await take_changed(program, file), content=now)
                 await file.keep()
                 _tell(program.agent, file)
-            if await watch.wait(30.0, unwatched=filewatch.AT_REST) and not reload.is_set():
+            if not file.again:
+                pauses.reset()
+            pause = pauses.next() if file.again else 30.0
+            if await watch.wait(pause, unwatched=filewatch.AT_REST) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(DEBOUNCE) and time.monotonic() < deadline:
                     pass
@@ -350,7 +358,8 @@ def _content(path: Path) -> bytes | None:
 async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     """Apply the config file's present content; return the file's new state.
 
-    If the content is invalid, the old config stays in use.
+    If the content is invalid, the old config stays in use. If the last change could not be applied completely for a
+    reason that may pass, all resources are served anew.
     """
     from deviceplugin import config
 
@@ -359,27 +368,29 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
         wanted = await file.looks.until_answered("config file", config.load, path, file.lock, timeout=LONG)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: file.source(resource) for name, resource in after.items() if before.get(name) != resource}
+        same = {} if file.again else before
+        changed = {name: file.source(resource) for name, resource in after.items() if same.get(name) != resource}
     except Exception as error:  # The present config stays in use after any error.
         why = f"the config file is refused, nothing is changed: {_on_one_line(error)}"
         _LOG.error("%s", why)
-        return replace(file, refused=why)
+        return replace(file, refused=why, again=False)
     gone = before.keys() - after.keys()
     differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start only; restart the agent to apply the change", path)
-    if not any(differences.values()):
+    if not (any(differences.values()) or file.again):
         what = "it is valid again, and nothing changed" if file.refused else "nothing changed"
         _LOG.info("%s was read again: %s", path, what)
         return replace(file, config=wanted, refused="", former=False)
-    why = ""
+    why, again = "", False
     try:
         await program.take(wanted, changed, [name for name in after if name not in changed])
     except Exception as error:  # The agent goes on after any error, so that it can apply later changes of the file.
         why = f"{path} was read again, but not all of it is served: {error}"
-        # An AgentError is logged without a traceback, because the user must correct it.
-        _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))
+        # An AgentError does not pass, because the user must correct it. It is logged without a traceback.
+        again = not isinstance(error, AgentError)
+        _LOG.log(logging.DEBUG if file.again and why == file.unserved else logging.ERROR, "%s", why, exc_info=again)
     else:
         listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
         _LOG.info("%s was read again: %s", path, "; ".join(listed))
-    return replace(file, config=wanted, refused="", unserved=why, former=False)
+    return replace(file, config=wanted, refused="", unserved=why, again=again, former=False)

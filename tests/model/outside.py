@@ -414,7 +414,7 @@ class Checkpoints(CheckpointReader):
         self.take([self.outside.checkpoint])
         return self.outside.checkpoint
 
-    async def _rewritten(self, watch: object, before: object, patience: float) -> CheckpointVersion | None:
+    async def _rewritten(self, before: object, patience: float) -> CheckpointVersion | None:
         await self.outside.gate.passed()
         if not self.outside.prompt:
             return None

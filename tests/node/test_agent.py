@@ -39,7 +39,7 @@ from deviceplugin.node.service import Service
 from deviceplugin.register import releases
 from deviceplugin.register import rules as grants
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import WHOLE, Allocation, AllocationRecord
+from deviceplugin.register.records import WHOLE, Allocation, AllocationRecord, LedgerError
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
@@ -784,9 +784,35 @@ async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.L
     assert now.config == load(config)
     assert now.unserved == f"{config} was read again, but not all of it is served: no room for another socket"
     again = await process_module.take_changed(Taking(take), now)
-    assert again.unserved == now.unserved  # the same file again mends nothing
-    assert "not all of it is served" in caplog.text
+    assert again.unserved == now.unserved
+    assert [one.levelname for one in caplog.records if "not all of it is served" in one.getMessage()] == ["ERROR"]
     assert "no room for another socket" in caplog.text
+    taken: list[Config] = []
+    mended = await process_module.take_changed(Taking(taken.append), again)
+    assert (mended.unserved, taken) == ("", [load(config)])
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_a_part_that_could_not_be_served_is_served_later(config: Path, tmp_path: Path, *, passes: bool) -> None:
+    """The agent tries again without a change of the file, unless the user must correct something."""
+    file = process_module.ConfigFile.read(config, OPEN)
+    agent = Agent([source(1, "example.com/a")], Paths(tmp_path))
+    tries: list[Mapping[str, object]] = []
+
+    class Failing(process_module.Program):
+        async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+            tries.append(changed)
+            if not passes:
+                raise AgentError("it cannot be served")
+            if len(tries) < 3:
+                raise LedgerError("the disk hangs")
+
+    config.write_text(text(a=1, b=1))
+    following = asyncio.create_task(process_module.follow_config(Failing(agent), file, asyncio.Event()))
+    await until(lambda: tries and bool(agent.config_error) is not passes)
+    every = ["example.com/a", "example.com/b"]
+    assert [sorted(each) for each in tries] == ([["example.com/b"], every, every] if passes else [["example.com/b"]])
+    following.cancel()
 
 
 def in_loop(agent: Served, change: Callable[[], Any]) -> None:
