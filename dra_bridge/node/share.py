@@ -62,7 +62,7 @@ class DriverShare:
     the Node's annotation, "" if there is none. kept: the share of the replaced Node, while this share is in effect.
     refused: the last invalid text that was logged. requested_on: the UID of the Node with the last request, even before
     the ledger has this UID. warned: the UID of the last Node for which the agent logged that the former share stays in
-    effect.
+    effect. recording: the text that is being recorded in the ledger; None if no text is.
     """
 
     driver: str
@@ -74,6 +74,7 @@ class DriverShare:
     refused: str | None = None
     requested_on: str | None = None
     warned: str = ""
+    recording: tuple[str | None] | None = None
 
     def of(self, policy: HandoverPolicy) -> Share:
         """Return the share that applies to a resource with this policy."""
@@ -109,11 +110,14 @@ class DriverShare:
             self.refused = None
             if annotations is not None and text is not None:
                 self.requested_on = node
-            if text != kept or (annotations is not None and text is not None and requested_on != node):
-                self.tasks.start(self._keep(text, node))
+            recorded = kept if self.recording is None else self.recording[0]
+            if text != recorded or (annotations is not None and text is not None and requested_on != node):
+                self.recording = (text,)
+                self.tasks.start(self._record(self.recording, node))
         return before != (self.share, self.text, self.kept)
 
-    async def _keep(self, text: str | None, node: str) -> None:
+    async def _record(self, recording: tuple[str | None], node: str) -> None:
+        (text,) = recording
         try:
             await self.ledger.do(operations.set_setting(SHARE_NODE, self.driver, node if text is not None else None))
             await self.ledger.do(operations.set_setting(SHARE, self.driver, text))
@@ -121,3 +125,6 @@ class DriverShare:
             _LOG.warning(
                 "the share %s cannot be recorded for the next start: %s", text, error, extra={"driver": self.driver}
             )
+        finally:
+            if self.recording is recording:
+                self.recording = None

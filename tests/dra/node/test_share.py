@@ -1,0 +1,26 @@
+"""The ledger's record of the requested share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deviceplugin.tasks import Tasks
+from dra_bridge.ledger.store import Ledger
+from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.share import SHARE, DriverShare
+from dra_bridge.rollout import progress
+
+D = "sim.example.com"
+
+
+async def test_the_last_share_is_recorded(tmp_path: Path) -> None:
+    """A share that returns to the recorded one while another share is being recorded."""
+    ledger, tasks = AsyncLedger(Ledger(str(tmp_path / "register.db"))), Tasks()
+    share = DriverShare(D, ledger, tasks)
+    key = progress.share_annotation(D)
+    assert share.read({key: "1"}, "node")
+    await tasks.wait(20)
+    for text in ("all", "1"):
+        assert share.read({key: text}, "node")
+    await tasks.wait(20)
+    assert ledger.snapshot.setting(SHARE, D) == "1"
