@@ -1,7 +1,7 @@
 """The DRA driver: prepares claims, and registers with the kubelet.
 
-`Driver` is the entry point. `Registrar` serves the driver's gRPC API to the kubelet. `preparation` prepares and
-unprepares one claim.
+`Driver` is the entry point. `Registrar` serves the driver's gRPC API to the kubelet. Module `preparation` prepares and
+unprepares claims.
 """
 
 from dra_bridge.driver.claim_api import ClusterClaims as ClusterClaims

@@ -16,8 +16,8 @@ from dra_bridge.driver.claims import ClaimRecords, ClaimRef, Prepared
 _LOG: Final = logging.getLogger(__name__)
 
 AGAIN: Final = 60.0
-"""Seconds to wait after the API server refused a write of `status.devices`, because the agent may lack the right to
-write.
+"""Seconds for which a driver's `status.devices` is not written again, after the API server refused or dropped a write.
+For example, the agent may lack the right to write.
 """
 
 
@@ -28,7 +28,8 @@ class ClusterClaims:
         self._api = api
         self._node = node
         self._without_status: dict[str, float] = {}
-        """For each driver, when the API server last refused or dropped its `status.devices` (monotonic seconds).
+        """For each driver, when the API server last refused or dropped the driver's entries in a `status.devices`
+        (monotonic seconds). A driver has no value here once the API server has stored its entries.
 
         The mapping also has drivers that the configuration no longer names: the agent has no right to write their
         entries.
@@ -44,7 +45,8 @@ class ClusterClaims:
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
         """Replace this driver's entries in the `status.devices` of a claim.
 
-        The function does nothing for `AGAIN` seconds after the API server has dropped or refused entries.
+        The function does nothing for `AGAIN` seconds after the API server has dropped or refused entries of this
+        driver.
         """
         if time.monotonic() < self._without_status.get(driver, -AGAIN) + AGAIN:
             return
@@ -83,8 +85,8 @@ class ClusterClaims:
 class ClaimEvents:
     """Writes Events and conditions of claims in background tasks. A failed write is not repeated.
 
-    report: whether to write `status.devices`. refusals: for each claim UID, the kind of the last refusal with an Event,
-    so that the next refusal of this kind gets no Event.
+    report: whether to write `status.devices` of prepared claims. refusals: for each claim UID, the kind of the last
+    refusal with an Event, so that the next refusal of this kind gets no Event.
     """
 
     records: ClaimRecords

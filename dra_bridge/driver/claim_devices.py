@@ -54,8 +54,8 @@ class RequestDevices:
 
     request: the request's name without the subrequest. members: each device with its result in the allocation; a device
     of which the claim has several shares has several results. records: for each member, the record that the register
-    should grant. config: the request's parameters. by_others: whether the devices are set up by hooks of the source, or
-    by a vendor's plugin.
+    should grant. config: the request's parameters. by_others: True if hooks of the source or a vendor's plugin set up
+    the devices.
     """
 
     request: str
@@ -75,7 +75,7 @@ class RequestDevices:
         return tuple(in_order(devices.values()))
 
     def edits(self, extra: ContainerEdits | None = None) -> ContainerEdits:
-        """Return the edits of the devices, merged with the edits of hooks. Raises ClaimError on a conflict."""
+        """Return the devices' edits, merged with `extra`, the edits of hooks. Raises ClaimError on a conflict."""
         try:
             return ContainerEdits.merge(map(attrgetter("container_edits"), self.devices), winner=extra)
         except EditConflictError as error:
@@ -342,7 +342,7 @@ class ClaimDevices:
                 served.source.forget(uid)
 
     async def unprepare(self, claim: Claim) -> None:
-        """Undo the changes that hooks `prepare` made to the claim's devices, except devices that another claim holds.
+        """Call the hook `unprepare` for a claim's devices, except for the devices that another claim holds.
 
         Raises HookError if a hook failed.
         """
@@ -388,7 +388,7 @@ def granted_device(
     *,
     limits: bool = False,
 ) -> ClaimDevice:
-    """Return the record of a device that a claim requests from the register, made from the present inventory.
+    """Return the record by which a claim requests a device from the register, with values of the present inventory.
 
     boot: the node's boot. parameters: see `compared_parameters`. times: number of claims that may share the device;
     None for the number in the inventory. limits: whether the scheduler made the claim for a pod's `limits`.

@@ -1,4 +1,4 @@
-"""The files of prepared claims: CDI specs for the container runtime, the agent's own claim files, device metadata.
+"""Writes the files of prepared claims: CDI specs for the container runtime, the agent's claim files, device metadata.
 
 The agent renames a complete file into place, but does not sync it to the disk. At each start, the agent writes all
 files again from the ledger file. A power failure may have emptied or removed files, and on most nodes /var/run is in
@@ -161,17 +161,17 @@ class CdiStore:
         self.directory: Final = directory
         self._prefix = f"{vendor_of(driver)}-{CLASS}_"
         self._run: Final = os.urandom(8).hex()
-        """A random text in the names of this store's draft files. Drafts without this text are from an agent that
-        crashed."""
+        """A random text in the names of this store's drafts (temporary files). A draft without this text is from an
+        agent that crashed."""
 
     def path(self, uid: str) -> str:
-        """Return the path of a claim's file. Raises CdiError if the text is not the UID of a claim."""
+        """Return the path of a claim's file. Raises CdiError if `uid` is not the UID of a claim."""
         if not UID.fullmatch(uid):
             raise CdiError(f"{uid!r} is not the UID of a claim")
         return os.path.join(self.directory, f"{self._prefix}{uid}{self.SUFFIX}")
 
     def write(self, uid: str, data: bytes) -> bool:
-        """Write a claim's file atomically; return False if the file has these bytes already. Raises CdiError."""
+        """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
         path = self.path(uid)
         # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The temporary file is in the
         # same directory, because containerd notices a rename within the directory, but not one from another directory.
@@ -202,7 +202,7 @@ class CdiStore:
         return True
 
     def list(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a file. Remove drafts that a crash has left."""
+        """Return the UIDs of the claims that have a file. Also removes the drafts that a crash has left."""
         looked_at.at(self.directory)
         try:
             names = os.listdir(self.directory)
@@ -386,10 +386,11 @@ class ClaimFiles:
         return Prepared(tuple(devices), spec, self.boot, metadata)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function that reads or changes files. If this task is cancelled, first wait until the call has ended.
+        """Call a function that reads or changes files, and return its result.
 
-        Without this wait, the next call for the claim could change the claim's files at the same time. The wait has a
-        time limit. Raises CdiError, also if the file system hangs.
+        If the calling task is cancelled, the cancellation takes effect only after the call has ended, or after
+        `TIMEOUT` seconds. Otherwise the next call for the claim could change the claim's files at the same time. Raises
+        CdiError, also if the file system hangs.
         """
         if self.looks.hanging:
             raise CdiError(self.looks.hanging)
@@ -446,7 +447,7 @@ class ClaimFiles:
         self._own.remove(uid)
 
     async def claims(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a file. Raises LookTimeoutError."""
+        """Return the UIDs of the claims that have a file. Raises LookTimeoutError if the file system hangs."""
 
         def uids() -> frozenset[str]:
             return self._store.list() | self._own.list() | self._metadata.list().keys()
@@ -494,7 +495,7 @@ class ClaimFiles:
                 await asyncio.sleep(CHECK)
 
     def _missing(self) -> list[str]:
-        """Return the UIDs of the ledger file's claims for which a file is missing."""
+        """Return the UIDs of the claims in the ledger file that lack one of their files."""
         own, specs, metadata = self._own.list(), self._store.list(), self._metadata.list()
 
         def complete(claim: Claim) -> bool:

@@ -183,7 +183,7 @@ class ClaimAllocation:
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
-        """For each device: the request (without the subrequest), the pool, the device's name, and the share ID."""
+        """A tuple for each device: request (without the subrequest), pool, published name, and share ID."""
         return frozenset(
             (result.request.partition("/")[0], result.pool, result.device, result.share_id or "")
             for result in self.results
@@ -284,7 +284,7 @@ def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]
 
 
 def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
-    """Yield the fields that the type does not have. By default, msgspec ignores such fields."""
+    """Yield the fields of a value that the value's type does not have. By default, msgspec ignores such fields."""
     if isinstance(info, msgspec.inspect.UnionType):
         # If objects of several types are permitted, assume the type with the fewest unknown fields.
         problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]
@@ -325,11 +325,11 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     """The recorded response to the Prepare of a claim.
 
     spec: the claim's CDI spec as text, "" if the claim needs none. boot: the node's boot in which the claim was
-    prepared. metadata: the texts of the claim's metadata files, by request. withheld: the requests whose CDI devices
-    are not in the CDI file, because a device of the request is unplugged, or because another holder can open a device
-    node of the request. stale: device numbers that were removed from the CDI file, but whose nodes the claim's
-    containers may still be able to open. starts: how often the kubelet had begun to start each container when the
-    numbers in `stale` were removed; None if these counts have not been read yet.
+    prepared. metadata: for each request, the text of its metadata file. withheld: the requests whose CDI devices are
+    not in the CDI file, because a device of the request is unplugged, or because another holder can open a device node
+    of the request. stale: device numbers that were removed from the CDI file, but whose nodes the claim's containers
+    may still be able to open. starts: how often the kubelet had begun to start each container when the numbers in
+    `stale` were removed; None if these counts have not been read yet.
     """
 
     devices: tuple[PreparedDevice, ...]
@@ -342,7 +342,7 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
-        """For each device, its request, pool, name and share ID, to compare with `ClaimAllocation.named`."""
+        """A tuple for each device: its request, pool, name and share ID, to compare with `ClaimAllocation.named`."""
         return frozenset((device.request, device.pool, device.device, device.share) for device in self.devices)
 
 

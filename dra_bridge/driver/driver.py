@@ -36,8 +36,8 @@ DEADLINE: Final = 30.0
 1.36, cm/dra/plugin)."""
 
 CALL_DEADLINE: Final = 43.0
-"""Maximum seconds of a call. The kubelet waits 45 s. The value is larger than `DEADLINE`, so that hooks have time to
-undo the changes for a claim that failed at its deadline.
+"""Maximum seconds of one call of the kubelet, which may name several claims. The kubelet waits 45 s. The value is
+larger than `DEADLINE`, so that hooks have time to undo the changes for a claim that failed at its deadline.
 """
 
 RESERVE: Final = 2.0

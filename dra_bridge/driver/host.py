@@ -48,8 +48,8 @@ class DriverHost:
     def last_running_pods(self) -> RunningPods:
         """Return the newest result of `running_pods`, without reading the pods again.
 
-        The result is recent enough for claims that wait for devices, because the agent then reads the pods every few
-        seconds.
+        The result is recent enough for claims that wait for devices, because the agent reads the pods every few seconds
+        while a claim waits.
         """
         return RunningPods()
 

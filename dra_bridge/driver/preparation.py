@@ -99,7 +99,7 @@ class _Work:
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: the object that runs the work that must not be cancelled. deadline: seconds for one claim.
+    tasks: runs background tasks, which continue if the kubelet's call is cancelled. deadline: seconds for one claim.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ClaimPreparation:
             work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
-        """Try once to prepare a claim, or return its recorded response. The caller has the lock. Raises ClaimError."""
+        """Try once to prepare a claim, or return its recorded response. The caller has the claim's lock."""
         check_ref(ref)
         began = time.perf_counter()
         self.statistics.claim_reads += 1
@@ -244,9 +244,9 @@ class ClaimPreparation:
 
     @contextlib.contextmanager
     def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> Iterator[_Work]:
-        """Count and log one call for a claim. The context manager surrounds the call.
+        """Return a context manager that counts and logs the call for a claim that runs inside the context.
 
-        Raise each failure as a ClaimError.
+        On exit, the context manager raises a failure of the call as a ClaimError.
         """
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None

@@ -219,15 +219,15 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
         self._swept = False
 
     def _sockets(self) -> Mapping[str, FileIdentity]:
-        """Return, for the path of each socket in the directory, the identity of the socket file. Blocks."""
+        """Return, for the path of each socket in `plugins_registry`, the identity of the socket file. Blocks."""
         return {f"{self.registry}/{name}": identity for name, identity in sockets_in(self.registry).items()}
 
     def prepare(self) -> None:
-        """Create the directory. The first call also removes the sockets of this agent's killed processes. Blocks.
+        """Create `plugins_registry`. The first call also removes the sockets of this agent's killed processes.
 
         A socket is removed only if no process listens at it. Sockets of drivers that this agent does not have any more
         are removed too. In earlier versions, an agent had a second socket for each driver in `own` (the endpoint);
-        these sockets are also removed.
+        these sockets are also removed. Blocks.
         """
         self.registry.mkdir(parents=True, exist_ok=True)
         with self._sweeping:
@@ -366,7 +366,7 @@ class Registrar:
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: DirectoryReader) -> None:
-        """Make a socket with a new name."""
+        """Start a server for the driver, at a socket with a new name. Raises OSError if the socket cannot be made."""
         there, name = self._directories, self.driver.name
         await self._looks.at("socket", there.prepare)
         self._health = HealthService(self.driver, self._timing.keep_alive)

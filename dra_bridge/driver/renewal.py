@@ -80,7 +80,8 @@ class _DevicesNow:
     def given(self, before: Tokens, *, refused: bool) -> list[dict[str, Any]]:
         """Return the entries of device nodes for the CDI file.
 
-        before: the tokens of the nodes that are in the file now. refused: whether the register refused new numbers.
+        before: the tokens of the nodes that are in the file now. refused: whether the register refused to grant the
+        claim new device numbers.
         """
         new = self.numbers - before if refused or self.away else frozenset()
         return [node for node in self.nodes if _token(node) not in new]
@@ -102,7 +103,11 @@ class ClaimRenewal:
         seconds)."""
 
     async def keep(self) -> None:
-        """Renew CDI files after each change of an inventory, and try again for waiting claims, until cancelled."""
+        """Renew the CDI files of claims until cancelled.
+
+        A change of an inventory renews the files of all claims. A change of the register renews the files of waiting
+        claims (`_waiting`). A failed renewal is repeated after 1 to 60 s.
+        """
         seen: object = None
         failed: set[str] = set()
         tried, look_at, retry_at = -1, 0.0, 0.0
@@ -149,7 +154,7 @@ class ClaimRenewal:
         return False
 
     def _recorded(self, uid: str) -> tuple[Claim, Prepared] | None:
-        """Return a claim's record and Prepare response; None without a response of this boot, or without a CDI file."""
+        """Return a claim's record and Prepare response; None if there is no response of this boot, or no CDI spec."""
         claim = self._records.get(uid)
         prepared = prepared_of(claim) if claim is not None else None
         if claim is None or prepared is None or not prepared.spec or prepared.boot != self._files.boot:

@@ -27,8 +27,8 @@ class ClaimStatistics:
     """Statistics of a driver. All values only grow, except `in_flight`, the running calls. Durations are in seconds.
 
     waits: durations of claims' waits for holders that were about to end, including waits without success.
-    prepared_again: number of Prepares of claims that were already prepared. hooks: calls of hooks for claims.
-    claim_reads, claim_read_seconds: number and total duration of reads of claims from the API server.
+    prepared_again: number of Prepares of claims that were already prepared. hooks: statistics of the calls of hooks for
+    claims. claim_reads, claim_read_seconds: number and total duration of reads of claims from the API server.
     """
 
     prepare: CallStatistics = field(default_factory=CallStatistics)

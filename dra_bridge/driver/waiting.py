@@ -26,7 +26,7 @@ MARGIN: Final = 5.0
 """Seconds between the end of the waits and the deadline of the kubelet's call. In this time, the devices are set up."""
 
 REREAD: Final = 5.0
-"""While a claim waits, it is read again after this number of seconds, because its pod may have been deleted."""
+"""Seconds between two reads of a waiting claim from the API server. The claim's pod may have been deleted."""
 
 PACE: Final = 0.1
 """Minimum seconds between two tries to prepare a claim, because each try reads the claim from the API server."""
