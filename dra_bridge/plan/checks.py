@@ -1,4 +1,4 @@
-"""Runs all checks on a `ClusterView`, and computes the numbers that the command `plan` shows. Pure functions."""
+"""Runs all checks on a `ClusterView`, and computes the numbers that `dra-bridge plan` shows. Pure functions."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/acce
 """The labels by which the cluster autoscaler finds nodes with GPUs, on GKE, on EKS, and on Azure and others."""
 SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 UNCHANGED: Final = 36
-"""The first minor version of Kubernetes in which unchanged pods get devices through DRA by default."""
+"""The first minor version of Kubernetes in which pods that keep their `limits` can get devices through DRA by
+default."""
 
 
 def no_class(view: ClusterView) -> Iterator[PlanFinding]:
@@ -93,7 +94,7 @@ def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
 
 
 def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
-    """If a kubelet is older than 1.36, find quotas that limit a resource to migrate, but not its DeviceClass."""
+    """If a kubelet is older than 1.36, find quotas that limit a resource to migrate but not the resource's class."""
     minors = [minor for node in view.nodes if (minor := minor_of(node))]
     if not minors or min(minors) >= UNCHANGED:
         return
@@ -106,7 +107,7 @@ def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find quotas that limit a resource to migrate, or its DeviceClass, only for pods of a PriorityClass."""
+    """Find quotas with the scope PriorityClass that limit a resource to migrate or the resource's DeviceClass."""
     for quota in view.objects.of("ResourceQuota"):
         spec = part(quota, "spec")
         scopes = {
@@ -132,7 +133,7 @@ def _kueue(view: ClusterView) -> tuple[str, str]:
 
 
 def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find DeviceClasses of resources to migrate for which Kueue's configuration has no mapping."""
+    """If Kueue runs, find DeviceClasses of resources to migrate for which Kueue's configuration has no mapping."""
     pod, text = _kueue(view)
     if not pod:
         return
@@ -155,7 +156,7 @@ def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find groups of nodes in which only some nodes have ResourceSlices of a driver."""
+    """If the cluster autoscaler runs, find node groups in which only some nodes have ResourceSlices of a driver."""
     if not view.autoscaler:
         return
     for group, nodes in sorted(view.groups.items()):
@@ -168,7 +169,10 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with ResourceSlices and pods by `limits`, but without the annotation SCALE_DOWN_DISABLED."""
+    """If the cluster autoscaler runs, find nodes that it may drain although pods use their devices.
+
+    These nodes have ResourceSlices and pods with devices by `limits`, but not the annotation SCALE_DOWN_DISABLED.
+    """
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}
@@ -184,7 +188,7 @@ def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with a label by which the cluster autoscaler finds nodes with GPUs."""
+    """If the cluster autoscaler runs, find nodes with a label by which the autoscaler finds nodes with GPUs."""
     if not view.autoscaler:
         return
     found: dict[str, list[str]] = {}
@@ -198,7 +202,7 @@ def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods that have `limits` and no claims in their spec, but get their devices through DRA."""
+    """If the cluster autoscaler runs, find pods that get the devices for their `limits` through DRA."""
     found = [title_of(pod) for pod in view.pods if title_of(pod) in view.by_dra]
     if view.autoscaler and found:
         yield PlanFinding(FindingKind.AUTOSCALER_UNCHANGED, f"pods {listed(found)}", view.autoscaler)
@@ -215,12 +219,12 @@ def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def kube_state_metrics(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield a finding if kube-state-metrics runs."""
+    """Yield a finding if kube-state-metrics runs and there are resources to migrate."""
     return _counts(view, FindingKind.KUBE_STATE_METRICS, "kube-state-metrics")
 
 
 def opencost(view: ClusterView) -> Iterator[PlanFinding]:
-    """Yield a finding if OpenCost or Kubecost runs."""
+    """Yield a finding if OpenCost or Kubecost runs and there are resources to migrate."""
     return _counts(view, FindingKind.OPENCOST, "opencost", "kubecost-cost-model", "cost-model")
 
 

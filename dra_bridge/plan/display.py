@@ -1,4 +1,4 @@
-"""Formats the plan: a table for terminals, Markdown, JSON. Pure functions."""
+"""Formats the plan as a table for terminals, as Markdown, or as JSON. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads dumps of API objects: lists and streams in YAML or JSON. Unused fields are not kept, to save memory.
+"""Reads files with API objects (dumps) in YAML or JSON. Fields that `plan` does not use are not kept, to save memory.
 
 A list in YAML is read item by item from the parser's events, because a tree of 8,000 pods would take a gigabyte.
 """
@@ -92,7 +92,7 @@ def _from_yaml(text: bytes) -> Iterator[Any]:
                 while not isinstance(event := next(events), yaml.SequenceEndEvent):
                     item = _value(event, events, anchors)
                     if isinstance(item, dict) and "kind" not in item:
-                        waiting.append(item)  # The list's kind, which implies the item's, may come later.
+                        waiting.append(item)  # The list's kind implies the item's kind, and may come later.
                     else:
                         yield item
             else:

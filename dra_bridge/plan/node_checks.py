@@ -16,7 +16,7 @@ FIRST = 32
 def _by_version(
     view: ClusterView, kind: FindingKind, lacks: Callable[[int, Mapping[str, bool]], bool]
 ) -> Iterator[PlanFinding]:
-    """For nodes with devices, yield a finding for each version of a kubelet that lacks a feature.
+    """Yield a finding for each kubelet version of nodes with devices whose kubelets lack a feature.
 
     lacks: a function that returns whether the feature is missing. Its arguments are the kubelet's minor version and
     feature gates.
@@ -65,7 +65,7 @@ def features_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes whose kubelet aligns devices with a policy of the Topology Manager."""
+    """Find nodes whose kubelet has another Topology Manager policy than `none`."""
     found = defaultdict(list)
     for node in view.device_nodes:
         policy = part(view.objects.kubelets.get(name_of(node), {}), "topologyManagerPolicy")
@@ -76,7 +76,7 @@ def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find nodes with devices on which no DaemonSet of agents runs, because of node selectors or taints."""
+    """Find nodes with devices that the pods of all agents' DaemonSets avoid because of node selectors or taints."""
     if not view.agents:
         return
     away = defaultdict(list)
@@ -93,7 +93,8 @@ def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
 def _keeps_away(daemon_set: Body, node: Body) -> str:
     """Return the node selector or taint that keeps a DaemonSet's pods off a node; "" if nothing does.
 
-    Kubernetes adds tolerations of some taints of node conditions to a DaemonSet's pods (pkg/controller/daemon, 1.36).
+    Taints by Kubernetes itself (node.kubernetes.io/) are skipped, because Kubernetes adds tolerations of such taints to
+    a DaemonSet's pods (pkg/controller/daemon, 1.36).
     """
     spec, labels = part(daemon_set, "spec"), labels_of(node)
     for key, value in part(spec, "nodeSelector").items():
@@ -116,7 +117,7 @@ def _tolerates(toleration: Body, taint: Body) -> bool:
 
 
 def other_plugin(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods of other projects that mount the device plugin directory, on nodes with devices."""
+    """Find pods, other than this project's agents, that mount the device plugin directory of a node with devices."""
     names = {name_of(node) for node in view.device_nodes}
     found = defaultdict(set)
     for pod in view.all_pods:
@@ -129,7 +130,7 @@ def other_plugin(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def mixed_shares(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find groups of nodes whose annotations request different shares of a driver."""
+    """Find node groups in which annotations of nodes request different shares for the same driver."""
     for group, nodes in sorted(view.groups.items()):
         keys = {key for node in nodes for key in part(node, "metadata", "annotations") if key.endswith("/dra-share")}
         for key in sorted(keys):

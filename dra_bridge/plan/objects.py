@@ -13,13 +13,14 @@ Body = Mapping[str, Any]
 """An object of the API, as decoded from JSON."""
 
 PLUGIN_DIRECTORY: Final = "device-plugins"
-"""The name of the directory in which device plugins register. `plan` treats a pod that mounts it as a device plugin."""
+"""The name of the directory in which device plugins register. `plan` treats a pod that mounts this directory as a
+device plugin."""
 AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
 """The label of all objects that `dra-bridge manifests` prints."""
 
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation of claims that the scheduler makes for limits. The value repeats a constant of `dra_bridge.kube`,
-because the import of that package takes a second."""
+"""The annotation of claims that the scheduler makes for the `limits` of a pod. This constant repeats the one in
+`dra_bridge.kube`, because the import of `dra_bridge.kube` takes a second."""
 
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
 """Namespace and name of the ConfigMaps with the status of the cluster autoscaler and the configuration of Kueue."""
@@ -35,7 +36,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class ClusterObjects:
-    """For each kind, all objects that were read.
+    """The objects that `plan` has read. by_kind: for each kind, its objects.
 
     now: the time of reading, in Unix seconds. kubelets: for each node name, the kubelet's configuration, if it could be
     read. rights: for each verb and resource, whether the user has the right.

@@ -52,7 +52,7 @@ def preempts(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
-    """Find pods in which an init container requests a number of devices that no container of the pod requests."""
+    """Find pods whose containers request a resource, but none requests the same number of it as an init container."""
     for pod in view.pods:
         spec = pod["spec"]
         for container in spec["initContainers"]:

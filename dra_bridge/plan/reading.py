@@ -1,4 +1,4 @@
-"""Reads the cluster for `plan`, with the user's rights: lists in pages, and the kubelets' configurations."""
+"""Reads the cluster's objects and the kubelets' configurations for `dra-bridge plan`, with the user's rights."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[
 
 
 async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
-    """Return each node's kubelet configuration, if the kubelet responds.
+    """Return each node's kubelet configuration, if the kubelet responds, and add the other nodes to `unread`.
 
     The user needs the right to get nodes/proxy.
     """

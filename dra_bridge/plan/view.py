@@ -49,10 +49,10 @@ class Target:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """A cluster's objects, and facts derived from them. namespace: the namespace of the selected pods; "" for all.
+    """A cluster's objects, and facts derived from these objects.
 
-    given: the resources to migrate (targets); if empty, all extended resources. selected: names of the selected nodes;
-    None for all nodes.
+    namespace: the namespace of the selected pods; "" for all. given: the resources to migrate (targets); if empty, all
+    extended resources. selected: names of the selected nodes; None for all nodes.
     """
 
     objects: ClusterObjects
@@ -112,7 +112,7 @@ class ClusterView:
 
     @cached_property
     def device_nodes(self) -> tuple[Body, ...]:
-        """The nodes with a resource to migrate: in their capacity, in ResourceSlices, or requested by their pods."""
+        """The nodes that have a resource to migrate in their capacity or ResourceSlices, or whose pods request one."""
         others = {node for node, _ in self.slices} | self.pods_by_node.keys()
         return tuple(
             node
@@ -219,7 +219,7 @@ def asked_of(pod: Body) -> dict[str, int]:
 
 
 def drivers_of(device_class: Body) -> set[str]:
-    """Return the drivers that are named in the CEL expressions of a DeviceClass."""
+    """Return the drivers whose names the CEL expressions of a DeviceClass compare with `device.driver`."""
     expressions = [part(one, "cel", "expression") for one in part(device_class, "spec", "selectors") or ()]
     pattern = r"""device\.driver\s*==\s*["']([^"']+)["']"""
     return {name for text in expressions for name in re.findall(pattern, str(text))}
@@ -239,7 +239,7 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 
 def resources_of(objects: ClusterObjects, driver: str) -> list[str]:
-    """Return the resources that the DeviceClasses of a driver name."""
+    """Return the resources that the DeviceClasses of a driver name as their extended resources."""
     classes = [one for one in objects.of("DeviceClass") if driver in drivers_of(one)]
     return sorted({name for one in classes if (name := str(part(one, "spec", "extendedResourceName") or ""))})
 

@@ -1,1 +1,4 @@
-"""Moves devices on many nodes between plugin and DRA: shows each node's progress, and requests each node's share."""
+"""Moves devices between device plugin and DRA on many nodes.
+
+The commands request, for each node, the share of its devices that claims get, and show each node's progress.
+"""

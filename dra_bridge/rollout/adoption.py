@@ -1,4 +1,4 @@
-"""Checks whether agents can adopt a vendor's device plugin or give it back, and makes the patch of its DaemonSet.
+"""Checks whether agents can adopt a vendor's device plugin or give it back, and makes the patch of the DaemonSet.
 
 An adopted plugin registers with the agent; a plugin that was given back registers with the kubelet. This module writes
 nothing to the cluster. The patch fails if the fields that it replaces have changed meanwhile. The patch stores the
@@ -38,8 +38,8 @@ OWNERS: Final[Mapping[str, str]] = {
     "amd.com": "switch the device plugin off in the DeviceConfig, and run AMD's by its own DaemonSet",
     "kubevirt.io": "KubeVirt's devices cannot be adopted",
 }
-"""For each API group (or suffix of groups) of objects that own DaemonSets: advice on an alternative to a patch of the
-DaemonSet."""
+"""Advice for DaemonSets that another object owns, because the owner reverts a patch of the DaemonSet. The key is the
+owner's API group or a suffix of it; the value tells the user an alternative to the patch."""
 _IN_ITS_SOURCE: Final = "make the change where it takes the DaemonSet from"
 MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("addonmanager.kubernetes.io/mode", "Reconcile", "the addon manager", "switch the addon off, and apply its own"),
@@ -54,16 +54,17 @@ MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("app.kubernetes.io/managed-by", "Helm", "Helm", "make the change by a value of the chart, or by --post-renderer"),
     ("app.kubernetes.io/managed-by", "", "{value}", _IN_ITS_SOURCE),
 )
-"""Labels and annotations of tools that revert changes: key, value ("" for any value), the tool's name, and advice."""
+"""The labels and annotations that show that a tool manages a DaemonSet and reverts changes. Each entry has the key, the
+value ("" for any value), the tool's name, and advice for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPod:
     """A running pod of an agent.
 
-    directory: the directory of --adopt, "" if the agent adopts nothing. mounted: whether the pod mounts that directory
-    from the node. plugins, registry: the kubelet's directories device-plugins and plugins_registry on the pod's
-    node. claims: whether the agent serves claims.
+    directory: the directory that --adopt names, "" if the agent adopts nothing. mounted: whether the pod mounts this
+    directory from the node. plugins, registry: the kubelet's directories device-plugins and plugins_registry on the
+    pod's node. claims: whether the agent serves claims.
     """
 
     node: str
@@ -79,8 +80,9 @@ class AgentPod:
 class Advice:
     """The result of a check of a DaemonSet.
 
-    problems: reasons why the plugin cannot be adopted, or given back, now. notes: further facts. commands: commands to
-    run, in this order. done: whether the plugin is already adopted, or already given back.
+    problems: reasons why the plugin cannot be adopted, or given back, now. notes: further facts for the user. commands:
+    commands that the user has to run, in this order. done: whether the plugin is already adopted, or already given
+    back.
     """
 
     problems: tuple[str, ...] = ()
@@ -148,7 +150,10 @@ def managers(daemon_set: Object) -> list[str]:
 
 
 def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
-    """Return problems and commands for the adoption of a DaemonSet's plugin. nodes: the DaemonSet's nodes."""
+    """Check whether a DaemonSet's plugin can be adopted; return the problems, or else the commands.
+
+    nodes: the nodes that run pods of the DaemonSet.
+    """
     problems = managers(daemon_set)
     there = {agent.node: agent for agent in agents}
     if without := sorted(node for node in nodes if node not in there):
@@ -206,9 +211,9 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return problems and commands to give an adopted plugin back.
+    """Check whether an adopted plugin can be given back; return the problems, or else the commands.
 
-    obstacles: reasons, which the caller has found, why the plugin must stay adopted now.
+    obstacles: the reasons (from `in_use`) why the plugin must stay adopted now.
     """
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
@@ -296,9 +301,10 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
-    """Return sentences about claims that may have devices of adopted plugins. Such plugins must stay adopted.
+    """Return a sentence for each reason why the adopted plugins of a DaemonSet must stay adopted now.
 
-    nodes: the nodes that run pods of the DaemonSet.
+    The reasons are devices that claims have or that are on the DRA side, and nodes on which this is unknown. nodes: the
+    nodes that run pods of the DaemonSet.
     """
     serving = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     reasons = []

@@ -29,8 +29,8 @@ from dra_bridge.kube import (
 )
 
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
-"""The label of all objects of `manifests`, including agents' pods. The label proves nothing about a pod, because every
-user who may create pods can set it."""
+"""The label of all objects that `dra-bridge manifests` makes, and of the agents' pods. The label proves nothing about a
+pod, because every user who may create pods can set it."""
 BINDING: Final = "dra-bridge"
 """The default name of the ClusterRoleBinding that `manifests` makes for the agents' ServiceAccount."""
 PORT: Final = "metrics"
@@ -101,11 +101,12 @@ _DECODER: Final = msgspec.json.Decoder(_AgentStatus)
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
-    """One device in the `/status` of its agent. holder: "" if the device has no holder, None if its holder is unknown.
+    """One device in the `/status` of its agent.
 
-    withheld: why the agent offers the device to no pod or claim, "" if it offers the device. state: the device's state
-    in the agent's register. waits: the event for which the device's move between plugin and DRA waits. pods: names of
-    the pods that use claims of the device. claims: namespace/name of the claims that have the device.
+    holder: the device's holders as text; "" if the device has no holder, None if its holder is unknown. withheld: why
+    the agent offers the device to no pod or claim, "" if it offers the device. state: the device's state in the agent's
+    register. waits: the event for which the device's move between plugin and DRA waits. pods: names of the pods that
+    use claims of the device. claims: namespace/name of the claims that have the device.
     """
 
     health: str
@@ -130,10 +131,11 @@ class UnlistedClaims(NamedTuple):
 class Answers:
     """The content of the agents' responses.
 
-    devices, unlisted: for each (node, resource, device id), the agent's data on the device. reasons: for each node, why
-    facts about its devices are missing. problems: for each node, problems of the agent itself, such as a reason why it
-    is not ready, or a config file that it has refused. adopted: for each node and resource with a vendor's plugin,
-    whether that plugin is connected.
+    devices: for each (node, resource, device id), the agent's data on the device. unlisted: the same for devices in an
+    agent's register that no device source lists. reasons: for each node, why facts about its devices are missing.
+    problems: for each node, problems of the agent itself, such as a reason why it is not ready, or a config file that
+    it has refused. adopted: for each (node, resource) of an adopted vendor's plugin, whether this plugin is connected
+    to the agent.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
@@ -144,11 +146,12 @@ class Answers:
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
-    """Return the namespaces of the ServiceAccounts that ClusterRoleBindings of `manifests` name. Raises ClusterError.
+    """Return the namespaces of the agents' ServiceAccounts. Raises ClusterError.
 
-    Only a user who may bind roles in the whole cluster can add such a ClusterRoleBinding. The binding with the default
-    name is read if no binding has the label `LABEL` (Helm replaces the label by its own label), or if the user may not
-    list bindings (operators may read only this binding).
+    The ServiceAccounts are found by the ClusterRoleBindings that `dra-bridge manifests` makes. Only a user who may bind
+    roles in the whole cluster can add such a ClusterRoleBinding. The ClusterRoleBinding `BINDING` is read if no
+    ClusterRoleBinding has the label `LABEL` (Helm replaces the label by its own label), or if the user may not list
+    ClusterRoleBindings (operators may read only this one).
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):
@@ -165,8 +168,8 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
 async def lease_namespaces(cluster: Cluster, namespace: str = "") -> list[str]:
     """Return the namespaces with the Leases of agents. Raises ClusterError.
 
-    namespace: the namespace that the user has named, or "". If neither the user nor a binding names a namespace, the
-    result is the namespace of agents outside of pods.
+    namespace: the namespace that the user has named, or "". If neither the user nor a ClusterRoleBinding names a
+    namespace, the result is `NAMESPACE`, the namespace of agents outside of pods.
     """
     if namespace:
         return [namespace]
@@ -177,7 +180,10 @@ async def lease_namespaces(cluster: Cluster, namespace: str = "") -> list[str]:
 
 
 async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str = "") -> Sequence[Object]:
-    """Return the running pods of agents in these namespaces. node: only this node; "" for all. Raises ClusterError."""
+    """Return the running pods of agents in these namespaces. Raises ClusterError.
+
+    node: the node that runs the pods; "" for all nodes.
+    """
     selector = "status.phase=Running" + (f",spec.nodeName={node}" if node else "")
     pods = [
         pod
@@ -188,10 +194,10 @@ async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str 
 
 
 async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "", *, others: bool = False) -> Answers:
-    """Ask the agents of these nodes for their devices. `Answers.reasons` states why facts are missing.
+    """Ask the agents of these nodes for their devices, and return the responses.
 
-    Raises ClusterError. namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name.
-    others: whether to ask the agents of all other nodes as well.
+    `Answers.reasons` states why facts are missing. Raises ClusterError. namespace: the agents' namespace; "" for the
+    namespaces that the agents' ClusterRoleBindings name. others: whether to ask the agents of all other nodes as well.
     """
     if not (nodes or others):
         return Answers()
@@ -259,9 +265,10 @@ async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | s
 async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> dict[str, _AgentStatus | str]:
     """Ask the agents outside of pods on these nodes; return each agent's status, or the reason why there is none.
 
-    Either all such agents use TLS, or none. First, at most AT_ONCE of the nodes are asked without TLS, and then with
-    TLS. The other nodes are then asked only in the way (with or without TLS) in which one of the first nodes responded.
-    So in a cluster without such agents, only a few requests are sent, for any number of nodes.
+    The function assumes that either all such agents use TLS, or none. First, at most AT_ONCE of the nodes are asked
+    without TLS, and if this fails, with TLS. The other nodes are then asked only in the way (with or without TLS) in
+    which one of the first nodes responded. If no node responded, the other nodes are not asked, so that a cluster
+    without such agents gets only few requests.
     """
     first = nodes[:: -(-len(nodes) // AT_ONCE) or 1]
     others = sorted(set(nodes) - set(first), key=natural)
@@ -308,7 +315,7 @@ async def _ask_unit(cluster: Cluster, node: str, schemes: Sequence[str], turns: 
 
 
 class _Turns(NamedTuple):
-    """Limits the requests to agents. one: a semaphore that each request acquires.
+    """Limits the number and the total time of requests to agents. one: a semaphore that each request acquires.
 
     until: the deadline of all requests (seconds of the event loop's clock).
     """
@@ -329,9 +336,9 @@ class _NoAnswer(NamedTuple):
 
 
 async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: str) -> _AgentStatus | _NoAnswer:
-    """Wait for the semaphore, then for one agent's response.
+    """Wait for the semaphore and for an agent's response; return the agent's status, or the reason why there is none.
 
-    right: the reason to return if the API server's status is 403.
+    right: the reason to return if the user lacks the right to ask the agent (403).
     """
     try:
         async with asyncio.timeout_at(turns.until), turns.one:
@@ -342,7 +349,7 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
     except msgspec.MsgspecError as error:
         return _NoAnswer(f"its answer is not an agent's status: {error}", final=True)
     except ForbiddenError as error:
-        if error.reason != "Forbidden":  # The API server has passed on a refusal by the agent.
+        if error.reason != "Forbidden":  # The agent itself has refused the request.
             return _NoAnswer(f"its agent refuses: {error.message}", final=True)
         return _NoAnswer(right, final=True, refused=True)
     except ApiError as error:

@@ -1,7 +1,7 @@
 """Decides which Nodes a rollout marks, so that a cluster autoscaler does not drain nodes in use.
 
-All functions are pure. The autoscaler (commit 33c3f97b) has two rules. First, the slices alone decide whether a node
-with slices is idle: CPU and memory do not count, and a node with an empty pool is idle
+All functions are pure. The autoscaler (commit 33c3f97b) has two rules. First, the ResourceSlices alone decide whether a
+node with ResourceSlices is idle: CPU and memory do not count, and a node with an empty pool is idle
 (pkg/simulator/utilization/info.go). Second, a node with fewer complete pools than the first good node of its group
 counts as unready (pkg/processors/customresources/dra_processor.go). So either all nodes of a group should have a pool,
 or no node of the group. The rollout marks the nodes whose ResourceSlices do not show that pods use the node, and the
@@ -50,7 +50,7 @@ UNMARKED: Final = Marks()
 
 
 def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
-    """Return the marks in a Node's annotations, for a rollout of this driver."""
+    """Return the marks in a Node's annotations, from the view of a rollout of this driver."""
     own = mark_annotation(driver)
     others = any(key.endswith(_RECORD) and key != own for key in annotations)
     disabled = annotations.get(SCALE_DOWN_DISABLED) == "true"
@@ -99,11 +99,12 @@ class MarkedNode:
 
 @dataclass(frozen=True, slots=True)
 class MarkStep:
-    """The marks, and the requests for pools, to write next. Each field is a tuple of node names.
+    """The next changes of marks (the annotation SCALE_DOWN_DISABLED) and of requests for pools on Nodes.
 
-    mark: nodes to mark. publish: marked nodes on which to request a pool next. withdraw: nodes on which to remove the
-    request for a pool. release: nodes on which to remove the mark. kept: all nodes that stay marked. unpublished: nodes
-    whose agents have not published their pools yet. leaving: nodes whose agents have not removed their slices yet.
+    Each field is a tuple of node names. mark: nodes to mark. publish: marked nodes on which to request a pool next.
+    withdraw: nodes on which to remove the request for a pool. release: nodes on which to remove the mark. kept: all
+    nodes that stay marked. unpublished: nodes whose agents have not published their pools yet. leaving: nodes whose
+    agents have not removed their slices yet.
     """
 
     mark: tuple[str, ...] = ()
@@ -131,13 +132,13 @@ class MarkStep:
 
 
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
-    """Return the marks, and the requests for pools, to write next. nodes: all nodes of the rollout.
+    """Return the next changes of the Nodes' marks and requests for pools. nodes: all nodes of the rollout.
 
     ignore: whether to ignore cluster autoscalers, because the cluster has none; then no node needs a mark. All nodes
     are marked before the first pool is requested. A node with all devices on the DRA side needs no mark, because its
-    ResourceSlices show which devices are in use. A node with no device on the DRA side needs no mark once no node of
-    its group has a ResourceSlice. An agent of an older version always has a ResourceSlice. So all nodes of its group
-    stay marked and have pools, because nodes without a pool would count as unready.
+    ResourceSlices show which devices are in use. Other nodes need no mark once all nodes have no device on the DRA side
+    and no ResourceSlice. An agent of an older version always has a ResourceSlice. So if the rollout has such an agent,
+    these nodes stay marked and have pools, because nodes without a pool would count as unready.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE and not node.former for node in served)
@@ -170,7 +171,10 @@ def _names(nodes: Sequence[MarkedNode]) -> tuple[str, ...]:
 
 
 def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that marks a Node; None if it has this mark already. Marks by other rollouts stay."""
+    """Return the merge patch that marks a Node; None if a user or a rollout of this driver has marked the Node already.
+
+    The records of rollouts of other drivers stay.
+    """
     marks = marks_of(driver, node["metadata"].get("annotations") or {})
     if marks.disabled and (marks.own or not marks.others):
         return None
@@ -201,13 +205,16 @@ def release_patch(driver: str, node: Object, step: MarkStep) -> dict[str, Any] |
 
 
 def guarded_patch(node: Object, annotations: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return a merge patch of a Node's annotations that the API server refuses if the Node has changed meanwhile."""
+    """Return a merge patch of a Node's annotations.
+
+    The API server refuses the patch if the Node has changed meanwhile.
+    """
     version = node["metadata"].get("resourceVersion")
     return {"metadata": {"annotations": dict(annotations), "resourceVersion": version}}
 
 
 def sentences(marks: Marks, where: Placement) -> list[str]:
-    """Return sentences that explain a rollout's mark to the user; none without a mark."""
+    """Return sentences that explain to the user why a rollout has marked a Node; [] if it has not marked the Node."""
     if not marks.own:
         return []
     if where is Placement.PARTIAL:

@@ -55,7 +55,7 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as the node's agent reports it. pods: the pods for which the device's claims are reserved.
 
     known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is not
-    offered, "" if it is offered or this is unknown. admins: claims with only administrative access.
+    offered, "" if it is offered or this is unknown. admins: claims with only administrative access to the device.
     """
 
     resource: str
@@ -124,9 +124,9 @@ def views(
     claims: Iterable[Object] = (),
     leases: Iterable[Object] = (),
 ) -> list[NodeView]:
-    """Return the progress of these nodes with a driver, in the natural order of their names.
+    """Return a driver's progress on each of these nodes, in the natural order of the nodes' names.
 
-    leases: Leases with the agents' reports. A report on a slice is from a running agent of an older version.
+    leases: Leases with the agents' reports. A report on a ResourceSlice is from a running agent of an older version.
     """
     by_lease = {body["metadata"]["name"]: body for body in leases}
     by_node: dict[str, list[Object]] = {}
@@ -209,7 +209,7 @@ def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
-    """Add an agent's response to its node's view: health, reasons why moves wait, and holders other than claims."""
+    """Return a node's view with facts from its agent's response: health, why moves wait, holders other than claims."""
     devices = []
     for device in view.devices:
         now = answers.devices.get((view.node, device.resource, device.name))
@@ -286,7 +286,7 @@ def distance(view: NodeView) -> int:
 
 
 def excess(view: NodeView, text: str | None) -> list[str]:
-    """Return a sentence for each resource that has fewer devices than a share requires."""
+    """Return a warning for each resource of which a node has fewer devices than the share in `text` requires."""
     share = _share(text)
     if share is None or share.count is None or view.reported is None:
         return []
@@ -375,7 +375,7 @@ def _share(text: str | None) -> Share | None:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a rollout. share: the Nodes' annotation, None to remove the annotation; unused in an undo.
+    """The goal of a rollout. share: the value of the Nodes' annotation, None to remove it; unused in an undo.
 
     owner: the user and the share; if the same user runs the same command again, the command continues with the nodes
     that it has begun. take_over: whether to continue with nodes that another owner has begun.
@@ -408,7 +408,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """A node's phase. UNTOUCHED: the node has no record for an undo. UNSERVED: no agent reports on the node."""
+    """A node's phase in a rollout. UNTOUCHED: there is no record to undo. UNSERVED: no agent reports on the node."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -434,8 +434,7 @@ class RolloutStep:
 
     begin: nodes whose share is set next. forget: nodes that have their former share again, and whose record (`Before`)
     is removed next. stop: failures because of which the rollout begins with no further node. over: whether nothing is
-    left to do or to wait for. held: nodes that the rollout does not wait for, because their devices have holders for
-    too long.
+    left to do or to wait for. held: nodes that the rollout does not wait for, because their devices are held too long.
     """
 
     begin: tuple[str, ...] = ()
@@ -450,8 +449,8 @@ class RolloutLimits:
     """Limits of a rollout. patience: maximum seconds for a node's moves. pause: whether to stop after the first nodes.
 
     continue_when_held: whether the rollout continues with other nodes if a node's devices are held for longer than
-    `patience`. ignore_autoscaler: whether the rollout ignores cluster autoscalers, because there are none; then it
-    marks no Node and requests no pools without devices.
+    `patience`. ignore_autoscaler: whether the rollout ignores cluster autoscalers, because there are none. Then it
+    marks no Node, and does not request that agents publish pools without devices.
     """
 
     max_unavailable: int = 1
@@ -473,9 +472,9 @@ def decide(
 ) -> RolloutStep:
     """Return the next steps of a rollout.
 
-    ages: seconds since this run first saw each node move. failing: the `failing_pods` of each node; pods that failed
-    before the rollout began with the node do not count. own: nodes whose share this run has set. gone: unfinished nodes
-    of this run whose Node was deleted or has other labels now; such a Node may return without its requested share.
+    ages: for each node, the seconds since this run first saw the node move. failing: the `failing_pods` of each node;
+    pods that failed before the rollout began with the node do not count. own: nodes whose share this run has set. gone:
+    unfinished nodes of this run whose Node was deleted or has other labels now; the Node may return without its share.
     """
     by_phase: dict[Phase, list[NodeView]] = {member: [] for member in Phase}
     for view in nodes:
@@ -517,7 +516,7 @@ def decide(
 
 
 def order(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[tuple[str, ...]]:
-    """Return, in order, the groups of nodes with which a rollout begins together, as if the moves took no time."""
+    """Return groups of nodes in the order in which a rollout would begin with them if the moves took no time."""
     waiting = [view for view in nodes if phase(goal, view) is Phase.WAITING]
     whole = decide(goal, waiting, replace(limits, pause=False, max_unavailable=max(1, len(waiting)))).begin
     return [whole[start : start + limits.max_unavailable] for start in range(0, len(whole), limits.max_unavailable)]
@@ -547,7 +546,7 @@ def plan(goal: Goal, nodes: Sequence[NodeView], limits: RolloutLimits) -> list[s
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:
-    """Return the merge patch of a Node that requests a share; None removes the request."""
+    """Return the merge patch that writes the requested share into a Node's annotation; None removes the annotation."""
     return {"metadata": {"annotations": {share_annotation(driver): share}}}
 
 
@@ -581,7 +580,7 @@ def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None
 
 
 def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> MarkStep:
-    """Return the marks for the cluster autoscaler to write next. nodes: all nodes of the rollout."""
+    """Return how to change the marks for the cluster autoscaler on Nodes next. nodes: all nodes of the rollout."""
     marked = []
     for view in nodes:
         settled = phase(goal, view) in (Phase.DONE, Phase.UNTOUCHED)
@@ -591,7 +590,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return the step, without `begin` if marks or pools are missing. waited: seconds of waiting for pools."""
+    """Return the step, without `begin` while marks or pools are missing; stop if `waited` (s) exceeds the patience."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

@@ -41,7 +41,10 @@ def returns(goal: Goal, view: NodeView) -> bool:
 
 
 async def read_pace(cluster: Cluster) -> Pace:
-    """List all claims, and return the pace that follows from the bytes of the list. Raises ClusterError."""
+    """List all claims, and return the pace for a list of this size; for `UNKNOWN` bytes if the list fails.
+
+    Raises ClusterError.
+    """
     size = 0
     try:
         async with aclosing(cluster.pages(RESOURCE_CLAIMS, CLAIMS)) as pages:

@@ -51,10 +51,10 @@ def may_fail(pod: Object, resources: Collection[str]) -> bool:
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return, for each pod of a node that may have failed because of devices, its shortened UID and a text.
+    """Return the failing pods of a node, as {shortened UID: text}.
 
-    Such a pod requests one of the resources or has claims, and is Failed (as after UnexpectedAdmissionError) or cannot
-    start, as an Event FailedPrepareDynamicResources shows.
+    A pod is failing if it requests one of the resources or has claims, and is Failed (as after
+    UnexpectedAdmissionError) or cannot start, as an Event FailedPrepareDynamicResources shows.
     """
     unprepared = {
         (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
@@ -78,7 +78,7 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
 async def list_each(
     cluster: Cluster, kind: Kind, selectors: Iterable[str], keep: Callable[[Object], bool] | None = None
 ) -> list[Object]:
-    """Return the objects of several lists, one for each field selector, which are read in parallel.
+    """List objects once for each field selector, all in parallel, and return the objects of all these lists.
 
     Raises ClusterError.
     """
@@ -118,7 +118,8 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 def requests_of(pod: Object) -> dict[str, int]:
     """Return the amount of each extended resource that a pod requests.
 
-    An init container counts only if it requests more than all containers together, because they reuse its devices.
+    An init container counts only if it requests more than all containers together, because containers reuse the devices
+    of init containers.
     """
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):

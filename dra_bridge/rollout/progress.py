@@ -53,9 +53,10 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """An agent's report on one driver on one node.
 
-    requested: the share in the Node's annotation that the agent has read. If it is "", the share `kept` applies, or
-    else the config's share. kept: the share that a former Node object of this node had requested. qualifiers: for each
-    resource, the prefix of its published device names; also for resources that the driver does not have any more.
+    requested: the share that the agent has read from the Node's annotation. If this share is "", the share `kept`
+    applies, or else the config's share. kept: the share that a former Node object of this node had requested.
+    qualifiers: for each resource, the prefix of its published device names; also for resources that the driver does not
+    have any more.
     """
 
     resources: dict[str, ResourceProgress]
@@ -76,12 +77,12 @@ def annotation(driver: str) -> str:
 
 
 def share_annotation(driver: str) -> str:
-    """Return the key of the annotation on Nodes that requests a share."""
+    """Return the key of the Node annotation that requests a share."""
     return f"{driver}/dra-share"
 
 
 def pool_annotation(driver: str) -> str:
-    """Return the key of the annotation on Nodes that requests a pool of the driver even without devices."""
+    """Return the key of the Node annotation that requests a pool of the driver from the agent, even without devices."""
     return f"{driver}/dra-pool"
 
 
@@ -96,9 +97,10 @@ def progress(
     qualifiers: Mapping[str, str],
     most: int = MAX_BYTES,
 ) -> Progress:
-    """Return the report, in at most `most` bytes. shares: for each resource, the share that applies now.
+    """Return the agent's report.
 
-    gone: devices that no device source lists now.
+    Above `most` bytes, large resources have only numbers of devices by state, no single devices. shares: for each
+    resource, the share that applies now. gone: devices that no device source lists now.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for allocation in now.allocations.values():
@@ -138,7 +140,10 @@ def without_holders(report: Progress) -> Progress:
 
 
 def read(driver: str, objects: Iterable[Mapping[str, Any]]) -> Progress | None:
-    """Return the first report of a driver in a node's objects; None if there is none, or it cannot be parsed."""
+    """Return the first report of a driver in the annotations of a node's Leases or ResourceSlices.
+
+    The result is None if there is no report, or if the report cannot be parsed.
+    """
     for body in objects:
         if text := ((body.get("metadata") or {}).get("annotations") or {}).get(annotation(driver)):
             try:

@@ -30,11 +30,11 @@ def left_behind(drivers: Collection[str]) -> str:
 async def obstacles(
     cluster: Cluster, drivers: Collection[str], node: str, namespace: str, *, before: bool = False
 ) -> list[str]:
-    """Return a sentence for each reason why slices of these drivers cannot be removed. Raises ClusterError.
+    """Return a sentence for each reason why the ResourceSlices of these drivers cannot be removed. Raises ClusterError.
 
-    node: the node with the slices; "" for all nodes. namespace: the agents' namespace; "" for the namespace that the
-    bindings of `manifests` name. before: whether the check is made before the agents are removed, so that running
-    agents are no obstacle.
+    node: the node with the ResourceSlices; "" for all nodes. namespace: the agents' namespace; "" for the namespaces
+    that the agents' ClusterRoleBindings name. before: whether the check is made before the agents are removed, so that
+    running agents are no obstacle.
     """
     try:
         namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)
@@ -55,7 +55,10 @@ async def obstacles(
 
 
 async def remaining_marks(cluster: Cluster, drivers: Collection[str]) -> list[str]:
-    """Return a sentence on the Nodes that rollouts have marked for the cluster autoscaler. Raises ClusterError."""
+    """Return a sentence with the command that removes the marks of rollouts from Nodes. Raises ClusterError.
+
+    The marks tell the cluster autoscaler not to drain the Nodes. Without marked Nodes, the result is empty.
+    """
     keys = {mark_annotation(driver) for driver in drivers}
     nodes = (await cluster.list(NODES)).items
     names = [one["metadata"]["name"] for one in nodes if keys & (one["metadata"].get("annotations") or {}).keys()]

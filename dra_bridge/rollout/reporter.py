@@ -36,7 +36,8 @@ class Reporter:
             node = view.node
             if self._bars is not None and node not in self._tasks:
                 self._tasks[node] = self._bars.add_task(node, total=None, unit="devices", visible=False)
-            # If the Node has no annotation, only the agent knows the requested share.
+            # The annotation was removed, and the agent has not read this yet, so the share that applies next is
+            # unknown.
             if view.reported is None or (view.requested is None and view.reported.requested):
                 continue
             left = fleet.distance(view)

@@ -15,14 +15,14 @@ from dra_bridge.rollout.pods import requests_of
 
 
 def mixed(view: NodeView) -> list[str]:
-    """Return the resources of which some pods on a node have devices through the plugin, and others through DRA."""
+    """Return the resources of which pods on a node have, or may have, devices both by the plugin and by DRA."""
     return [name for name in (view.reported.resources if view.reported is not None else ()) if _both(view, name)]
 
 
 def ended_by_restart(
     views: Iterable[NodeView], pods: Mapping[str, Sequence[Object]], said: Sequence[str] = ()
 ) -> list[str]:
-    """Return a sentence for each resource of each node if a restart of the kubelet would end pods.
+    """Return a sentence for each node and resource for which a restart of the kubelet would end pods.
 
     pods: for each node with such a resource (`mixed`), all its pods. said: sentences of the agents; the function does
     not repeat the pods that these sentences name.
@@ -44,7 +44,7 @@ def _both(view: NodeView, resource: str) -> bool:
 
 
 def denied_pods(pods: Iterable[Object], resource: str) -> tuple[str, ...]:
-    """Return the pods (namespace/name) that their node's kubelet would reject after a restart.
+    """Return the pods (namespace/name) that their node's kubelet would reject after a restart because of this resource.
 
     pods: all pods of the node.
     """

@@ -1,7 +1,7 @@
-"""Requests shares of devices for claims on nodes and follows the moves: for `dra-bridge status`, `migrate`, `rollout`.
+"""Requests, for nodes, the share of their devices that claims get, and follows the moves of devices.
 
-All requests go to the API server and need rights of the user: to read nodes, Leases, ResourceSlices, claims, pods and
-events, and to patch nodes.
+The commands `dra-bridge status`, `migrate` and `rollout` use this module. All requests go to the API server and need
+rights of the user: to read nodes, Leases, ResourceSlices, claims, pods and events, and to patch nodes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dra_bridge.rollout.reporter import Reporter
 from dra_bridge.rollout.watched import WatchedFleet
 
 MANY: Final = 12
-"""For more nodes than this number, totals of all nodes are shown before the single nodes."""
+"""If there are more nodes than this number, the commands show totals of all nodes before the single nodes."""
 POLL: Final = 2.0
-"""Minimum seconds between two lists of moving nodes' pods. The rollout searches these lists for failing pods."""
+"""Minimum seconds between two times when the rollout lists the pods of moving nodes to find failing pods."""
 PAUSE: Final = 10.0
-"""Minimum pause after lists of pods, as a multiple of the time that the lists took."""
+"""Minimum pause after the rollout has listed pods, as a multiple of the time that this took."""
 TOGETHER: Final = 50
-"""Maximum number of nodes with which the rollout begins after one list of their pods. Pods that fail after this list
-count as new failures."""
+"""Maximum number of nodes for which the rollout first lists the failed pods and then requests the share. Pods of these
+nodes that fail after the list count as new failures."""
 AFTER: Final = 60.0
 """Seconds for which the rollout still checks a node's pods for failures after the node's moves have ended."""
 AFTER_OUTAGE: Final = 60.0
@@ -44,7 +44,8 @@ AFTER_OUTAGE: Final = 60.0
 A starting kube-apiserver refuses requests with 403 until its authorizer has read the roles.
 """
 _SELECTED: Final = ("metadata.name", "spec.nodeName")
-"""The fields with a node's name in field selectors: of Nodes, and of ResourceSlices."""
+"""The fields by which field selectors choose objects of one node: the first for Nodes, the second for
+ResourceSlices."""
 NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
@@ -86,13 +87,13 @@ async def read_nodes(
     with_claims: bool = True,
     listed: Callable[[Sequence[NodeView]], None] = lambda nodes: None,
 ) -> list[NodeView]:
-    """Return the progress of nodes. driver: "" for all drivers.
+    """Return the progress of nodes. driver: the DRA driver; "" for all drivers.
 
     names: names of nodes; empty for all nodes of the driver.
 
-    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. with_claims: whether
-    to read the devices' current holders from claims. listed: a function that is called with the progress before the
-    claims are read. Raises RolloutError if the driver or a node does not exist, and ClusterError if the API server
+    namespace: the agents' namespace; "" for the namespaces that the agents' ClusterRoleBindings name. with_claims:
+    whether to read the devices' current holders from claims. listed: a function that is called with the progress before
+    the claims are read. Raises RolloutError if the driver or a node does not exist, and ClusterError if the API server
     cannot be read.
     """
     (of_nodes, of_slices) = ([f"{key}={name}" for name in dict.fromkeys(names)] or [""] for key in _SELECTED)
@@ -165,10 +166,11 @@ async def migrate(
 ) -> bool:
     """Request a share on these nodes (None: remove the request); return whether this succeeded on all nodes.
 
-    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. wait: whether to wait
-    until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises RolloutError
-    before the first write if the driver or a node does not exist, or if no agent reports the devices of a node. Raises
-    RolloutError also if the user may not patch a Node. Raises ClusterError if the API server does not respond.
+    namespace: the agents' namespace; "" for the namespaces that the agents' ClusterRoleBindings name. wait: whether to
+    wait until every device is on its requested side, at most `timeout` seconds if `timeout` is not 0. Raises
+    RolloutError before the first write if the driver or a node does not exist, or if no agent reports the devices of a
+    node. Raises RolloutError also if the user may not patch a Node. Raises ClusterError if the API server does not
+    respond.
     """
     views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
@@ -219,8 +221,8 @@ async def rollout(
 ) -> bool:
     """Move devices on the nodes of a label selector, some nodes at a time; return whether all nodes reached the goal.
 
-    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. dry_run: whether to
-    show the order of the nodes and write nothing.
+    namespace: the agents' namespace; "" for the namespaces that the agents' ClusterRoleBindings name. dry_run: whether
+    to show the order of the nodes and write nothing.
 
     Raises RolloutError if the rollout cannot begin (nothing was written then), or if the user may not patch a Node.
     Raises ClusterError if the API server does not respond.
@@ -245,7 +247,8 @@ async def _selected(
 ) -> tuple[list[NodeView], list[str]]:
     """Return the progress of the nodes of a label selector, and the namespaces of the agents' Leases.
 
-    check: whether the driver must exist. Objects are not kept after they were read, because there may be thousands.
+    check: whether to raise RolloutError if the driver does not exist. Objects are not kept after they were read,
+    because there may be thousands.
     """
     (leases, namespaces), nodes, slices = await asyncio.gather(
         _read_leases(cluster, namespace),
@@ -317,7 +320,7 @@ class _Rollout:
             except kube.UnavailableError as error:
                 self._reporter.say(f"the API server does not answer: {error.message}")
             except (kube.ConflictError, kube.NotFoundError):
-                pass  # The Node has changed since the step read it; the next step decides again.
+                pass  # The Node has changed since this step read the Node; the next step decides again.
             except (kube.ForbiddenError, RolloutError) as error:
                 if not self._after_outage():
                     raise

@@ -27,9 +27,9 @@ async def read_status(
 ) -> FleetStatus:
     """Read the status of these nodes; without names, of all nodes.
 
-    namespace: the agents' namespace; "" for the namespace that the bindings of `manifests` name. listed: a function
-    that is called with the agents' reports, before claims are read and the agents are asked. Raises RolloutError if the
-    driver or a node does not exist, ClusterError if the API server does not respond.
+    namespace: the agents' namespace; "" for the namespaces that the agents' ClusterRoleBindings name. listed: a
+    function that is called with the agents' reports, before claims are read and the agents are asked. Raises
+    RolloutError if the driver or a node does not exist, ClusterError if the API server does not respond.
     """
     nodes = await read_nodes(cluster, driver, names, namespace, listed=listed)
     # If a node has neither Lease nor slices, only the node's agent knows its devices.

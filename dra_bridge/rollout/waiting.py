@@ -15,7 +15,7 @@ from dra_bridge.rollout.pods import quantity, requests_of
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An unscheduled pod.
+    """An unscheduled pod, and the devices that the pod requests.
 
     resources: for each extended resource, the requested amount. classes: for each DeviceClass, the number of devices
     that the pod's claims request.
@@ -44,7 +44,7 @@ class Room:
 async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
     """Return the unscheduled pods that may wait for devices of these nodes. Raises ClusterError.
 
-    All claims are listed only if some unscheduled pods request devices.
+    The function lists claims only if an unscheduled pod requests such devices or has claims.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}
@@ -66,7 +66,10 @@ def hints(
 
 
 async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return a sentence for each extended resource that several DeviceClasses name. Raises ClusterError."""
+    """Return a sentence for each resource of these nodes that several DeviceClasses name. Raises ClusterError.
+
+    If the user may not list DeviceClasses, the result is empty.
+    """
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items

@@ -106,7 +106,7 @@ class WatchedFleet:
                 self.changed.set()
 
     def node(self, name: str) -> Object:
-        """Return a Node in its last known state.
+        """Return a Node in the last state that the watch has reported.
 
         If the Node has changed since then, the API server refuses a patch with this state's resourceVersion. Raises
         NotFoundError if the Node was deleted.
@@ -116,7 +116,7 @@ class WatchedFleet:
         return node
 
     def put(self, node: Object) -> None:
-        """Store a Node from the API server, unless the watch has reported a newer version or its deletion.
+        """Store a Node from the API server, unless the watch has reported a newer version or the deletion of the Node.
 
         The watch also reports this process's own writes, perhaps before the response to the write.
         """
