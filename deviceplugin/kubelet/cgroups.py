@@ -238,7 +238,7 @@ def _kubepods(root: str) -> list[str]:
 
 
 def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield (directory, pods) for each directory of a `kubepods` tree that contains cgroups of pods.
+    """Yield (directory, pods) for each of the directories in a `kubepods` tree where pods' cgroups may lie.
 
     These directories are the tree's root and the directories of the QoS classes. `pods` is a list of (UID, path of the
     pod's cgroup).

@@ -48,7 +48,7 @@ within milliseconds."""
 NODE_LOOK: Final = 0.5
 """Maximum seconds to wait for a stat of the device nodes that another plugin's AllocateResponse names."""
 FIRST_READ: Final = 0.01
-"""Maximum seconds from a device list to the first check for a new checkpoint file."""
+"""Maximum seconds from the sending of a device list to the first check for a new checkpoint file."""
 LAST_READ: Final = 0.1
 """Maximum seconds between two checks for a new checkpoint file."""
 
@@ -133,7 +133,7 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
     return len(written) > len(resources) + 1
 
 
-# Functions for the AllocateResponses in the checkpoint.
+# The next functions write and read the annotations of AllocateResponses in the checkpoint.
 
 
 def annotation(resource: str) -> str:
@@ -232,7 +232,7 @@ _DECODER: Final = msgspec.json.Decoder(_Annotation)
 """The decoder is made at import, because msgspec 0.22 crashes if several threads first use a type at the same time."""
 
 
-# Classes that make the kubelet write its checkpoint, and read it.
+# The next classes make the kubelet write its checkpoint, and read the checkpoint.
 
 
 class DeviceLists(Protocol):
@@ -305,7 +305,7 @@ class CheckpointReader:
         return now
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Remember the last of these checkpoints, and all granted devices' identities.
+        """Remember the last of `checkpoints`, and the identities of the granted devices in all of them.
 
         Blocks while it stats device nodes.
         """
@@ -331,9 +331,10 @@ class CheckpointReader:
             self.known = KnownCheckpoint(last if is_newest else checkpoints[-1], grants, missing)
 
     async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
-        """Return checkpoints that the kubelet wrote at the agent's request, or the reason why there are none.
+        """Request checkpoints from the kubelet until `shows_present` is true for them. Return (checkpoints, "").
 
-        patience: seconds to wait for each checkpoint, by default REWRITE.
+        If the kubelet does not write a checkpoint, return ((), the reason). patience: seconds to wait for each
+        checkpoint, by default REWRITE.
         """
         written: list[CheckpointVersion] = []
         last = await self._looks.at("checkpoint", identity, self._directory, brief=True)
@@ -349,8 +350,8 @@ class CheckpointReader:
     async def _rewritten(self, before: FileIdentity | None, patience: float) -> CheckpointVersion | None:
         """Wait for the kubelet's next checkpoint file; return None if there is none after `patience` seconds.
 
-        The kubelet writes the file some milliseconds after a device list. So the file is read again and again: file
-        events would wake this process for the kubelet's temporary files as well.
+        The kubelet writes the file some milliseconds after it has got a device list. So the file is read again and
+        again: file events would wake this process for the kubelet's temporary files as well.
         """
         until, pauses = time.monotonic() + patience, Backoff(first=FIRST_READ, most=LAST_READ)
         while (rest := until - time.monotonic()) > 0:

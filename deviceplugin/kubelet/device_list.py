@@ -27,7 +27,7 @@ _TOO_LARGE: Final = (
     "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
-ANY_REPLICAS: Final = 2  # A number of replicas for `device_of`, for which all numbers above 1 have the same effect.
+ANY_REPLICAS: Final = 2  # `device_of` treats all numbers of replicas above 1 in the same way.
 
 
 class Entry(NamedTuple):
@@ -86,7 +86,7 @@ class DeviceIds:
         return tuple(shown.values())
 
     def offered(self) -> tuple[str, ...]:
-        """Return the present ids of all listed devices, without legacy ids."""
+        """Return the present ids of all listed devices, without legacy ids (of earlier configurations)."""
         return tuple(name for device in self._inventory.snapshot.devices.values() for name in self.names_of(device))
 
     def replace(self, source: DeviceSource) -> None:
@@ -127,7 +127,7 @@ class DeviceIds:
         return listed.id if listed is not None else device_of(name, ANY_REPLICAS)
 
     def names_of(self, device: Device) -> tuple[str, ...]:
-        """Return the ids under which a device is in the kubelet's list now, without legacy ids."""
+        """Return a device's present ids in the list for the kubelet, without legacy ids (of earlier configurations)."""
         if not (replicas := self._inventory.snapshot.replicas):
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))

@@ -1,4 +1,4 @@
-"""Detects that another plugin has registered a resource with the kubelet. The kubelet does not report this.
+"""Detects that another plugin has registered a resource with the kubelet. The kubelet does not report it.
 
 The kubelet works as follows (1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go). Register succeeds
 for a resource that is already registered. The kubelet then reads the ListAndWatch lists of both plugins, and uses the
@@ -136,7 +136,7 @@ class ForeignPluginWatch:
         *,
         plugin: str = "",
     ) -> Finding:
-        """Return whether another plugin has registered the resource.
+        """Return the evidence that another plugin has registered the resource; its `reason` is "" if there is none.
 
         sent: the lists that the agent has sent since Register, the oldest first. now: the present time (Unix seconds).
         plugin: the name of the adopted plugin's socket, "" for none.

@@ -58,8 +58,8 @@ class HolderEvidence:
 
     checkpoints: the checkpoint files that were read; empty if none was readable. current: whether the kubelet wrote the
     checkpoints after the agent's own request, and `shows_present` is true for them. problem: why no checkpoint was
-    read, or why the checkpoints are not current. ended: the allocations of ended containers in running pods that no
-    checkpoint names. begun, replaced: see `PendingGrants`.
+    read, or why the checkpoints are not current. ended: the allocations that no checkpoint names, and whose containers
+    have ended in pods that still run. begun, replaced: see `PendingGrants`.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -99,22 +99,22 @@ class HolderSnapshot:
         return held
 
     def of(self, resource: str) -> Mapping[str, Mapping[Allocation, HoldReason]]:
-        """Return the allocations of one resource by device id."""
+        """Return, for each held device id of one resource, the allocations of this id that count as held."""
         return self._by_resource.get(resource, {})
 
     def unnamed(self, resource: str) -> frozenset[str]:
         """Return the ids that certainly have a holder although the kubelet does not count this holder.
 
         No checkpoint names a holder of such an id, and the holder's pod is not active. The scheduler would send a new
-        pod for the id, and the agent would refuse it. So the id is reported as unhealthy.
+        pod for the id, and the agent would refuse this pod's Allocate. So the id is reported as unhealthy.
 
         A holder that no checkpoint names and that has no processes has probably ended, so its id is not in the result.
         If such an id were reported as unhealthy until its holder has provably ended, new pods would fail.
 
-        If no checkpoint names an active pod, the kubelet has lost its checkpoint since the grant. The scheduler counts
-        the pod. If the pod's id were reported as unhealthy, the node would have too little capacity when a restarted
-        kubelet admits the pod again, and the kubelet would end the pod. Before the id's next grant, the agent reads the
-        holder's processes again.
+        If no checkpoint names an active pod, the kubelet has lost its checkpoint since the grant. The scheduler still
+        counts the pod's request. If the pod's id were reported as unhealthy, the node would have too little capacity
+        when a restarted kubelet admits the pod again, and the kubelet would end the pod. Before the id's next grant,
+        the agent reads the holder's processes again.
         """
         unnamed: set[str] = set()
         for device_id, holding in self.of(resource).items():
@@ -144,8 +144,8 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             begun = allocation in seen.begun
             held[allocation] = HoldReason(True, certain or begun, "the kubelet's checkpoint names it", begun)
-        # This reason does not depend on a newer checkpoint: while processes of the pod may run, no checkpoint can prove
-        # that the allocation has ended.
+        # The following reason does not depend on a newer checkpoint: while processes of the pod may run, no checkpoint
+        # can prove that the allocation has ended.
         elif runs and seen.checkpoints:
             reason = f"the kubelet's checkpoint does not name it, but {runs}"
             held[allocation] = HoldReason(False, current or there, reason)
@@ -196,7 +196,7 @@ def pending_grants(
 def begun(
     grants: Mapping[Allocation, tuple[str, Wanted]], records: Mapping[RecordKey, AllocationRecord]
 ) -> frozenset[Allocation]:
-    """Return the allocations whose AllocateResponse is that of a pending grant.
+    """Return the allocations whose AllocateResponse is that of a pending grant (with an unknown container).
 
     grants: for each allocation that a checkpoint named, the AllocateResponse and the grant in it. records: the
     register's records.
@@ -230,7 +230,8 @@ def possible_holders(
     possible: set[Allocation] = set()
     for record in grants:
         key = record.resource, record.device_id
-        # An allocation without the time of its grant (of an adopted plugin) may be of the last grant.
+        # If an AllocateResponse lacks the time of the grant (as from an adopted plugin), it may be of the pending
+        # grant.
         if any(answer is None or answer.since in (0.0, record.since) for answer in given.get(key, ())):
             continue
         for uid, logs in pods.items():
@@ -382,7 +383,7 @@ def kubelet_snapshot(
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
-        # Messages about the id name its most certain holder, and no reason if the checkpoint names this holder.
+        # Messages about the id name its most certain holder. They give no reason if the checkpoint names this holder.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
         answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(

@@ -1,9 +1,10 @@
 """Finds claims of DRA drivers that this process does not run, so that no pod gets the devices of these claims.
 
 Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
-or removed from the configuration. For each of these claims, the agent's own file names the claim's devices. Claims of
-vendors' drivers are found as well. The devices of such a claim are known only by the device nodes in the claim's CDI
-file, because the vendor's driver has other names for devices.
+or removed from the configuration. For each of these claims, a file of an earlier agent
+(`deviceplugin.register.claim_files`) names the claim's devices. Claims of vendors' drivers are found as well. The
+devices of a claim of a vendor's driver are known only by the device nodes in the claim's CDI file, because the vendor's
+driver has other names for devices.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from deviceplugin.register.claim_files import ClaimFile
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 
 ENDING: Final = 1.0
-"""Seconds between two checks of whether the pods of claims that the kubelet's claim state no longer names still run."""
+"""Seconds between two checks whether pods still run, if the kubelet's claim state no longer names their claims."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
@@ -164,7 +165,7 @@ class OrphanedClaims:
             self._read_state(state)
         if directory is None or self._directory != directory or self._read_for != served:
             self._read_files(directory, served)
-        # The claims with devices of drivers that this process does not run.
+        # `foreign` has each claim with devices of a driver that this process does not run.
         foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
         made_from = foreign, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):

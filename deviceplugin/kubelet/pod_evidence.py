@@ -8,8 +8,8 @@ the pod has ended only if the place would contain the pod. But a place can be wr
 the rules are: (1) A pod has ended if its cgroup was seen before in a directory that is still listed, and is absent now.
 (2) A pod whose cgroup was never seen has ended if pods of this kubelet have run in directories that are listed now, and
 no pod runs outside of them. (3) Otherwise the pod's directory decides, which the kubelet removes after the pod was
-deleted and has ended. Its absence is a proof if this kubelet's pods have their directories in the listed place. (4)
-Otherwise the pod may run.
+deleted and has ended. The absence of the pod's directory is a proof if this kubelet's pods have their directories in
+the listed place. (4) Otherwise the pod may run.
 """
 
 from __future__ import annotations

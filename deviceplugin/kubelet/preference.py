@@ -19,7 +19,7 @@ def avoiding(
 ) -> tuple[list[str], list[str]]:
     """Return (available, must_include), changed so that avoided devices are chosen only if there are too few others.
 
-    avoided: the devices' ids. available, must_include: ids at the kubelet. size: the number of ids that the container
+    avoided: the devices' ids. available, must_include: kubelet device ids. size: the number of ids that the container
     gets.
     """
     if not avoided:

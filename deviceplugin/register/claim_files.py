@@ -2,7 +2,7 @@
 
 From such a file, the agent knows the devices that a claim holds, even after the devices were renamed. The file
 `<driver>_<claim UID>.claim` in `cdi.own_directory` is JSON. Each prepared claim has such a file, even if the claim
-needs no CDI edits. The directory is in memory on most nodes, so a reboot removes the files together with the
+needs no CDI edits. On most nodes, `cdi.own_directory` is in memory, so a reboot removes the files together with the
 containers.
 
 The argument `directory` of `read_all` is the directory of CDI specs, which contains `cdi.own_directory`.
@@ -62,7 +62,7 @@ def encode(file: ClaimFile) -> bytes:
 def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
     """Decode the content of a claim's file. driver, uid: the two parts of the file's name.
 
-    A damaged file, or a file of another version, has no devices.
+    For a damaged file, or a file of another version, the result's `devices` is None.
     """
     unknown = ClaimFile(driver=driver, uid=uid)
     try:
@@ -77,7 +77,8 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
 def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, ...]:
     """Read the claim files of all drivers, except the drivers in `without`. This function blocks the thread.
 
-    Raises OSError if the directory exists and cannot be read. A claim whose file cannot be read has no known devices.
+    Raises OSError if the directory exists and cannot be read. If a claim's file cannot be read, `devices` of its
+    `ClaimFile` is None.
     """
     own = cdi.own_directory(directory)
     try:

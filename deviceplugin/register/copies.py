@@ -1,17 +1,17 @@
 """Copies of agents' allocations: JSON files in the directory `copies_in`.
 
 An agent with a ledger (the SQLite file of the agent's records) has one copy, with the agent's name. An agent without a
-ledger has copies with the names of its resources. If the ledger and the kubelet's checkpoint are lost, only the copy
-names the pods that have devices of the device plugin. The checkpoint also drops a pod that was deleted by force,
-although the pod's processes may hang. So other agents of the node read the copy: the next process of an agent without a
-ledger, agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`. A running agent keeps its
-copy up to date, and the copy of an ended agent stays. On most nodes a reboot empties the directory; a copy of another
-boot is ignored.
+ledger has one copy for each of its resources, with the resource's name. If the ledger and the kubelet's checkpoint are
+lost, only the copy names the pods that have devices of the device plugin. The checkpoint also drops a pod that was
+deleted by force, although the pod's processes may hang. So other agents of the node read an agent's copies: the next
+process of an agent without a ledger, agents with another `--agent-name`, and `deviceplugin run` after `dra-bridge run`.
+A running agent keeps its copies up to date, and the copies of an ended agent stay. On most nodes a reboot empties the
+directory `copies_in`; a copy of another boot is ignored.
 
-A copy names the device plugin directory of its agent, and agents of other directories ignore the copy. An agent that
-adopts plugins has a directory of its own for these plugins. A plugin in this directory gives devices to the same pods,
-but sees no checkpoint that could show the end of a pod, so this plugin leaves the holders to the agent that has adopted
-the plugin.
+A copy names the device plugin directory of its agent, and agents with another device plugin directory ignore the copy.
+An agent that adopts plugins has a directory of its own for these plugins. A plugin in this directory gives devices to
+the same pods, but sees no checkpoint that could show the end of a pod, so this plugin leaves the holders to the agent
+that has adopted the plugin.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ REST: Final = 60.0
 class Copy(msgspec.Struct, frozen=True):
     """The content of a copy of the allocations.
 
-    boot: the id of the node's boot in which the copy was written. sequence: the register's sequence at the writing.
-    plugins: the place of the agent's device plugin directory (see `place_of`), "" if the place is not known.
+    boot: the id of the node's boot in which the copy was written. sequence: the register's sequence
+    (`RegisterSnapshot.sequence`) when the copy was written. plugins: the place of the agent's device plugin directory
+    (see `place_of`), "" if the place is not known.
     """
 
     boot: str
@@ -108,7 +109,7 @@ class AllocationCopies:
         self._written: tuple[int, Mapping[RecordKey, AllocationRecord]] = (-1, NONE)
         """The register's sequence and its allocations when the copies were last written."""
         self._copied: dict[str, tuple[AllocationRecord, ...]] = {}
-        """For the name of the agent or resource: the allocations that were last written."""
+        """For each copy's name (the agent's, or a resource's): the allocations that were last written to the copy."""
         self._read: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
         """For each copy's file name, the file's identity and the copied grants. A changed file causes a new mapping."""
         self._taken: Mapping[str, tuple[FileIdentity, Mapping[Allocation, Wanted]]] = NONE
@@ -166,8 +167,8 @@ class AllocationCopies:
     def read(self) -> None:
         """Read the copies that are new or have changed since the last read. Blocks.
 
-        A grant without a recorded holder is left out. Its agent ended before the agent had read a checkpoint with the
-        container, so the kubelet's present checkpoint names the container.
+        A grant without a recorded holder is left out. The agent that made this grant ended before it had read a
+        checkpoint that names the grant's container, so the kubelet's present checkpoint names the container.
         """
         try:
             names = os.listdir(self._directory)

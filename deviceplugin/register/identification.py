@@ -30,10 +30,11 @@ from deviceplugin.register.records import (
 def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
     """For each holder's record without an identity of this boot, record the present identity of the device.
 
-    An identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of the
-    device. The device nodes to which the device's paths lead now are recorded as nodes that a holder from Allocate can
-    open, because the runtime resolves the paths of the AllocateResponse at each start of the container. For a prepared
-    claim no such nodes are recorded, because its containers can open only the nodes in the claim's CDI file (`renew`).
+    A recorded identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of
+    the device. The device nodes to which the device's paths lead now are recorded as nodes that a holder from Allocate
+    can open, because the runtime resolves the paths of the AllocateResponse at each start of the container. For a
+    prepared claim no such nodes are recorded, because its containers can open only the nodes in the claim's CDI file
+    (`renew`).
     """
 
     def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
@@ -69,8 +70,8 @@ class StartNodes(NamedTuple):
     """The device nodes of a starting container.
 
     present: for each of the container's ids, the present tokens of those device nodes whose numbers can change. whole:
-    the ids of devices that have no other nodes. plain: the ids of devices whose paths are no symlinks, so that the
-    AllocateResponse names the device nodes themselves.
+    the ids of the devices of which `present` contains all device nodes. plain: the ids of devices whose paths are no
+    symlinks, so that the AllocateResponse names the device nodes themselves.
     """
 
     present: Mapping[str, Tokens]
@@ -82,8 +83,8 @@ def start(resource: str, nodes: StartNodes, view: View, begun: Collection[Alloca
     """Record the device nodes that a starting container gets.
 
     The result is the reason why the container must not start; "" if it may start. A container must not start if a path
-    leads to another device than at the grant, or to a device that another holder has or can open. begun: the
-    allocations for pending grants of the container's ids, if the kubelet's checkpoint names them.
+    leads to another device than at the grant, or to a device that another holder has or can open. begun: those
+    allocations in the kubelet's checkpoint that belong to pending grants of the container's ids.
 
     The former instance of the container has ended, and containers of one pod that have the same id run one after the
     other (init containers). So if all holders of an id are in one pod, the holders are recorded as able to open only
@@ -137,7 +138,7 @@ def _other_nodes(
 class Renewed(NamedTuple):
     """The result of `renew`. claim: the claim's new record; None if the record has not changed.
 
-    refused: for each request that cannot be renewed, the reason.
+    refused: for each of the claim's requests that did not get the new device nodes, the reason.
     """
 
     claim: Claim | None
@@ -196,10 +197,11 @@ def renew(
 
 
 def leave(before: Claim, nodes: Tokens, result: str) -> Operation[Claim | None]:
-    """Record that a claim's containers cannot open these nodes any more, and record `result` as its Prepare response.
+    """Record that a claim's containers cannot open `nodes` any more, and record `result` as the claim's response.
 
-    The caller uses this operation after the containers that could open these nodes have ended. before: the claim's
-    record. If the claim has another response by now, nothing is recorded, and the operation's result is None.
+    The caller uses this operation after the containers that could open these device nodes have ended. before: the
+    claim's record. result: the claim's new Prepare response. If the claim has another response by now, nothing is
+    recorded, and the operation's result is None.
     """
 
     def decide(state: RegisterSnapshot) -> Decision[Claim | None]:

@@ -33,7 +33,8 @@ _SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claim
 class ListedResource(NamedTuple):
     """A resource of this process, and its device list at one moment.
 
-    driver: the resource's DRA driver, or "". ids: a function that returns a device's ids at the kubelet.
+    driver: the resource's DRA driver, or "". ids: a function that returns a device's kubelet ids: its own id, or the
+    ids of its replicas.
     """
 
     snapshot: InventorySnapshot
@@ -46,9 +47,10 @@ class ListedResource(NamedTuple):
 class OfferQuestion:
     """The input for the decision which devices a side (plugin or DRA) may offer, for all resources.
 
-    state: the register's records. facts: the facts about holders that are not in the register. hardware: the tokens of
-    all devices that sources list. resources: for each resource of this process, its devices (`ListedResource`). wanted:
-    a function that returns the identity and amount that a holder would get with one id of a device.
+    state: the register's records. facts: the facts that the register does not record, for example holders outside the
+    register. hardware: for each device that a source lists, the device's identity tokens. resources: for each resource
+    of this process, its devices (`ListedResource`). wanted: a function that returns the identity and amount that a
+    holder would get with one id of a device.
     """
 
     state: RegisterSnapshot
@@ -59,17 +61,17 @@ class OfferQuestion:
 
     @functools.cached_property
     def view(self) -> View:
-        """The facts without `unreleased`, because each grant first calls the hook `released` of such a device."""
+        """A copy of `facts` with an empty `unreleased`, because devices in `unreleased` stay offered."""
         return replace(self.facts, unreleased=NONE)
 
     @functools.cached_property
     def foreign(self) -> frozenset[Point]:
-        """The keys that holders outside the register's records occupy."""
+        """The keys (`Point`) of the devices that have a holder outside the register's records."""
         return frozenset(point for use in self.view.others for point in use.points)
 
     @functools.cached_property
     def by_others(self) -> frozenset[Point]:
-        """The keys of devices that pods have, or may have, through another plugin of the same resource."""
+        """The keys (`Point`) of devices that pods have, or may have, through another plugin of the same resource."""
         uses = [use for use in self.view.others if use.unit[0] == UNCERTAIN]
         given = (allocation for allocation in self.state.allocations.values() if is_given_by_others(allocation))
         uses += [use_of_allocation(allocation, self.view) for allocation in given]
@@ -93,9 +95,10 @@ class WithheldDevices:
 def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> WithheldDevices:
     """Return the devices of a resource that the side (plugin or dra) must not offer now, with the reasons.
 
-    A kubelet id must not be offered if the other holders of the hardware leave too little of it. For DRA, claims of the
-    device's own driver do not count as other holders: the scheduler itself subtracts the devices and counters of these
-    claims. The ids of a device are checked in order, and an idle id that is offered counts as held for the next ids.
+    A kubelet id must not be offered if the other holders of the device's hardware leave too little of the hardware. For
+    DRA, claims of the device's own driver do not count as other holders: the scheduler itself subtracts the devices and
+    counters of these claims. The ids of a device are checked in order, and an idle id that is offered counts as held
+    for the next ids.
     """
     if (listed := asked.resources.get(resource)) is None:
         return WithheldDevices()
@@ -145,9 +148,9 @@ def _holds_itself_alone(
 
 
 def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: SideName) -> dict[str, str]:
-    """Return, for each id of a device that could not be granted now, the reason.
+    """Return the reason for each id that could not be granted now, among the ids of one device.
 
-    For claims, the device's name is the only id.
+    On the DRA side, the device's own id is the only id.
     """
     state, view, resource = asked.state, asked.view, key[0]
     driver, wanted = asked.resources[resource].driver, asked.wanted(*key)
@@ -175,7 +178,7 @@ def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: Si
 
 
 def _overdrawn(asked: OfferQuestion, key: DeviceKey) -> str:
-    """Return a reason if a device takes more from a counter than its size, or from an undeclared counter; else ""."""
+    """Return a reason if a device takes more than a counter has, or takes from an undeclared counter; else ""."""
     limits = asked.view.limits
     use = wanted_use(allocation_unit(*key), asked.wanted(*key), asked.view)
     for counter, taken in use.takes.items():

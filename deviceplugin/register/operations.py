@@ -37,7 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 KEEP_ENDED: Final = 1024
-"""Maximum number of unprepared claims to remember. The kubelet's claim state no longer names older claims by then."""
+"""Maximum number of unprepared claims to remember. The kubelet's claim state no longer names older claims."""
 
 _TURNED: Final = {
     State.PLUGIN: State.TO_DRA,
@@ -194,7 +194,7 @@ def observe_all(
 
 @_operation
 def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
-    """Record further holders, each as (pod UID, container, resource, id), of pods that may run."""
+    """Record containers that may still run as holders. holders: each as (pod UID, container, resource, kubelet id)."""
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
@@ -318,8 +318,8 @@ def _moves_begun(
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Change a prepared claim back to a reservation: the claim keeps its devices, and loses its Prepare response.
 
-    This is needed after a reboot, when the devices must be set up again, and after an Unprepare during which processes
-    of the claim's pods still ran.
+    The caller does so after a reboot, when the devices must be set up again, and after an Unprepare during which
+    processes of the claim's pods still ran.
     """
     recorded = state.claims.get((driver, uid))
     if recorded is None or recorded.result is None:
@@ -351,7 +351,7 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
 def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
-    """Add a claim's namespace, name and pod UIDs to a record that was made from the claim's file."""
+    """Add pod UIDs to a claim's record; add the namespace and name if the record, made from a file, has none."""
     recorded = state.claims.get((driver, uid))
     if recorded is None:
         return Decision(None)
@@ -561,7 +561,7 @@ def _is_held(state: RegisterSnapshot, resource: str, device: str) -> bool:
 def _found(
     state: RegisterSnapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float
 ) -> Change:
-    """Record a held id that an earlier agent granted, or whose record was lost."""
+    """Return the change that records a held id, which an earlier process granted or whose record was lost."""
     record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
     record = replace(record, identity=observed.identity, amount=observed.amount, shown=observed.shown)
     return _put_allocation(replace(record, pending=not observed.holders, pod=observed.pod))

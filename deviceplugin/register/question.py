@@ -141,7 +141,7 @@ def _part(text: str) -> Fraction | None:
 
 
 def larger(amount: Amount, other: Amount) -> Amount:
-    """Return the larger fraction, and the larger quantity of each counter, of two amounts of one id."""
+    """Return the amount with the larger fraction, and the larger quantity of each counter, of two amounts of one id."""
     first, second = part_of(amount), part_of(other)
     part = "" if first is None or second is None else str(max(first, second))
     takes: dict[tuple[str, str], str] = {}
@@ -184,7 +184,7 @@ def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
-    """Return an allocation as one use. The use includes the devices of former holders that have not ended."""
+    """Return an allocation as one use. The use includes the devices of former grants, whose holders may still run."""
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
     identity, amount = allocation.identity, allocation.amount
@@ -204,7 +204,7 @@ def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
-    """Return the uses with any of these keys, from the register's records and from `view.others`."""
+    """Return each use that has one of the keys `points`, from the register's records and from `view.others`."""
     points, entries = set(points), set[tuple[str, RecordKey]]()
     for point in points:
         entries |= state.index.get(point, frozenset())
@@ -270,7 +270,7 @@ def refusal(
     own: Callable[[Use], bool] = lambda use: False,
     counted: Callable[[Use], bool] = lambda use: True,
 ) -> str:
-    """Return why a holder must not get these devices in addition to all present uses; "" if it may get them.
+    """Return why a holder must not get the devices `wanted` in addition to all present uses; "" if it may get them.
 
     Present uses by the same holder (equal `unit`) are ignored. Several requests for one device are added up. beside:
     further uses that count as present uses. own: a function that returns True for another holder's use that is to be
@@ -282,7 +282,7 @@ def refusal(
         count += len(use.points)
         for counter in use.takes:
             points.add(counter[1:])
-            count += 2  # Several uses may take from one counter.
+            count += 2  # Then `count` exceeds `points`, and counters are always added up below.
     held = uses(state, points, view)
     if view.unreleased:
         held += _unreleased(wanted, held, view)
@@ -329,7 +329,7 @@ def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> lis
 
 
 def _part_beside(use: Use, wanted: Use) -> Fraction:
-    """Return the part that a present use takes of a device node which it shares with a request.
+    """Return the part that a present use takes of a device node that a request needs as well.
 
     The part is the whole node if the use is of another device than the request.
     """

@@ -153,7 +153,7 @@ class ListedHardware:
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def groups(self, resource: str, devices: Iterable[str]) -> dict[str, tuple[DeviceKey, ...]]:
-        """Return, for each device, the sorted group of its driver's devices that must all be on the same side."""
+        """Return, for each device, the sorted devices of its driver that must be on the same side as the device."""
         services, hardware = self.served, self.now()
         groups: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
@@ -213,7 +213,7 @@ class Register:
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:
         """Return, for each of these devices and each device that shares counters with one, a use of the whole device.
 
-        kind: the first element of the uses' keys. devices: for each device, the reason. held: devices' former tokens.
+        kind: the first element of the uses' keys. devices: for each device, the reason. held: the tokens before a hook.
         """
         hardware = self.listed.now()
         parts = {
@@ -251,7 +251,7 @@ class Register:
         for service in self.listed.served.values():
             yield service.source, service.inventory.snapshot
 
-    # Methods about a device's identity, and about the amount of a device that a holder gets.
+    # The next methods return a device's identity, and the amount of a device that a holder gets.
 
     def times(self, resource: str, device: Device) -> int | None:
         """Return how many containers may share a device; None if this process has no such resource."""
@@ -331,7 +331,7 @@ class Register:
     async def grant(
         self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE, *, checkpoint: bool = True
     ) -> float:
-        """Record a grant of kubelet ids to a container; return its time (Unix seconds). ids: for each id, its device.
+        """Record a grant of kubelet ids to a container; return the grant's Unix time. ids: for each id, its device.
 
         asked: for each id, the device's identity and amount at the request; by default the present identity and amount.
         checkpoint: whether to read the kubelet's checkpoint; False if the caller has just read the checkpoint.
@@ -373,7 +373,7 @@ class Register:
             self._granted_now.subtract(keys)
             now = self.listed.now()
             if self.listed.has_released:
-                self.releases.unreleased()  # This notes new holders, which may end before the next call.
+                self.releases.unreleased()  # `unreleased` records new holders, which may end before its next call.
             if now is not listed or self._view[1] is not self._noticed_for[0] or not now.related.isdisjoint(keys):
                 self.notify()
 
@@ -412,13 +412,12 @@ class Register:
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Prepare a grant of devices: compare the devices with their present hardware, and wait for their hooks.
+        """Prepare a grant of devices: compare them with their present hardware; wait until their running hooks end.
 
-        The hooks take time. So a grant reads the evidence of other holders afterwards, and compares the tokens again.
+        Hooks take time. So a grant reads the evidence of other holders afterwards, and compares the tokens again.
 
-        Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs.
-
-        resets: whether to wait for the hook `reset` as well; False for a caller that itself calls `reset`.
+        Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs. resets: whether to wait
+        for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
         self.listed.now()  # This call also finds out whether any source has the hook `released`.
@@ -484,7 +483,8 @@ class Register:
     async def start(self, resource: str, ids: Mapping[str, str], begun: Collection[Allocation] = ()) -> None:
         """Check the devices of a starting container, and record which device nodes the container gets.
 
-        ids: for each id, its device. begun: the allocations for pending grants of these ids that a checkpoint names.
+        ids: for each id, its device. begun: those allocations in a checkpoint that belong to pending grants of these
+        ids.
 
         At each start the runtime resolves symlinks anew, and reads the device numbers of all nodes. A USB device can
         have another device number by then. A device that has another id now is checked under that id.

@@ -30,9 +30,9 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 2.0
-"""Maximum seconds between a device's first failed `released` and the next call of the hook."""
+"""Maximum seconds between a device's first failed call of the hook `released` and the next call."""
 MOST: Final = 60.0
-"""Maximum seconds between any failed `released` of a device and the next call of the hook."""
+"""Maximum seconds between any failed call of the hook `released` for a device and the next call."""
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class Releases:
     def unreleased(self) -> Mapping[DeviceKey, str]:
         """Return, for each device that must be released before its next grant, the reason.
 
-        The result includes devices that still have a holder, and other names of the same hardware. The returned object
-        stays the same until the devices change.
+        The result includes devices that still have a holder, and the same hardware under other device ids. The returned
+        object stays the same until its content changes.
         """
         hardware, index = self._register.hardware(), self._register.snapshot.index
         if self._noted[0] is not hardware:
@@ -162,7 +162,7 @@ class Releases:
         return set(self.unreleased().keys() - self._register.snapshot.index.keys())
 
     def look(self, resource: str, *, all_known: bool) -> None:
-        """Call the hook for a resource's devices whose last holder has ended, or whose last call has failed.
+        """Start calls of the hook `released` for a resource's unreleased devices that have no holder.
 
         all_known: whether the agent knows the pods of all running processes. If False, the hook is not called for a
         device that has had no holder since the agent's start, because an unknown pod may still have the device.
@@ -181,7 +181,7 @@ class Releases:
         self._start(resource, fresh)
 
     def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
-        """Before a grant of these devices, call the hook for the unreleased devices without a holder.
+        """Start calls of the hook `released`, before a grant, for those devices that are unreleased without a holder.
 
         This method does not wait for the hook; its caller does. After a failure the hook is not called before
         `FailedRelease.due`. units: the keys of holders that have ended, and so do not count.

@@ -106,8 +106,9 @@ class KubeletSnapshot:
 class KubeletEvidence:
     """The evidence that is necessary to end a move to DRA. Times are monotonic seconds of one process.
 
-    sequence: the register's sequence before all evidence was read. shown: for each device, the time at which
-    ListAndWatch sent the device as Unhealthy. snapshot: the ids that containers hold, read after that time.
+    sequence: the register's sequence before any of the evidence was read. shown: for each device, the time at which
+    ListAndWatch sent the device as Unhealthy. snapshot: the ids that containers hold. It proves that a device has no
+    holder only if it was read after the device's time in `shown`.
     """
 
     sequence: int
@@ -119,8 +120,8 @@ class KubeletEvidence:
 class ClusterEvidence:
     """The evidence that is necessary to end a move to the plugin side. Times are monotonic seconds of one process.
 
-    sequence: the register's sequence before all evidence was read. withdrawn: for each device, the time at which the
-    API server accepted the slice without the device. listed_at: the time at which a consistent LIST of all claims
+    sequence: the register's sequence before any of the evidence was read. withdrawn: for each device, the time at which
+    the API server accepted the slice without the device. listed_at: the time at which a consistent LIST of all claims
     began. allocated: for each device that a claim's allocation names, the claim's namespace/name, even if the claim is
     not prepared.
     """
@@ -152,7 +153,7 @@ class ClaimEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The evidence of one resource's holders, from sources other than the register.
+    """The evidence of one resource's holders, read from the kubelet, the API server and files instead of the register.
 
     held: for each id that is held according to the kubelet's checkpoint, the allocation. claims: the claims of the API
     server, the kubelet's claim state and the agent's claim files, the most reliable origin first. current: whether the
@@ -344,7 +345,7 @@ def _utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-# Functions that decide whether a claim that is refused its devices may get them soon.
+# The next functions decide whether a claim that was refused its devices may get them soon.
 
 
 def with_outlook(
@@ -352,8 +353,8 @@ def with_outlook(
 ) -> Decision[Claim | Refused | Excluded]:
     """Return the refusal with its `outlook` (whether the claim may get its devices soon)."""
     seen = outlook(state.with_changes(decision.changes, state.sequence + 1), claim, view)
-    # FREE would contradict the refusal, so the outlook is FINAL then. For example, the device cannot move because pods
-    # have devices by limits both from the plugin and from DRA.
+    # If `outlook` returns FREE for a refused claim, the refusal gets the outlook FINAL. For example, the claim's device
+    # has no holder, but cannot move to DRA because pods have devices by `limits` both from the plugin and from DRA.
     return replace(decision, answer=replace(decision.answer, outlook=seen if seen.waits else Outlook.FINAL))
 
 

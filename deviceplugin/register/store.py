@@ -23,7 +23,7 @@ class Changes:
         self._next = asyncio.Event()
 
     def note(self) -> None:
-        """Count a change, and wake all waiters."""
+        """Count a change, and wake all callers of `after`."""
         self.count += 1
         self._next.set()
         self._next = asyncio.Event()

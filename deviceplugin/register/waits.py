@@ -55,7 +55,7 @@ class Waits:
         self._subscribers.append(callback)
 
     def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
-        """Treat these devices as awaited for `seconds` seconds, because a refused caller will try again.
+        """Treat these devices as awaited for `seconds` seconds, because the caller that was refused will try again.
 
         This method must be called in the event loop.
         """
