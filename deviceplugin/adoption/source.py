@@ -182,7 +182,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The options of the vendor's plugin, but without PreStartContainer while no pod may have devices."""
+        """The options of the vendor's plugin, but without PreStartContainer while no pod can get its devices."""
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)

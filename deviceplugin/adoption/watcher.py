@@ -1,7 +1,7 @@
 """Finds plugins that do not call Register, by their sockets in `plugins_registry`, and registers these plugins.
 
 The plugins of SR-IOV and of Mellanox's RDMA register this way if `plugins_registry` is mounted into their container.
-The Kubernetes sample plugin does so if the file DEPRECATION is in the device plugin directory.
+The Kubernetes sample plugin registers this way if the file DEPRECATION is in the device plugin directory.
 
 The agent acts as the kubelet does (1.36.3, pluginmanager). The kubelet uses every socket below the directory whose name
 does not begin with a dot, including sockets that exist at its start, and removes no socket. It connects to the socket
@@ -108,7 +108,7 @@ class PluginWatcher:
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
-        """Call GetInfo, register the plugin, and notify the plugin.
+        """Call GetInfo, register the plugin, and notify the plugin of the result.
 
         Raises RefusedError if the agent refuses the plugin, grpc.aio.AioRpcError if GetInfo fails.
         """

@@ -53,7 +53,7 @@ VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
 """Minimum seconds between two checks for another plugin of the resource, which read the kubelet's checkpoint."""
 LOOK_FOR_CLAIMS: Final = 0.02
-"""Minimum seconds between two such checks while another plugin might allocate devices of claims to pods."""
+"""Minimum seconds between two checks for another plugin while it might allocate devices of claims to pods."""
 REST: Final = 1.0
 """Seconds between two reads of the plugin directory while a ListAndWatch is open. File events are not used then: the
 end of the kubelet closes the stream, and each new checkpoint would cause three events or more."""
@@ -234,7 +234,7 @@ class SocketServer:
         return await self._looks.at("socket", self.lock.acquire, brief=True)
 
     async def lock_resource(self) -> None:
-        """Lock the resource for this process. If another process has the lock, wait shortly for its end.
+        """Lock the resource for this process. If another process has the lock, wait `takeover` s for the lock.
 
         Raises RegistrationError if the other process does not end.
         """

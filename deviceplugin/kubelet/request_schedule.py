@@ -40,8 +40,8 @@ class RequestSchedule:
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]]) -> bool:
         """Return whether this scan must request a newer checkpoint from the kubelet.
 
-        now: the holders by the evidence that the scan has read so far. pods: the pods' processes in this evidence.
-        wanted: see `HolderTracker.scan`.
+        now: the holders according to the evidence that the scan has read so far. pods: the pods' processes in this
+        evidence. wanted: the (resource, device id) pairs for which a caller waits until they have no holder.
         """
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)

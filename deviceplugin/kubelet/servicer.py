@@ -69,7 +69,7 @@ class ServicerStatistics:
 
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
-    """Convert a container's edits to the API's message."""
+    """Convert a container's edits to a message of the device plugin API."""
     response = pb.ContainerAllocateResponse(envs=edits.env, annotations=edits.annotations)
     for mount in edits.mounts:
         response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.readonly)
@@ -95,13 +95,13 @@ class Refusal(Exception):  # noqa: N818  # a refusal is an answer to the kubelet
 
 
 class EndpointHost:
-    """The operations of a resource's service that its endpoint needs. The default methods here do nothing."""
+    """The operations of a resource's service that the resource's endpoint needs. The default methods do nothing."""
 
     def granted(self) -> None:
         """Note that device ids were granted to a container; called after each grant."""
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Before a grant of these ids, call the hook `released` for the devices whose former holders have ended."""
+        """Before a grant of these ids, call `released` for the devices whose holders have ended, and wait for it."""
 
     def draining(self) -> Collection[str]:
         """Return the ids of devices that new pods should get only if there are not enough other devices."""
@@ -406,7 +406,7 @@ class Endpoint(DevicePluginServicer):
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
     def list_inputs(self) -> tuple[object, ...]:
-        """Return the present inputs of the device list and the options. If two results are equal, so are the lists."""
+        """Return the present inputs of the device list and the options. Equal results mean equal lists."""
         register, devices = self._register, self.inventory.snapshot.devices
         unknown = tuple(map(register.evidence_missing, itertools.repeat(self.resource), devices))
         refused = self._holders.unnamed_reasons(self.resource).keys() if self._holders is not None else frozenset()
@@ -435,7 +435,7 @@ class Endpoint(DevicePluginServicer):
         return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Read the evidence again. Raise Refusal if another pod still holds an id, or the holder cannot be recorded.
+        """Read the holders' evidence again. Raise Refusal if another pod still holds an id, or cannot be recorded.
 
         If the kubelet counts the holder as ended, this method waits for the end of the holder's processes. All
         Allocates together wait at most PATIENCE seconds for one holder (`allocation_wait`).

@@ -54,7 +54,7 @@ The kubelet calls Allocate for one container of a pod after another, and between
 (kubelet 1.36, devicemanager/manager.go: Allocate).
 """
 READMISSION: Final = 30.0
-"""Seconds in which a restarted kubelet admits the pods of the node again, after it has listed the first of them."""
+"""Seconds in which a restarted kubelet admits all pods again, after its `List` response has named the first of them."""
 GRANT_REWRITE: Final = 4.0
 """Maximum seconds for which an Allocate waits for a new checkpoint of the kubelet. The time is long, because after it
 the Allocate is refused, and its pod fails."""
@@ -126,15 +126,15 @@ class HolderTracker:
         self._unscanned: frozenset[Allocation] = frozenset()
         """Allocations that appeared in another agent's copy after the last scan."""
         self._begun: frozenset[str] = frozenset()
-        """UIDs of pods with devices that the kubelet has finished admitting: pods that were known at the agent's start,
-        or were seen running."""
+        """UIDs of pods with devices whose admission by the kubelet is complete: pods that were known at the agent's
+        start, or were seen running."""
         self._live: frozenset[str] = frozenset()
         """UIDs of pods with devices that may have run at the last scan."""
         self._former: frozenset[str] = frozenset()
         """UIDs of pods with devices that were known at the agent's start. After a reboot, these pods have directories
         before they have cgroups."""
         self._kubelet: FileIdentity | None = None
-        """The kubelet.sock at this process's start, or at the last Register; None if there was none."""
+        """The identity of kubelet.sock at this process's start or at the last Register; None without kubelet.sock."""
         self._socket = paths.plugins / KUBELET_SOCKET
         self._returning: frozenset[str] = frozenset()
         """UIDs of pods with devices that a restarted kubelet may still have to admit again."""
@@ -182,7 +182,7 @@ class HolderTracker:
         and write its checkpoint again, before a scan records the container.
         """
         records, grants = self._register.snapshot.allocations, self._checkpoint.known.grants
-        of, granted, allocations = self._recorded  # Only one read of it: other threads may replace the tuple.
+        of, granted, allocations = self._recorded  # `_recorded` is read once, because other threads may replace it.
         if of is not records or granted is not grants:
             held = set(holders.begun(grants, records))
             for record in records.values():
@@ -216,10 +216,10 @@ class HolderTracker:
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
         """Return allocations for the pending grants that the kubelet may have lost with its checkpoint. Blocks.
 
-        If a checkpoint that was read has named the container of a grant, this container has the grant. Otherwise see
-        `holders.possible_holders`. A checkpoint lists the resources that the kubelet knows. If it lacks a resource
-        before this process registers, the former checkpoint is lost. If the kubelet has restarted since this process
-        started, the checkpoint may also be an old one, so that all resources count as missing in it.
+        If a checkpoint that was read has named the container of a grant, this container has the grant. Otherwise
+        `holders.possible_holders` decides. A checkpoint lists the resources that the kubelet knows. If it lacks a
+        resource before this process registers, the former checkpoint is lost. If the kubelet has restarted since this
+        process started, the checkpoint may also be an old one, so that all resources count as missing in it.
         """
         kept, records = set[str](), self._register.snapshot.allocations
         if self._kubelet is None:
@@ -263,7 +263,8 @@ class HolderTracker:
             named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
-            # All holders are checked: an id may have several, and an ended pod may have an empty cgroup for some time.
+            # All holders of an id are checked: of several pods, one may have ended and have an empty cgroup for some
+            # time.
             for holder in allocations:
                 if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
                     refused[holder.device_id] = (
@@ -487,7 +488,7 @@ class HolderTracker:
         return reasons
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Read the evidence now. Return None if an Allocate ran meanwhile, because the evidence may lack its grant.
+        """Read the evidence, and return the holders; None if an Allocate ran meanwhile, whose grant may be missing.
 
         wanted: the (resource, device id) pairs for which a caller waits until they have no holder. The scan makes the
         kubelet write its checkpoint in three cases: a wanted id has no holder with running processes; the processes of
@@ -564,7 +565,7 @@ class HolderTracker:
         return replace(seen, pods=self.pods.hide(seen.pods, found)) if found else seen
 
     def _note_problem(self, seen: HolderEvidence) -> None:
-        """Store which pods' cgroups are not visible, and log a warning if all were visible at the last scan."""
+        """Store a message about pods whose cgroups are not visible; log it if the last scan had no such message."""
         titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
         problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
         if problem and not self.problems:  # A changed text is not logged again, because the pods in it change often.

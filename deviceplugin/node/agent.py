@@ -165,7 +165,7 @@ class Agent:
         self._stopped.set()
 
     def _accept_stop(self) -> None:
-        """Prepare for `stop` in this event loop: from now on, `stop` ends `stopping`, even if it was called before."""
+        """Prepare for `stop` in this event loop: from now on, `stop` ends `stopping`, also a `stop` called before."""
         self.loop = asyncio.get_running_loop()
         if self._stop_asked:
             self._stopped.set()
@@ -217,7 +217,7 @@ class Agent:
             self.supervisor.services[resource] = Service(AdoptedSource(resource, self._vendors), context)
 
     async def _adopt(self) -> None:
-        """Let vendors' plugins register with this agent, if that is configured."""
+        """Let vendors' plugins register with this agent until cancelled, if the agent was made with `vendors`."""
         try:
             if self._adopts:
                 await self._vendors.run()

@@ -26,14 +26,14 @@ class ClaimSide:
         return ()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Handle a resource that is served although no config names it.
+        """Decide which devices of a resource go to claims, if the resource is served although no config names it.
 
         parent: the resource of the source that has yielded this resource's source (`child_sources`); "" if a vendor's
         plugin has registered the resource.
         """
 
     def contested(self, resource: str, reason: str) -> None:
-        """Handle the registration of a resource by another plugin at the kubelet. reason: the evidence for messages."""
+        """React after another plugin has registered a resource with the kubelet. reason: the evidence for messages."""
 
     async def end(self) -> None:
         """Stop preparing claims. After this method, the agent ends its service for pods."""

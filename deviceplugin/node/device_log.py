@@ -56,7 +56,7 @@ class InventoryLog:
 class HolderLog:
     """Logs which pods got or released devices since the last scan. The first scan logs all pods that have devices.
 
-    title: a function that returns the name of a pod by the pod's UID; the UID itself if the name is not known.
+    title: a function that returns, for a pod's UID, the pod's name, or the UID if the name is not known.
     """
 
     def __init__(self, title: Callable[[str], str]) -> None:

@@ -22,7 +22,7 @@ from deviceplugin.tasks import in_time
 
 @dataclass(slots=True, eq=False)
 class DriverEvidence:
-    """The devices of one DRA driver whose recorded holders this process has compared with evidence since its start.
+    """Records for which devices of one DRA driver this process has compared the recorded holders with evidence.
 
     The ledger (the file of records) may have lost its last changes. So a device is offered and granted only after this
     comparison. reconciled: the compared devices. reasons: for each resource, and each of its devices that could not be
@@ -108,11 +108,11 @@ class NodeEvidence(RegisterHost):
         self.claims.refresh(served)
 
     async def keep_copies(self) -> None:
-        """Write copies of allocations, until cancelled."""
+        """Write copies of the allocations after each change, until cancelled (see `AllocationCopies`)."""
         await self._copies.keep(self.register.store, self.tracker.other_looks)
 
     async def write_copies(self) -> None:
-        """Write copies of the last allocations before the process ends. A write that hangs or fails raises no error."""
+        """Write copies of the allocations before the process ends. A write that hangs or fails raises no error."""
         with contextlib.suppress(OSError):
             await in_time(self._copies.write(self.register.snapshot, self.tracker.other_looks), TIMEOUT)
 

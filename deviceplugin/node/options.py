@@ -21,7 +21,7 @@ EXITS: Final = "exit status: 0 success, 1 failure while running, 2 wrong usage o
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The values of the options of all agents."""
+    """The values of the options that all agents have (`add_run_options`)."""
 
     paths: Paths
     metrics_address: str | None

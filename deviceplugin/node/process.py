@@ -132,7 +132,7 @@ class ConfigFile:
 
 
 class Program:
-    """The part of a process that signals stop and that config changes reconfigure: an agent.
+    """An agent as a program: signals stop the agent, and changes of the config file reconfigure it.
 
     node: the node's name, for the log.
     """
@@ -148,7 +148,7 @@ class Program:
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
         """Apply a new config.
 
-        changed: for each new or changed resource, the source. unchanged: the names of the other resources.
+        changed: for each new or changed resource, the source. unchanged: the names of the config's other resources.
         """
         await self.agent.reconfigure(changed, unchanged)
 

@@ -38,8 +38,8 @@ BURST: Final = 0.9
 class ScanResult(NamedTuple):
     """The result of a scan.
 
-    holders: the allocations that count as held. resources: for each resource, the same allocations in the form with
-    which the register was compared.
+    holders: the allocations that count as held. resources: for each resource, the same allocations in the form that the
+    register compares with its records.
     """
 
     holders: HolderSnapshot
@@ -50,15 +50,15 @@ class HolderObserver(Protocol):
     """A component of the process that uses the results of scans for holders."""
 
     def observed(self, done: Mapping[str, Observed]) -> None:
-        """Handle the changes of the register after a scan. done: the changed ids and devices, by resource."""
+        """Handle the changes of the register after a scan. done: for each resource, the changed ids and devices."""
 
 
 @dataclass(eq=False)
 class HolderScanner:
     """Scans for holders of devices: periodically while there may be holders, and soon after each grant.
 
-    wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan even
-    if no device has a holder or a waiting claim. evidence: the reader of the files of other agents and drivers.
+    wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan
+    periodically even if no device may have a holder. evidence: the reader of the files of other agents and drivers.
     """
 
     services: Mapping[str, Service]
@@ -163,7 +163,7 @@ class HolderScanner:
     def _awaited(self) -> set[DeviceKey]:
         """The (resource, id) pairs for which each scan requests a new checkpoint (`wanted` of `HolderTracker.scan`).
 
-        These are ids for which a service waits, and ids with a grant whose container is in no checkpoint yet. The
+        These are the ids of `Service.awaited`, and ids with a grant whose container is in no checkpoint yet. The
         register must learn soon which pod got such a grant, because records and checkpoint may be lost together. If
         there is no such pod, the grant must end, even if this process no longer serves the resource.
         """

@@ -107,7 +107,7 @@ class Service(EndpointHost):
         finally:
             await self.follower.end()
 
-    # Methods that the endpoint and its registration call (EndpointHost).
+    # The endpoint and its registration call the following methods (see EndpointHost).
 
     def granted(self) -> None:
         """Request a scan, to find out which pod got the granted ids."""
@@ -122,7 +122,7 @@ class Service(EndpointHost):
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
-        """Prepare for a new kubelet, which may have lost its checkpoint."""
+        """If the kubelet is new, record the pods that may hold devices: it may have lost its checkpoint."""
         await self._context.tracker.kubelet_started(kubelet)
 
     def contested(self, reason: str) -> None:
@@ -210,7 +210,7 @@ class Service(EndpointHost):
         return ids | ids_now.legacy.keys()
 
     def observe(self, now: HolderSnapshot, seen: KubeletSnapshot, held_twice: Collection[str]) -> None:
-        """Apply the result of a scan: call `released` for free devices, and remove unneeded ids from the device list.
+        """Apply a scan's result: call `released` for free devices, and forget vanished devices without a holder.
 
         seen: the part of the result that is about this resource. held_twice: see `ResourceStatus`.
         """
@@ -245,7 +245,7 @@ class Service(EndpointHost):
             self.endpoint.refresh()
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Before a grant of these ids, call `released` for their devices whose former holders have ended.
+        """Before a grant of these ids, call `released` for their devices whose holders have ended, and wait for it.
 
         The kubelet may allocate an id to the next pod before a scan notices the end of the id's holder. Raises Refusal
         if `released` failed, or is still running for one of the devices.
