@@ -101,7 +101,7 @@ class EndpointHost:
         """Note that device ids were granted to a container; called after each grant."""
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Before a grant of these ids, call `released` for the devices whose holders have ended, and wait for it."""
+        """Before a grant of these ids, run the hook `released` to its end for the devices whose holders have ended."""
 
     def draining(self) -> Collection[str]:
         """Return the ids of devices that new pods should get only if there are not enough other devices."""

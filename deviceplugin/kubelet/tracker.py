@@ -214,7 +214,7 @@ class HolderTracker:
         self.snapshot = replace(self.snapshot, active=self._returning)
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
-        """Return allocations for the pending grants that the kubelet may have lost with its checkpoint. Blocks.
+        """Return, as allocations, the containers that have, or may have, the pending grants. Blocks.
 
         If a checkpoint that was read has named the container of a grant, this container has the grant. Otherwise
         `holders.possible_holders` decides. A checkpoint lists the resources that the kubelet knows. If it lacks a
@@ -263,8 +263,7 @@ class HolderTracker:
             named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
-            # All holders of an id are checked: of several pods, one may have ended and have an empty cgroup for some
-            # time.
+            # All holders of an id are checked, because one of several may have ended and have an empty cgroup.
             for holder in allocations:
                 if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
                     refused[holder.device_id] = (
@@ -488,7 +487,7 @@ class HolderTracker:
         return reasons
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Read the evidence, and return the holders; None if an Allocate ran meanwhile, whose grant may be missing.
+        """Read the evidence, and return the holders; None if an Allocate ran whose grant the evidence may lack.
 
         wanted: the (resource, device id) pairs for which a caller waits until they have no holder. The scan makes the
         kubelet write its checkpoint in three cases: a wanted id has no holder with running processes; the processes of

@@ -156,7 +156,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Add ids that pods got before the agent's start, and that are not offered now, to the legacy ids."""
+        """If ids that pods got before the agent's start are not offered now, list these ids as unhealthy."""
         if self.existing:
             before, self.existing = self.existing, self.endpoint.ids.adopt_existing(self.existing)
             self.endpoint.refresh()
@@ -245,7 +245,7 @@ class Service(EndpointHost):
             self.endpoint.refresh()
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Before a grant of these ids, call `released` for their devices whose holders have ended, and wait for it.
+        """Before a grant of these ids, run `released` to its end for their devices whose holders have ended.
 
         The kubelet may allocate an id to the next pod before a scan notices the end of the id's holder. Raises Refusal
         if `released` failed, or is still running for one of the devices.

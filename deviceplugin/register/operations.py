@@ -318,7 +318,7 @@ def _moves_begun(
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Change a prepared claim back to a reservation: the claim keeps its devices, and loses its Prepare response.
 
-    The caller does so after a reboot, when the devices must be set up again, and after an Unprepare during which
+    A claim is reopened after a reboot, when the devices must be set up again, and after an Unprepare during which
     processes of the claim's pods still ran.
     """
     recorded = state.claims.get((driver, uid))

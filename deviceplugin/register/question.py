@@ -282,7 +282,7 @@ def refusal(
         count += len(use.points)
         for counter in use.takes:
             points.add(counter[1:])
-            count += 2  # Then `count` exceeds `points`, and counters are always added up below.
+            count += 2  # Then `count` exceeds `len(points)`, so the sums of counters are checked.
     held = uses(state, points, view)
     if view.unreleased:
         held += _unreleased(wanted, held, view)

@@ -181,7 +181,7 @@ class Releases:
         self._start(resource, fresh)
 
     def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
-        """Start calls of the hook `released`, before a grant, for those devices that are unreleased without a holder.
+        """Before a grant, start `released` for those of the devices `keys` that are unreleased and have no holder.
 
         This method does not wait for the hook; its caller does. After a failure the hook is not called before
         `FailedRelease.due`. units: the keys of holders that have ended, and so do not count.
