@@ -404,7 +404,7 @@ class VendorPlugins(RegistrationServicer):
             raise AdoptionError(f"--adopt: plugins cannot register in {self.directory}: {why}") from error
         _LOG.info("plugins can register in %s", self.directory)
 
-    # The names of these methods are those of the kubelet's API.
+    # The name of the following method is that of the kubelet's API.
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
         """Register a plugin's endpoint as the kubelet does, with the same refusals.
@@ -435,7 +435,7 @@ class VendorPlugins(RegistrationServicer):
             raise RefusedError(str(error)) from error
         file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
-            # The same server of the plugin has registered again, so its stream stays open.
+            # The same server of the plugin has registered again, so the open stream of its device lists stays open.
             former.options = await self._options(former)
             _LOG.info("the vendor's plugin registered again at %s", socket.name, extra=extra)
         else:

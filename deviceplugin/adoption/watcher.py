@@ -112,7 +112,7 @@ class PluginWatcher:
 
         Raises RefusedError if the agent refuses the plugin, grpc.aio.AioRpcError if GetInfo fails.
         """
-        # These modules are imported only when a plugin is found, to save memory: most nodes have no such plugin.
+        # The next two modules are imported only when a plugin is found, to save memory: most nodes have no such plugin.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 

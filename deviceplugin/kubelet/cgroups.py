@@ -186,7 +186,7 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
             for directory, pods in _levels(tree):
                 try:
                     place = frozenset({place_of(directory, boot)})
-                except FileNotFoundError:  # The directory was removed after the listing, with all cgroups below it.
+                except FileNotFoundError:  # `directory` was removed after it was listed, with its cgroups.
                     continue
                 visible |= place
                 for uid, path in pods:
@@ -288,7 +288,7 @@ def _populated(path: str) -> bool:
         if (count := _text(path, "pids.current")) is not None:
             return count.strip() != "0"
         if (processes := _text(path, "cgroup.procs")) is None:
-            return os.path.isdir(path)  # The file was removed with its cgroup, or a mount covers the cgroup.
+            return os.path.isdir(path)  # cgroup.procs was removed with its cgroup, or a mount covers the cgroup.
         if processes:
             return True
     except OSError:

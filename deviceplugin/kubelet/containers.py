@@ -125,7 +125,7 @@ def _begun(kubelet_root: Path, pod_uid: str) -> dict[str, _StartsBegun]:
     directory = kubelet_root / "pods" / pod_uid / "containers"
     looked_at.at(directory)
     if not directory.exists() and directory.parent.is_dir():
-        return begun  # Without this directory, the kubelet has started at most the pod's sandbox, but no container.
+        return begun  # The pod has no directory `containers`, so the kubelet has started no container yet.
     for name in os.listdir(directory):
         # A directory's modification time changes when a file is made in it, not when a container writes to a file.
         last = os.stat(directory / name).st_mtime

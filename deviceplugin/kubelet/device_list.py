@@ -310,7 +310,7 @@ class ListStreams:
                         refused = lines
                         _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
                     del message
-                await wake.wait()  # The event is already set if the device list changed while it was being sent.
+                await wake.wait()  # `wake` is already set if the device list changed while it was being sent.
                 paused = False
         finally:
             self.open.discard(stream)

@@ -52,8 +52,8 @@ class RequestSchedule:
             return True
         asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
         if asking != self._asked_for:
-            # An allocation that the checkpoint no longer names has probably ended, so a new checkpoint is requested at
-            # once.
+            # An allocation that the checkpoint no longer names has probably ended, so a newer checkpoint is requested
+            # at once.
             dropped = any(not named for _, named in asking - self._asked_for)
             self._asked_for, self._delay = asking, FIRST_REQUEST
             self._next = now.at if dropped else now.at + FIRST_REQUEST

@@ -80,7 +80,7 @@ class Agent:
             services, self.tracker, self.register, scan_wanted, period, evidence, always=report_holders
         )
         self._adopts = vendors is not None
-        # If the agent adopts no plugins, this object is never served, so no plugin registers.
+        # If the agent adopts no plugins, `run` of `vendors` is never called, so no plugin registers.
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
@@ -129,7 +129,7 @@ class Agent:
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
-                # The connections to vendors' plugins end last, because the services forward their running calls there.
+                # The connections to vendors' plugins end last, because services forward running calls to these plugins.
                 await cancel_all([adopting, copying])
                 await self.evidence.write_copies()
         if self._error is not None:

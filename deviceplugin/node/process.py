@@ -218,7 +218,7 @@ def serve(
         _LOG.error("%s", error)  # The error needs no traceback, because the user must correct it.
         return 1
     finally:
-        work.close()  # This prevents a warning if `asyncio.run` did not start the coroutine.
+        work.close()  # `close` prevents a warning if `asyncio.run` did not start the coroutine.
     return 0
 
 

@@ -44,7 +44,7 @@ class ServiceManager:
         mine = pid in ("", str(os.getpid())) and microseconds.isdecimal() and int(microseconds) > 0
         self.watchdog = int(microseconds) / 1e6 if mine and self.there else None
         if self.watchdog is not None:
-            # When systemd ends a hanging process by SIGABRT, this handler writes the stack of each thread.
+            # When systemd ends a hanging process by SIGABRT, `faulthandler` writes the stack of each thread.
             faulthandler.enable()
 
     @property

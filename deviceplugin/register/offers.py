@@ -111,7 +111,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
         points: set[Point] = {key, *tokens}
         idle = foreign.isdisjoint(points) and state.index.keys().isdisjoint(points)
         if idle and not device.consumes and key not in hardware.related:
-            continue  # This is the usual case: no holder has any part of the device.
+            continue  # In the usual case, no holder has any part of the device.
         ids = listed.ids(device) if side == "plugin" else (device.id,)
         points.update((name, counter) for name, of in device.consumes.items() for counter in of)
         entries = {entry for point in points for entry in state.index.get(point, ())}

@@ -420,7 +420,7 @@ class Register:
         for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
         keys = tuple(keys)
-        self.listed.now()  # This call also finds out whether any source has the hook `released`.
+        self.listed.now()  # `now` also finds out whether any source has the hook `released`.
         if keys and self.listed.has_released:
             await self._host.reread()  # The hook `released` must not be called for a device with a holder.
             self.releases.begin(keys)
@@ -452,7 +452,7 @@ class Register:
             if (tokens or listed) and not identity.agree(tokens, listed):
                 other.append(name)
             elif not tokens <= listed and identity.is_port(tokens):
-                changed = True  # This USB port has other hardware now, which may have a holder.
+                changed = True  # The USB port has other hardware now, which may have a holder.
         if (other or changed) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
             await identity.publish(inventory, there, snapshot.replicas)

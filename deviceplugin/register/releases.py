@@ -183,7 +183,7 @@ class Releases:
     def begin(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
         """Before a grant, start `released` for those of the devices `keys` that are unreleased and have no holder.
 
-        This method does not wait for the hook; its caller does. After a failure the hook is not called before
+        This method does not wait for the hook; the method's caller does. After a failure the hook is not called before
         `FailedRelease.due`. units: the keys of holders that have ended, and so do not count.
         """
         if not (unreleased := self.unreleased()):
