@@ -1,4 +1,4 @@
-"""Functions for addresses of sockets: host and port, and paths of Unix sockets."""
+"""Parses addresses of sockets (host and port), makes the paths of Unix sockets, and removes abandoned Unix sockets."""
 
 from __future__ import annotations
 

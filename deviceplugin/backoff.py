@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Backoff:
-    """The waiting times after failed tries: from `first` seconds, doubled after each failure, up to `most` seconds.
+    """Computes the waiting times after failures: `first` seconds, doubled after each further failure, at most `most`.
 
     Each waiting time is multiplied by a random factor from 0.5 to 1. draw: a function that returns a random number
     between two bounds.
@@ -27,7 +27,10 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the longest waiting time (seconds), for an error that is expected to last. Count no failure."""
+        """Return the longest waiting time (seconds), for an error that is expected to last.
+
+        The call does not change the number of failures.
+        """
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:

@@ -26,7 +26,8 @@ PERIOD: Final = 5.0
 SAMPLE: Final = 0.2
 """Seconds between two samples of the line of code that the thread of a blocked loop executes."""
 TIMES: Final = 3
-"""A line in a source's code is reported if it blocked the loop for less than LIMIT in this many of KEPT checks."""
+"""A line in a source's code is reported if, in this number of the last KEPT checks, the line blocked the event loop for
+less than LIMIT."""
 KEPT: Final = 20
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"

@@ -1,4 +1,4 @@
-"""Names, paths and device nodes in the Container Device Interface (tags.cncf.io/container-device-interface 1.0)."""
+"""Makes names, file paths and device-node entries for CDI specs (tags.cncf.io/container-device-interface 1.0)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deviceplugin.device import DeviceNode
 DIRECTORY: Final = "/var/run/cdi"
 """The directory in which container runtimes search for CDI specs. On most nodes, a reboot empties the directory."""
 CLASS: Final = "claim"
-"""The class in the kind (vendor/class) of a claim's CDI device; the vendor is made from the driver's name."""
+"""The kind of a claim's CDI device is `<vendor>/claim`. The vendor is made from the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
 """The prefix of the name of a CDI device for a request with administrative access. The prefix for a request that holds
@@ -32,7 +32,7 @@ class CdiError(ValueError):
 
 
 def vendor_of(driver: str) -> str:
-    """Return the vendor for a driver's CDI kind: the driver's name, with `dra.` in front if it begins with no letter.
+    """Return the vendor for a driver's CDI kind: the driver's name, after `dra.` if the name begins with no letter.
 
     Raises CdiError if the name cannot be a vendor.
     """

@@ -1,4 +1,4 @@
-"""The command line `deviceplugin`: run, validate, devices, schema, demo, completion.
+"""Runs the command line `deviceplugin`, with its commands run, validate, devices, schema, import, demo, completion.
 
 The command line of `dra_bridge` uses this module's classes. Each command imports only the modules that it needs, so
 that `validate` never loads gRPC, and `run` starts quickly.
@@ -81,7 +81,9 @@ class CommandLine:
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
-            sys.stdout.flush()  # An error of this flush is handled below, which an error at exit is not.
+            # The output is flushed here, because an error of this flush is handled below, unlike an error of the flush
+            # at exit.
+            sys.stdout.flush()
             return status
         except CommandError as error:
             print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
@@ -125,7 +127,7 @@ def explained(error: ConfigError) -> str:
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
 
 
-# The commands of `deviceplugin`.
+# The functions below are the commands of `deviceplugin`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,7 +220,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _note_options(file: str, lock: Lock) -> None:
-    """Print the options without which `run` would not accept this file, if any are needed."""
+    """If `run` accepts this file only with certain options, print these options to stderr."""
     if arguments := lock.arguments():
         print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
 
@@ -232,7 +234,7 @@ def _devices(options: argparse.Namespace) -> int:
     listed, status = asyncio.run(_list(loaded))
     lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    # If a node's path is a symlink, `real` is the target.
+    # If the host path of a device node is a symlink, `node.real` is the symlink's target.
     hosts = {node.real for edit in edits for node in edit.device_nodes}
     hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
@@ -274,7 +276,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 async def _list(loaded: Config) -> tuple[_Listed, int]:
-    """Return the devices of each resource that can list its devices now, and the exit status."""
+    """Return (the devices of each resource whose source lists them now, the exit status: 1 if a source failed)."""
     import asyncio
 
     from deviceplugin import sources
@@ -297,7 +299,10 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
 
 
 async def first_list(source: ConfiguredSource) -> Sequence[Device]:
-    """Return the first device list of a source. Raises the exceptions of `watch`, and TimeoutError if no list comes."""
+    """Return the first device list of a source.
+
+    Raises the exceptions of the source's `watch`, and TimeoutError if no list comes within _LIST_TIMEOUT seconds.
+    """
     import asyncio
 
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())
@@ -306,7 +311,7 @@ async def first_list(source: ConfiguredSource) -> Sequence[Device]:
 
 
 def _unlinked(devices: Sequence[Device]) -> list[str]:
-    """Return warnings about devices that running containers cannot open after a reload of systemd (`device_links`)."""
+    """Return warnings about devices that running containers lose after a reload of systemd (see `device_links`)."""
     if not device_links.reload_matters():
         return []
     missing = device_links.unlinked(devices)

@@ -1,4 +1,4 @@
-"""`deviceplugin demo`: simulates a node in one process, and prints its events. `dra_bridge.demo` uses the classes here.
+"""Simulates a node in one process for `deviceplugin demo`, and prints the events. `dra_bridge.demo` uses the classes.
 
 Before the demo prints a line about an event, it checks that the event has happened. If not, the demo fails. The demo
 writes only to a temporary directory.
@@ -209,7 +209,7 @@ class _Demo:
         self.event("pod", f"{pod.name} is done, {' and '.join(pod.device_ids)} free again")
 
     def failure_and_recovery(self) -> None:
-        """Make the only unallocated device unhealthy, and start a pod, which waits. Then make the device healthy."""
+        """Check that a pod waits while the only free device is unhealthy, and starts when the device has recovered."""
         idle = self.kubelet.devices(GPU).keys() - self.held().keys()
         check(len(idle) == 1, f"one device is free, not {idle}")
         free = idle.pop()
@@ -230,7 +230,7 @@ class _Demo:
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
-            time.sleep(0.01)  # The end of a scan can only be polled.
+            time.sleep(0.01)  # The end of a scan causes no event, so it is polled.
             (resource,) = self.served.agent.status().resources
             shown = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))

@@ -1,4 +1,4 @@
-"""Immutable values that describe devices, and the changes to a container that gets devices."""
+"""Defines immutable values: devices, and the changes to a container that gets devices."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def counted(number: int, what: str = "device") -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters escaped, as they could change a terminal's cursor or text direction."""
+    """Return a text with control characters escaped, because these can change a terminal's cursor or text direction."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -40,7 +40,7 @@ def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), 
         try:
             status = os.stat(path)
         except OSError:
-            continue  # A missing node is reported by the source.
+            continue  # The source reports a missing node.
         if kind := "char" if stat.S_ISCHR(status.st_mode) else "block" if stat.S_ISBLK(status.st_mode) else "":
             link = f"{kind}/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             if not any((place / link).exists() for place in places):

@@ -27,7 +27,8 @@ Described = dict[str, Any]
 """A JSON object in a metadata file."""
 
 VERSIONS: Final = ("v1beta1", "v1alpha1")
-"""The written versions of the format, the newest first. Kubernetes 1.36 supports only v1alpha1."""
+"""Each metadata file is written in these versions of the format, the newest first. Kubernetes 1.36 supports only
+v1alpha1."""
 DIRECTORY: Final = "/var/run/kubernetes.io/dra-device-attributes"
 """The directory in containers that contains the device metadata files."""
 BY_LIMITS: Final = "extendedresources"

@@ -54,7 +54,7 @@ class DirectoryReader:
         *,
         polled: Collection[DirectoryWatch[Any]] = (),
     ) -> bool:
-        """Wait for a change or for `wake`. Return False if `timeout` seconds have passed without either.
+        """Wait until a directory's content changes or `wake` is called. Return False if `timeout` seconds pass before.
 
         unwatched: the maximum seconds between two reads of directories without file events. polled: the directories
         whose file events this reader does not need now. A directory is not watched while no reader needs its events.
@@ -89,7 +89,8 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """In the present wait of `_keep`: the maximum seconds to the next read if there are no file events."""
+        """In the present wait of `_keep`: the maximum seconds to the next read while the directories cause no file
+        events."""
         self._events = True
         """Whether the directories are watched for file events in the present wait of `_keep`."""
 
@@ -104,7 +105,7 @@ class DirectoryWatch(Generic[_T]):
         return latest
 
     async def seen(self) -> _T:
-        """Return the content at the last read (see `DirectoryReader.wait`). Raises LookTimeoutError if reads hang."""
+        """Return the content at the last read; read now if there was none. Raises LookTimeoutError if a read hangs."""
         return self.latest if self.latest is not None and not self.looks.hanging else await self.now()
 
     async def _look(self) -> _T:
@@ -112,20 +113,20 @@ class DirectoryWatch(Generic[_T]):
         return latest
 
     def add(self, reader: DirectoryReader) -> None:
-        """Wake this reader after each change."""
+        """Register a reader, which is then woken after each change of the content. The first reader starts `_keep`."""
         self._readers.add(reader)
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name=f"watch {', '.join(self._paths)}")
 
     def remove(self, reader: DirectoryReader) -> None:
-        """Stop waking this reader."""
+        """Remove a registered reader. The removal of the last reader ends the watch."""
         self._readers.discard(reader)
         if not self._readers and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
 
     def hurry(self, unwatched: float, *, events: bool) -> None:
-        """Read the directories now if the present wait is too long for a reader, or lacks file events that it needs.
+        """Read the directories now if the present wait is too long for a reader, or lacks file events for the reader.
 
         unwatched: as in `DirectoryReader.wait`. events: whether the reader needs file events.
         """
@@ -133,7 +134,7 @@ class DirectoryWatch(Generic[_T]):
             self._watch.wake()
 
     async def _keep(self) -> None:
-        """Wake the readers after each change, until cancelled."""
+        """Read the directories repeatedly, and wake the readers after each change of the content, until cancelled."""
         shown: _T | None = None
         with filewatch.shared().watch(self._paths, gather=self._gather) as self._watch:
             while True:

@@ -93,7 +93,7 @@ class HardwareIndex:
                     self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
-        """The devices that have peers (other devices of the same hardware or counter set)."""
+        """Each of these devices has peers: other devices with the same hardware or counter set."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
         """For each device, the tokens that are recorded for a holder (`deviceplugin.identity.lasting`)."""
@@ -111,16 +111,16 @@ class HardwareIndex:
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
         """Return, for each (scope, counter set, counter), the capacity of the counter.
 
-        A counter set that two devices declare with different contents is not included.
+        If two devices declare a counter set with different contents, the result does not contain this counter set.
         """
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
     def aliases(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices (listed under other ids or resources) that are the same hardware."""
+        """Return the other devices, listed under other ids or resources, that are the same hardware as a device."""
         return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
 
     def peers(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices that are the same hardware, or that consume the same counter set."""
+        """Return the other devices that are the same hardware as a device, or consume one of its counter sets."""
         if key not in self.related:
             return frozenset()
         hardware = self._hardware[key]

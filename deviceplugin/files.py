@@ -1,4 +1,4 @@
-"""Functions for files that several processes use: identities of files, atomic replacement, and locks."""
+"""Identifies, atomically replaces, and locks files that several processes use."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
 def put_changed(path: str, data: bytes, draft: str, mode: int) -> bool:
     """Replace a file as `put` does, unless the file already has these bytes. Return whether it was replaced.
 
-    Missing directories are created. Raises OSError.
+    Missing directories above the file are created. Raises OSError.
     """
     looked_at.at(path)
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -123,8 +123,9 @@ def _draft(path: str, data: bytes, mode: int) -> None:
 def locked(path: str | Path, *, wait: bool = False) -> int:
     """Open and lock a file, and return its descriptor. A missing file is created.
 
-    The kernel releases the lock when the process ends. wait: whether to wait for another process's lock. Raises
-    BlockingIOError if another process has the lock and `wait` is False, OSError if the file system supports no locks.
+    The kernel releases the lock when the process ends. wait: whether to wait until another process releases its lock.
+    Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the file system supports no
+    locks.
     """
     looked_at.at(path)
     while True:

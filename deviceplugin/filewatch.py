@@ -57,8 +57,8 @@ NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
 would be an event."""
 
 CHECK: Final = 1.0
-"""Minimum seconds between two checks whether a path still leads to the watched directory. A check is made after a wait.
-"""
+"""Minimum seconds between two checks whether a path still leads to the watched directory. Each check is made at the end
+of a wait for a hint."""
 SOON: Final = 0.03
 """Seconds between two reads of a directory without file events, while a caller waits for its content."""
 AT_REST: Final = 2.0
@@ -163,7 +163,7 @@ class Watcher:
         self._report()
 
     def _close(self) -> None:
-        """End the inotify instance."""
+        """End the inotify instance, and mark all directories as not watched."""
         if self._instance is not None:
             _in_thread(self._instance.end)
             self._instance = None
@@ -180,7 +180,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Start a thread that makes the inotify watch of a directory, if a `Watch` of it has no running thread."""
+        """Start a thread that makes the inotify watch of a directory, if one of its `Watch` objects has no thread."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -220,7 +220,7 @@ class Watcher:
     def _drop(self, *places: _Place) -> None:
         """Remove the directories (places) that no `Watch` needs any more.
 
-        If a thread is working on a directory, the directory is removed later.
+        If a thread is working on a directory, the directory is removed when the thread has ended its work.
         """
         dropped = [place for place in places if not place.wants and place.asked_at is None]
         for place in dropped:
@@ -275,7 +275,7 @@ _NOT_WATCHED: Final = _Begun(None, _NOTHING, None)
 
 
 def _find(directory: str) -> _Found:
-    """Return the directory, or its nearest existing ancestor. Blocks. Raises OSError."""
+    """Return the directory at a path, or its nearest existing ancestor. Blocks. Raises OSError."""
     at = directory
     while True:
         try:
@@ -290,7 +290,7 @@ def _find(directory: str) -> _Found:
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return False for watchdog's error about an emitter that has stopped already, which must not be logged."""
+    """Return whether to log a record: False only for watchdog's error about an emitter that has stopped already."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
@@ -338,7 +338,7 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all inotify watches. If a thread hangs in a call of the instance, the watches end with this call."""
+        """End all inotify watches. If a thread hangs in a call of the instance, they end when this call returns."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
@@ -396,7 +396,7 @@ class _Instance:
             recent = time.monotonic() - observed.begun_at < RENEW
             if hints and recent and not observed.ended and observed.begun == (observed.identity, hints):
                 return
-            # KeyError: watchdog has already removed the emitter of a deleted directory.
+            # A KeyError means that watchdog has already removed the emitter of a deleted directory.
             with contextlib.suppress(KeyError, OSError):
                 self._observer.unschedule(observed.watch)
             observed.watch = None
@@ -474,7 +474,7 @@ class _Place:
 
     @property
     def failure(self) -> WatchFailure | None:
-        """The reason why the directory is not watched; None if it is watched."""
+        """The reason why the last try to watch the directory failed; None if it did not fail."""
         return self.begun.failure
 
     @property
@@ -571,7 +571,7 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # This comes first, so that a later event causes another hint.
+        self._gathering = False  # `_gathering` is reset first, so that a later event causes another hint.
         self._hinted.set()
 
     def close(self) -> None:

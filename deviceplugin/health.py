@@ -224,7 +224,7 @@ class Prober:
         try:
             return await hooks.call(f"the probe of {device.id}", run, timeout=self.timeout)
         except hooks.HookTimeoutError as error:
-            if error.work is None:  # The probe has no thread that would remove the entry.
+            if error.work is None:  # No thread was started that would remove the entry.
                 del self._deadlines[device.id]
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)

@@ -124,7 +124,7 @@ class HookRuns:
         return asyncio.create_task(work())
 
     async def wait(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Wait for the hooks of these devices and of the same hardware.
+        """Wait until no hook runs for these devices, or for other devices with the same hardware or counters.
 
         Raises DeviceBusyError if a hook still runs after its timeout.
 
@@ -162,7 +162,10 @@ class HookRuns:
     async def _wait(
         self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[HookRun], patience: float | None = None
     ) -> bool:
-        """Wait until those of `runs` that use these devices have ended. Return whether there was such a run."""
+        """Wait until those of `runs` that use the hardware of these devices have ended; return whether there was one.
+
+        Raises DeviceBusyError if such a hook is overdue, or still runs after `patience` seconds.
+        """
         wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 

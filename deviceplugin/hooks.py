@@ -29,8 +29,8 @@ MAX_STUCK: Final = 64
 """Maximum number of threads that hang in timed-out calls of one hook. Further calls of the hook fail at once."""
 
 LATE: Final = 0.5
-"""If a coroutine ends later than this number of seconds after its deadline, it must have blocked the event loop, and
-the log says so."""
+"""If a coroutine ends later than this number of seconds after its deadline, the coroutine must have blocked the event
+loop, and the log says so."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
@@ -186,7 +186,7 @@ def _run(
         outcome, error = hook(*args), None
     except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # For example, SystemExit: the caller needs a result.
+    except BaseException as raised:  # Even SystemExit is caught, because the caller needs a result.
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_complete, future, outcome, error)

@@ -27,7 +27,8 @@ from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.sysfs import ROOT, HardwareReader
 
-if TYPE_CHECKING:  # Not imported at run time, so that `deviceplugin validate` does not load asyncio.
+# The two modules are not imported at run time, so that `deviceplugin validate` does not load asyncio.
+if TYPE_CHECKING:
     from deviceplugin.inventory import Inventory
     from deviceplugin.looks import Looks
 
@@ -88,7 +89,7 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """For the token of each existing device node of the device, return the first path of this node."""
+    """Return, for the token of each existing device node in the device's `nodes`, the first path that leads to it."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):
@@ -252,7 +253,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     left: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; an empty set if they are from another boot, because that boot's containers have ended."""
+        """Return `tokens`; an empty set if they are from another boot of the node, whose containers have ended."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:

@@ -1,4 +1,4 @@
-"""The inventory: the present devices of one resource. The device plugin and the DRA driver subscribe to changes.
+"""Keeps the inventory, the present devices of one resource. The device plugin and the DRA driver subscribe to changes.
 
 A device that vanishes from the source's list may still have a holder, or an Allocate of the device may be running. The
 kubelet crashes if a device disappears during its Allocate (kubelet 1.36.3, devicemanager). So the device stays in the
@@ -155,7 +155,7 @@ class Inventory:
 
     @property
     def devices(self) -> Mapping[str, Device]:
-        """For each device id, the present device, including devices that are gone."""
+        """For each device id, the device, including gone devices, which the source does not list any more."""
         return self.snapshot.devices
 
     def __repr__(self) -> str:

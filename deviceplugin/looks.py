@@ -70,7 +70,7 @@ class Look(Generic[_T]):
             self._outcome = self._context.run(self._function, *self._arguments)
         except Exception as error:  # The property `result` raises the exception.
             self._error = error
-        except BaseException as error:  # For example, SystemExit: the caller needs a result.
+        except BaseException as error:  # Even SystemExit is caught, because the caller needs a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
         looked_at.begin(None)
         self._arguments = ()
@@ -197,7 +197,7 @@ class Looks:
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
-        """Start a call in a thread, and return its `Look`. The caller waits for it by `ended_at_once` or `late`."""
+        """Start a call in a thread, and return its `Look`. The caller then waits by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
         timeouts.setdefault((self.resource, kind), 0)  # The metric has a series even before the first timeout.
         with self._lock:
@@ -210,7 +210,10 @@ class Looks:
         return look
 
     def ended_at_once(self, look: Look[Any]) -> bool:
-        """Block the event loop for up to PROMPT seconds until a call has ended; return whether it has ended."""
+        """Block the event loop for up to PROMPT seconds until a call has ended; return whether it has ended.
+
+        For SLOW seconds after a call that had not ended within PROMPT, this method does not block.
+        """
         if time.monotonic() < self._slow_until:
             return look.ended_within(0.0)
         if ended := look.ended_within(PROMPT):

@@ -26,7 +26,8 @@ def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
 def _shares(source: DeviceSource, device: Device) -> int:
     try:
         return max(1, min(source.replicas, int(source.replicas_of(device))))
-    except Exception:  # Ignored here: `source_check` reports the error when the source yields its device list.
+    # The error is ignored here, because `source_check` reports it when the source yields its device list.
+    except Exception:
         return source.replicas
 
 

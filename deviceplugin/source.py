@@ -279,6 +279,6 @@ _OTHER_NAMES: Final = {
 """For each name in the kubelet's API (in lower case), the method or setting of `DeviceSource` with the same purpose."""
 
 
-@functools.cache  # The result is cached, because each Allocate needs it.
+@functools.cache  # The names are cached, because each Allocate needs them.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

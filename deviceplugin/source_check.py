@@ -161,7 +161,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
 
 def _instead(value: object) -> str:
     if inspect.iscoroutine(value):
-        value.close()  # Prevents Python's own warning of a coroutine that was never awaited.
+        value.close()  # The call of `close` prevents Python's own warning of a coroutine that was never awaited.
         return f"a coroutine: {hooks.NOT_AWAITED}"
     if isinstance(value, Device):
         return f"a Device: write yield [Device({value.id!r})]"

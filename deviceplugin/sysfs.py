@@ -171,7 +171,7 @@ def _step(above: str, name: str) -> str:
     If several names in `above` would be equal without counters, return the whole name.
     """
     if name.startswith(f"{os.path.basename(above)}:"):
-        return name.partition(":")[2]  # The end of a USB interface's name: its configuration and number (1.0).
+        return name.partition(":")[2]  # This text is the configuration and the number of a USB interface, such as 1.0.
     plain = _COUNTED.sub("", name)
     for place in _PLACES:
         if (value := read(f"{above}/{name}/{place}")) is not None:

@@ -1,4 +1,4 @@
-"""Background tasks, and calls that continue after their caller was cancelled."""
+"""Runs background tasks, and calls that continue after their caller was cancelled."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class SharedCall(Generic[_T]):
     def _ended(self, task: asyncio.Task[_T]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # Prevents asyncio's warning, if all callers were cancelled and none got the exception.
+            # The call of `exception` prevents asyncio's warning if all callers were cancelled and none got the
+            # exception.
+            task.exception()
 
     async def close(self) -> None:
         """Cancel the running call and the waiting call."""
@@ -103,6 +105,7 @@ async def ended(future: asyncio.Future[_T]) -> _T:
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # Prevents asyncio's warning; the cancellation is raised instead of the exception.
+            # The call of `exception` prevents asyncio's warning: the cancellation is raised instead of the exception.
+            future.exception()
         raise cancelled
     return future.result()

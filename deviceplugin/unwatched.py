@@ -1,4 +1,4 @@
-"""The reasons why a directory causes no file events, in words for messages."""
+"""Defines the reasons why a directory causes no file events, with words for messages."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _LIMITS: Final[Mapping[str, str]] = {
 
 
 def _limit(what: str) -> str:
-    """Return the limit of inotify instances or watches as text: the lower limit of user and user namespace."""
+    """Return the limit of inotify instances or watches as text: the lower one of user and user namespace."""
     limits = [(_read_limit(f"{file}{what}"), f"{name}{what}") for file, name in _LIMITS.items()]
     value, name = min(limits, key=lambda limit: int(limit[0]) if limit[0].isdigit() else math.inf)
     return f"{name} is {value}"

@@ -1,4 +1,4 @@
-"""The version of the package, and the command that installs the package. setup.cfg reads the version from here."""
+"""Has the version of the package, and makes the command that installs it. setup.cfg reads the version from here."""
 
 from typing import Final
 

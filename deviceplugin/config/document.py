@@ -75,12 +75,15 @@ class ConfigError(ValueError):
 
 
 def file_error(file: str, message: str, line: int = 0) -> ConfigError:
-    """Return an error with one problem of a whole file. line: the line of the problem; 0 for no line."""
+    """Return a ConfigError with one problem, which concerns the file as a whole. line: its line; 0 if there is none."""
     return ConfigError(file, [Problem(line, "$", message)])
 
 
 class Problems:
-    """Collects the problems of one config file. lines: for the path of each value that was read, its line."""
+    """Collects the problems of one config file.
+
+    lines: a mapping from the path of each value that was read so far to the value's line.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -155,7 +158,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
 
 
 def compose_all(text: str) -> list[yaml.Node]:
-    """Return the root nodes of a text's documents.
+    """Return the root node of each YAML document in a text.
 
     Raises yaml.YAMLError, and ConfigError if the text exceeds the limits.
     """
@@ -268,12 +271,12 @@ FLAG: Final = re.compile(r"(?<!\S)--(device|domain|config|listen|log-level|plugi
 
 
 def keys(node: yaml.Node) -> dict[str, yaml.Node]:
-    """Return, for each key of a mapping, the value; an empty dict for a node that is no mapping."""
+    """Return a dict from each key of a YAML mapping to its value; an empty dict for a node that is no mapping."""
     return {scalar_text(key): value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
 
 
 def check_kind(node: yaml.Node, file: str) -> None:
-    """Raise ConfigError for a Kubernetes object or Helm values that contain a config, because they are no config."""
+    """Raise ConfigError for a Kubernetes object or Helm values that contain a config file, as they are none."""
     given = keys(node)
     if {"apiVersion", "kind"} <= given.keys():
         what = scalar_text(given["kind"])

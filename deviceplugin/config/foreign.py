@@ -42,7 +42,8 @@ NUMBERED: Final[Mapping[str, str]] = {
     "ttyACM": "/dev/serial/by-id/...",
     "video": "/dev/v4l/by-id/...",
 }
-"""For each kind of device node whose number can change (the name without number): the links that udev makes for it."""
+"""For each name of device nodes (without their number) whose numbers can change: an example of the links that udev
+makes for these nodes."""
 CORAL: Final = ({"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"})
 """The USB ids of the Coral accelerator, before and after its firmware is loaded."""
 
@@ -105,7 +106,7 @@ _ConfigDumper.add_implicit_resolver(
 )
 
 
-# Functions that find the settings of plugins.
+# The functions below find the settings of plugins in a text.
 
 _Take = Callable[[Any, Imported], None]
 """A function that converts the settings of one kind of plugin, and adds the result to `Imported`."""
@@ -264,7 +265,8 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
     if not entries:
         note("it has no devices")
         return
-    # A group for each of the two USB ids of one device becomes one entry with both ids.
+    # The Coral accelerator changes its USB id. If each of its two ids has an entry, one entry with both ids replaces
+    # the two entries.
     if all({"usb": one} in entries for one in CORAL):
         entries = [entry for entry in entries if entry.get("usb") not in CORAL] + [{"usb": list(CORAL)}]
     resource: dict[str, Any] = {"name": name, "devices": entries}
@@ -402,7 +404,7 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
 def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
     """Add a note for each flag that is set and cannot be imported.
 
-    A flag that makes UUIDs the device ids needs no note, because they are the default here too.
+    A flag that makes UUIDs the device ids needs no note, because UUIDs are the default of this project too.
     """
     for key, value in flags.items():
         if value and key not in NVIDIA_FLAGS and (key, value) != ("deviceIDStrategy", "uuid"):
@@ -410,7 +412,7 @@ def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
 
 
 def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
-    """Add a note for each value of NVIDIA's chart that is set, because only the chart's config map is imported."""
+    """Add a note for each of NVIDIA_VALUES that is set, because only the config in NVIDIA's chart is imported."""
     for key in sorted(NVIDIA_VALUES & values.keys()):
         if values[key]:
             made.notes.append(f"NVIDIA: {key} {values[key]} as a value of the chart; the config's flags are read")
@@ -420,7 +422,7 @@ def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:
 
 
 def _note_number(path: str, note: Callable[[str], None]) -> None:
-    """Add a note for a path of one device with a number that can change, such as /dev/ttyUSB0."""
+    """Add a note if a path without wildcards ends with a number that can change, such as /dev/ttyUSB0."""
     if (numbered := re.fullmatch(r"/dev/([A-Za-z]+)[0-9]+", path)) and (link := NUMBERED.get(numbered[1])):
         note(f"{path} as one certain device: its number can change when it is plugged in again; name its link {link}")
 

@@ -1,4 +1,4 @@
-"""The known device plugins of vendors. An agent that has adopted such a plugin can serve `limits`, and perhaps claims.
+"""Lists the known device plugins of vendors. An agent that has adopted one can serve `limits`, and perhaps claims.
 
 These facts come from the plugins' code (November 2026). For a claim, the agent calls the plugin's Allocate although no
 pod requests the resource. So a plugin cannot serve claims if it searches for the requesting pod, or if it frees devices
@@ -31,8 +31,8 @@ _UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
 
 PLUGINS: Final = (
-    # HAMi's plugin uses the same resource name, but cannot serve claims, because it searches for the pending pod. Its
-    # device ids begin with the device's UUID and a number (UUID-0, UUID-1).
+    # HAMi's plugin too uses the name nvidia.com/gpu, but cannot serve claims, because it searches for the pending pod.
+    # Its device ids begin with the device's UUID and a number (UUID-0, UUID-1).
     KnownPlugin(
         "NVIDIA/k8s-device-plugin",
         ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),

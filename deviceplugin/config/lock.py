@@ -1,4 +1,4 @@
-"""The lock: the commands and host paths that a config file may name.
+"""Defines the lock: the commands, host paths and plugins that a config file may name.
 
 Without a lock, every user with the right to write the ConfigMap is root on every node, because the agent runs the
 file's commands and mounts its host paths into containers. `run` makes the lock from --allow-commands and
@@ -115,7 +115,7 @@ def needed(config: Config) -> Lock:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Return the texts in a value, which is one text, several texts, or None."""
+    """Return the texts in a value. The value is one text, a sequence of texts, or None."""
     return (value,) if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
 
 
@@ -141,7 +141,7 @@ def _begins(steps: list[str], prefix: list[str]) -> bool:
 def _real_name(prefix: str) -> str:
     """Return a prefix with resolved symlinks.
 
-    Symlinks are not resolved in the last path element, and from the first pattern on.
+    A symlink is kept if it is the last path element, or comes after the first element with a pattern.
     """
     steps = _steps(prefix)
     fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))

@@ -201,7 +201,9 @@ class Reader:
         good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
         blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
         made = info.cls(**blank | good)
-        if values or not meant:  # The valid values are checked in any case, so that one error reports all problems.
+        # The rules are checked for the valid values even if other values are invalid, so that one error reports all
+        # problems.
+        if values or not meant:
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
@@ -286,7 +288,7 @@ _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return, for each kind of node, the allowed type of a value, without None.
+    """Return, for each kind of YAML node, the allowed type of a value of this kind; the type None is left out.
 
     All types of a union have different kinds.
     """

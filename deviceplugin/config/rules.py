@@ -148,7 +148,7 @@ class ConfigRules:
         if resource.metadata and "driver" not in keys:
             message = "the files name a driver; write driver: and a DNS name, such as gpu.example.com"
             self._report(f"{path}.metadata", message)
-        # A Device checks the API server's limits for these values, which no pattern can express.
+        # The constructor of `Device` checks limits of the API server that no pattern can express.
         device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
         for key, problem in naming.problems(device, resource.driver or "example.com"):
             self._report(f"{path}.{key}", problem)
@@ -175,7 +175,7 @@ class ConfigRules:
             self._report(f"{path}.driver", text)
 
     def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
-        """Report resources with common devices that would never be offered because of `driver` and `dra.share`.
+        """Report two resources with a common device that neither would offer, because of `driver` and `dra.share`.
 
         Also report `dra.unhealthy: NoExecute` for a driver with devices of an adopted plugin, because each restart of
         the plugin would end pods.
@@ -217,7 +217,7 @@ def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
 
 
 def _side_of(resource: ResourceConfig) -> str | None:
-    """Return "plugin" or "dra" if all devices of a resource are on this `Side`; None if both sides have devices."""
+    """Return the `Side` that has all devices of a resource, "plugin" or "dra"; None if both sides may have devices."""
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None

@@ -1,4 +1,4 @@
-"""The allowed texts in a config file (names, paths, patterns), and advice for invalid texts.
+"""Defines the texts that a config file may contain (names, paths, patterns), and advice for invalid texts.
 
 The regular expressions are used in Python and in the JSON schema, so they contain only syntax that Python and
 ECMAScript have in common.

@@ -1,4 +1,4 @@
-"""The types of the config file. The annotations of the types are the rules for the values in a file.
+"""Defines the types of the config file. The annotations of the types are the rules for the values in a file.
 
 The JSON schema in api/ is generated from these types. To add a kind of device, add a field to `DeviceEntry`, and a case
 to `deviceplugin.sources.configured.build_entry`. The schema's description of a class is assigned to `__doc__`, because

@@ -1,1 +1,1 @@
-"""Metrics and status of the agent: views of its state, metrics for Prometheus, devices' load, web server, web page."""
+"""Serves the agent's metrics and status: views of its state, metrics for Prometheus, load of devices, server, page."""

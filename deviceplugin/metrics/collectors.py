@@ -1,4 +1,4 @@
-"""The Prometheus metrics of an agent, and the routes of the agent's HTTP server.
+"""Makes the Prometheus metrics of an agent, and defines the routes of the agent's HTTP server.
 
 The module is loaded only if metrics are served. For each scrape, this module converts the agent's state at that moment
 (`AgentView`) to metric families. It counts nothing itself. The metrics `process_*` come from prometheus_client.
@@ -216,7 +216,7 @@ class AgentCollector:
 
 def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
     name = resource.name
-    # Each resource has a series for each usual combination of label values, even if its value is 0.
+    # Each resource has a series for each usual combination of label values, even if no device has these values.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
@@ -247,7 +247,7 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
 
 
 def _service(resource: ResourceView, add: Callable[..., None]) -> None:
-    """Add a resource's metrics of its registration, its gRPC server and its hooks."""
+    """Add the metrics of a resource's registration, of its gRPC server and of its hooks."""
     key, status = (resource.name,), resource.status
     servicer, registration = status.endpoint, status.registration
     add("registered", key, status.registered)
@@ -329,7 +329,8 @@ class Pages:
         return web.Answer(encode(self._registry), content_type)
 
     def _status(self, _: object) -> web.Answer:
-        from deviceplugin.metrics import page  # Imported only for requests of the page or /status.
+        # The module `page` is imported only when a client requests the page or /status.
+        from deviceplugin.metrics import page
 
         return web.Answer(page.status(self._view()), "application/json")
 

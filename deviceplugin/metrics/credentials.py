@@ -1,4 +1,4 @@
-"""The certificate of the agent's HTTP server, and the bearer token for its clients, from files that may change."""
+"""Reads the certificate of the agent's HTTP server, and the token for its clients, from files that may change."""
 
 from __future__ import annotations
 

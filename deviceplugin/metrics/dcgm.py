@@ -99,7 +99,8 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
     minor = attribute("parentMinor") if part else attribute("minor") or index
     instance = attribute("gpuInstance") or seen.device.id
     if attribute("computeInstance") not in ("", "0"):
-        instance += f"/{attribute('computeInstance')}"  # One GPU instance may have several compute instances.
+        # Each GPU instance may have several compute instances, so the id names both instances.
+        instance += f"/{attribute('computeInstance')}"
     holder = seen.holders[0] if len(seen.holders) == 1 else None
     return {
         "gpu": index,

@@ -1,4 +1,4 @@
-"""The load of devices: calls the hook `measure` of sources in the background, and keeps the results.
+"""Measures the load of devices: calls the hook `measure` of sources in the background, and keeps the results.
 
 No scrape waits for hardware. A value that could not be read recently is missing in the metrics: it is not replaced by
 zero or by an earlier value.
@@ -54,8 +54,8 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""For each name of a metric without `deviceplugin_device_`: one of the usual quantities of sources. Names of counters
-end with `_total`. A source may have further quantities."""
+"""The usual quantities of sources. The key is the name of the quantity's metric, without `deviceplugin_device_`. Names
+of counters end with `_total`. A source may have further quantities."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
@@ -143,7 +143,7 @@ class Gauge:
         return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Call `measure` once and store the result. After a failure, which is logged once, `reading` is None."""
+        """Call `measure` once and store the result. After a failure, `reading` is None."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
             # The earlier call hangs, and occupies a thread. A second call would hang too, in a further thread.
@@ -181,7 +181,7 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Measure all sources in parallel, once in `period` seconds. A new source is measured at its first device list."""
+    """Measure all sources in parallel, once in `period` seconds. The first measurement needs a list with devices."""
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
     due: dict[Gauge, float] = {}

@@ -250,7 +250,9 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 
 
 def _unlisted(resource: ResourceView) -> str:
-    """Return an HTML list of the devices that the source does not list.
+    """Return the HTML of the resource's `unlisted` devices; "" if there are none.
+
+    An unlisted device has a holder or is not on the plugin side, but its source does not list it any more.
 
     While a vendor's plugin is disconnected, this list contains all held devices of the plugin.
     """
@@ -270,7 +272,10 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
-    """Return whether the page may fold a device's row: the device is healthy, and has no holder, load or problem."""
+    """Return whether the page may fold a device's row: the device is healthy, and has no holder, load or problem.
+
+    While the holders of devices are unknown, the result is False.
+    """
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 

@@ -1,4 +1,4 @@
-"""The types for the reports that other components of the agent's process give, such as the bridge to DRA."""
+"""Defines the types of the reports from other components of the agent's process, such as the bridge to DRA."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class DeviceLocation:
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()  # The location of each device that no provider reports.
+DEFAULT_LOCATION: Final = DeviceLocation()  # A device in no provider's report is on the plugin side.
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevice:
-    """A device of a claim that was prepared on this node. pods: the pods of the claim.
+    """A device that a claim has, which was prepared on this node. pods: the pods of the claim.
 
     admin: whether the claim has only administrative access to the device, and so does not hold it.
     """

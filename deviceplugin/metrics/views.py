@@ -179,7 +179,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
-    """For each resource with devices that containers cannot open after a reload of systemd, yield a message. Blocks."""
+    """Yield a message for each resource with devices that containers lose after a reload of systemd. Blocks."""
     if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
         return
     for resource in status.resources:
@@ -264,7 +264,7 @@ class _ProviderCalls:
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
-        except BaseException as error:  # For example, SystemExit: the thread must not end without a result.
+        except BaseException as error:  # Even SystemExit is caught, because the thread must not end without a result.
             call.set_exception(error)
 
 

@@ -1,4 +1,4 @@
-"""The agent's HTTP server, with the standard library's http.server and socketserver. It serves a few read-only pages.
+"""Serves the agent's few read-only pages over HTTP, by the standard library's http.server and socketserver.
 
 The server limits the load that clients can cause. It has a maximum number of connections, serves one request for each
 connection, has a time limit for each step of a request, and caches responses for all clients. It accepts only GET and
@@ -150,7 +150,7 @@ class ClientLimits:
 
     request: float = 10.0  # Maximum seconds from the connection to the end of the request's head.
     answer: float = 30.0  # Maximum seconds in which a client must read the response.
-    grace: float = 0.1  # Limit instead of `request` and `answer` while other clients wait for a connection.
+    grace: float = 0.1  # This limit replaces `request` and `answer` while other clients wait for a connection.
     connections: int = 128
 
 
@@ -228,7 +228,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._make_room(self.limits.connections)
         try:
             sock, address = self.socket.accept()
-        except OSError as error:  # For example, file descriptors are used up.
+        except OSError as error:  # One cause is that no file descriptor is left.
             if not self._over and self._last_error != str(error):
                 self._last_error = str(error)
                 _LOG.warning("a client cannot be accepted: %s", error)

@@ -1,4 +1,4 @@
-"""The base class of the sources for PCI and USB devices, and functions for the names of vendors and products."""
+"""Defines the base class of the sources for PCI and USB devices, and reads the names of vendors and products."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         return f"{type(self).__name__}({self.wanted})"
 
     def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
-        """Return the names for each (vendor id, device id).
+        """Return the names for each pair (vendor id, device id) of `wanted` and of earlier calls.
 
-        The file of names is read only if a pair is new.
+        The file of names is read only if `wanted` has a pair that no earlier call had.
         """
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
@@ -110,11 +110,11 @@ def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, Attribut
 
 
 def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:
-    """Read the names for each (vendor id, device id) from a file like pci.ids; None if the file cannot be read.
+    """Read the names for these pairs (vendor id, device id) from a file like pci.ids; None if it cannot be read.
 
     In such a file, a line without a tab is a vendor, a line with one tab is a device of this vendor, and a line with
-    two tabs is a subsystem. The lists after the vendors, whose lines begin with a capital letter and a space, are not
-    read.
+    two tabs is a subsystem. After the vendors, the file has other lists, whose lines begin with a capital letter and a
+    space. These are not read.
     """
     vendors = {vendor for vendor, _ in wanted}
     names: _NamesById = {}

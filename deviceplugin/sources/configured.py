@@ -1,4 +1,6 @@
-"""The source of a resource in the config file: lists the devices of all entries, with the resource's settings.
+"""Defines the source of a resource in the config file.
+
+The source lists the devices of all entries of the resource, with the resource's settings.
 
 Each entry has a source of its own, whose async `watch` yields the entry's devices. An entry's source may have `notes`:
 sentences for the log, for example about a glob that matches nothing. An entry's source may also define the hooks
@@ -218,7 +220,7 @@ class ConfiguredSource(DeviceSource):
     async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
         """Call a hook of those entries' sources that define this hook; return the results.
 
-        Each hook gets only the devices of its entry, without the resource's settings.
+        Each hook gets only the devices of its entry, as the entry's source has listed them.
         """
         own: dict[DeviceSource, list[Device]] = {}
         for device in devices:
@@ -281,7 +283,7 @@ class ConfiguredSource(DeviceSource):
             await cancel_all(tasks)
 
     def _listed(self) -> list[Device]:
-        """Return the devices without the resource's settings, because a probe must not open the resource's mounts."""
+        """Return the devices as the entries' sources list them, because a probe must not open the resource's mounts."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""A source of devices by path: each match of a glob is a device.
+"""Defines a source that lists devices by their paths: each match of a glob is a device.
 
 With several globs, matches that belong together form a device (`pairing`). If the matched path is a symlink, the
 device's id is made from the link's path, because /dev/serial/by-id/... always leads to the same USB stick, but
@@ -193,7 +193,7 @@ class PathSource(ScannedSource):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
-        """For the paths of each device of the last scan, the device."""
+        """The devices of the last scan. The key of each device is the tuple of its paths."""
 
     def __repr__(self) -> str:
         return f"PathSource({', '.join(map(repr, self.globs))})"

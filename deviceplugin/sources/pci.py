@@ -1,4 +1,4 @@
-"""A source of PCI devices, selected by properties in sysfs: vendor, device, class, driver, address.
+"""Defines the source of PCI devices, which selects them by properties in sysfs: vendor, device, class and others.
 
 If a device is bound to vfio-pci, its container gets /dev/vfio/<group> and /dev/vfio/vfio. Otherwise the container gets
 the device nodes of the device's kernel driver, such as /dev/dri/renderD128. A network function has no device node. Its

@@ -1,4 +1,4 @@
-"""The base class of sources that scan the file system for devices: it decides when to scan, and logs the results."""
+"""Defines the base class of sources that scan the file system for devices. The class decides when to scan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ScannedSource(DeviceSource):
         raise NotImplementedError
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the devices now and whenever they change."""
+        """Yield the devices now and whenever they change. While a scan hangs, all devices are yielded as unhealthy."""
         listed: list[Device] | None = None
         seen: object = None
         hinted, pause = False, 0.0

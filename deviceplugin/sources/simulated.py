@@ -1,4 +1,4 @@
-"""Simulated devices without hardware or device nodes, for demonstrations and tests."""
+"""Defines a source of simulated devices without hardware or device nodes, for demonstrations and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source of USB devices, selected by properties in sysfs: vendor, product, serial number.
+"""Defines the source of USB devices, which selects them by properties in sysfs: vendor, product, serial number.
 
 A container gets the USB device's own node (/dev/bus/usb/001/004) and the nodes of its kernel drivers (/dev/ttyUSB0).
 When a device is plugged in again, its device number changes, but its id stays, because the id consists of vendor,

@@ -1,4 +1,4 @@
-"""Periodic scans and events of the NVIDIA driver, in one thread for all sources of an event loop."""
+"""Scans GPUs periodically and reads the NVIDIA driver's events, in one thread for all sources of an event loop."""
 
 from __future__ import annotations
 

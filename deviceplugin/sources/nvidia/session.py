@@ -187,7 +187,7 @@ class Session:
         return (Verdict.BAD if _ACTIONS[action] else Verdict.GOOD), _ACTIONS[action]
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
-        """Wait for the driver's events. Return the new XIDs, and whether a scan is due.
+        """Wait for the driver's events, at most `seconds`. Return (the new XIDs, whether a scan is due).
 
         Raises NvmlError after an error that makes all later calls of NVML fail.
         """
@@ -261,7 +261,7 @@ class EventListener:
         self.notes = tuple(notes)
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool, Any]:
-        """Wait for events. Return (new XIDs, whether a scan is due, the error of a failed wait or None)."""
+        """Wait up to `seconds` for events. Return (new XIDs, whether a scan is due, the error of the wait or None)."""
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
@@ -275,7 +275,8 @@ class EventListener:
     def _collect(self, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
         due = False
-        for _ in range(1000):  # Maximum number of events to read in one call. The next call reads further events.
+        # One call of `_collect` reads at most 1000 events. The next call reads the events after these.
+        for _ in range(1000):
             try:
                 data = self._nv.nvmlEventSetWait_v2(self._set, milliseconds)
             except self._nv.NVMLError as error:
