@@ -41,7 +41,7 @@ def socket_path(directory: str | Path, name: str, tail: str) -> Path:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Remove the Unix sockets among these paths at which no process listens any more."""
+    """Remove each of these paths that is a Unix socket at which no process listens any more."""
     for path in filter(_is_abandoned, paths):
         with contextlib.suppress(OSError):
             path.unlink()

@@ -38,7 +38,7 @@ class BlockedLoopError(RuntimeError):
 
 
 class LoopWatch:
-    """Watches the present thread's event loop from another thread, until `end` is called.
+    """Watches the event loop of the thread that creates this object, from another thread, until `end` is called.
 
     blocked: the resource, and the line of code that blocks the loop now, as text; "" while the loop runs. found: the
     last reported line in a source's code, with the resource, as text; "" if no line was reported.
@@ -84,7 +84,7 @@ class LoopWatch:
             self.blocked = ""
 
     def _report(self, resource: str, place: str, how_long: str) -> str:
-        """Log the line that blocks the loop; return the resource and the line as one text."""
+        """Log the line that blocks or has blocked the loop; return the resource and the line as one text."""
         text = f"{resource or 'the agent'}: {place}"
         if resource:
             self.found = text

@@ -43,7 +43,7 @@ def vendor_of(driver: str) -> str:
 
 
 def qualified(driver: str, device: str) -> str:
-    """Return the fully qualified name of a CDI device of this driver's claims."""
+    """Return the fully qualified name of a CDI device of this driver's claims. device: the device's short name."""
     return f"{vendor_of(driver)}/{CLASS}={device}"
 
 
@@ -58,7 +58,7 @@ def file_of(name: str, uid: str) -> tuple[str, str]:
 
 
 def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, Any], ...]]:
-    """Return, for each node, its entries in a CDI spec. Blocks. Raises CdiError if a node is missing on the host."""
+    """Return, for each device node, its entries in a CDI spec. Blocks. Raises CdiError if the host lacks a node."""
     return {node: tuple(_nodes(node)) for node in nodes}
 
 

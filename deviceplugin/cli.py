@@ -122,7 +122,7 @@ class CommandLine:
 
 
 def explained(error: ConfigError) -> str:
-    """Return the problems of a config file as one text, which also states their number if there are several."""
+    """Return the problems of a config file as one text. The text also states their number if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
 
@@ -356,7 +356,10 @@ def _print_devices(listed: _Listed) -> None:
 
 
 def _table(listed: _Listed, width: int | None) -> Iterator[Line]:
-    """Yield the lines of a table of all devices. If paths make the table too wide, each path has its own line."""
+    """Yield the lines of a table of all devices.
+
+    If the paths make the table too wide, each path is printed on a line of its own.
+    """
     rows = [
         (
             source.resource,
@@ -397,7 +400,7 @@ def _table(listed: _Listed, width: int | None) -> Iterator[Line]:
 
 
 def _nodes(source: ConfiguredSource, device: Device) -> list[str]:
-    """Return the host paths that a container gets for this device, without the mounts in the resource's settings."""
+    """Return the host paths that a container gets for this device, except paths that the resource's settings mount."""
     general = {mount.container for mount in source.config.mounts}
     places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]

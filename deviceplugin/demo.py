@@ -116,7 +116,7 @@ def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
 
 
 def wait_for_signal(printer: Printer, *lines: str) -> None:
-    """Print lines and wait until SIGINT or SIGTERM arrives."""
+    """Print lines, then wait until the process gets SIGINT or SIGTERM."""
     over = threading.Event()
     before = {number: signal.signal(number, lambda *_: over.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -146,7 +146,7 @@ class _HookedGpus(Gpus):
 
 @dataclass
 class _Demo:
-    """The scenario of the demo. Each step changes something, waits for the result, checks the result and prints it."""
+    """The scenario of the demo. Each step changes the simulated node, waits for the result, checks it and prints it."""
 
     kubelet: FakeKubelet
     gpus: _HookedGpus

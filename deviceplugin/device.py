@@ -57,7 +57,7 @@ class EditConflictError(ValueError):
 
 
 def counted(number: int, what: str = "device") -> str:
-    """Return a number with its noun: "1 device", "2 devices"."""
+    """Return a number and its noun as text: "1 device", "2 devices"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -31,7 +31,7 @@ def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """For each device node without a link /dev/char/MAJOR:MINOR (or block), return the path of the missing link.
+    """Return, for each device node without a link /dev/char/MAJOR:MINOR (or /dev/block), the path of the missing link.
 
     places: the directories with the subdirectories `char` and `block`. A link below one of `places` is enough.
     """

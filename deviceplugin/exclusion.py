@@ -21,7 +21,7 @@ from deviceplugin.naming import parse_quantity
 DeviceKey = tuple[str, str]
 """The key of a device: (resource, device id)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
-"""For each counter set's name, and each name of a counter in the set: an amount of the counter."""
+"""A mapping from the name of each counter set to a mapping from the name of each counter in the set to its amount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
 
 
 class HardwareIndex:
-    """The hardware of all devices of this process at one moment: shows which devices exclude each other."""
+    """Has the hardware of all devices of this process at one moment, and finds the devices that exclude each other."""
 
     def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
         self._hardware = hardware
@@ -105,7 +105,7 @@ class HardwareIndex:
         return self.tokens_by_device.get(key, NO_TOKENS)
 
     def having(self, token: str) -> frozenset[DeviceKey]:
-        """Return the devices that have this identity token."""
+        """Return the keys of the devices that have this identity token."""
         return frozenset(self._by_token.get(token, ()))
 
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
@@ -128,7 +128,7 @@ class HardwareIndex:
         return (self.aliases(key) | frozenset(parts)) - {key}
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
-        """Return a device and those devices of `within` that are its peers, peers of these peers, and so on."""
+        """Return a device, its peers among `within`, the peers of these peers among `within`, and so on."""
         allowed, group, new = frozenset(within), {key}, {key}
         while new:
             new = {peer for member in new for peer in self.peers(member)} & allowed - group

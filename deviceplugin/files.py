@@ -51,7 +51,7 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def place_of(path: str | Path) -> str:
-    """Return a text with a directory's file system and its path within this file system; "" if they are not known.
+    """Return a text with a directory's file system and the directory's path in it; "" if they are not known.
 
     The text is the same in each container. It stays the same if the directory is removed and created again, and is
     already known before the directory exists. For a path at which another directory is mounted, the text is that of the

@@ -132,7 +132,7 @@ class Watcher:
             self._close()
 
     def check(self, watch: Watch, *, hinted: bool) -> None:
-        """If a check is due, check whether the paths of `watch` still lead to the watched directories."""
+        """Start a thread that checks the directories of `watch` that are due, and watches them again if needed."""
         if not watch.places:
             return
         self._open()
@@ -485,7 +485,7 @@ class _Place:
 
     @property
     def watched(self) -> bool:
-        """Whether file events of the directory are received."""
+        """Whether the directory or its nearest existing ancestor is watched, and its file system responds."""
         return self.begun.found is not None and not self.silent
 
     def take(self, begun: _Begun) -> None:
@@ -502,7 +502,7 @@ class _Place:
             watch.wake()
 
     def hint(self, at: str, event: events.FileSystemEvent | None) -> bool:
-        """Give hints for an event of the path `at`. Return whether a thread should make a new inotify watch.
+        """Give hints for an event in the watched path `at`. Return whether a thread should make a new inotify watch.
 
         event: None if the directory was removed.
         """

@@ -54,10 +54,10 @@ class HookDevices(Protocol):
     """The methods of `deviceplugin.register.register.Register` that this module calls."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return these devices, and the devices that share hardware with any of them."""
+        """Return these devices, and all devices that have hardware in common with any of these."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return a device's present identity tokens."""
+        """Return a device's present identity tokens (`deviceplugin.identity`)."""
 
     def notify(self) -> None:
         """Notify subscribers that a hook has become a holder of its devices, or has ended."""
@@ -89,10 +89,10 @@ class HookRuns:
     async def call(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
     ) -> Any:
-        """Wait for earlier hooks of the devices, then call a hook with its source's timeout; return the hook's result.
+        """Wait until earlier hooks of the devices have ended, then call a hook; return its result.
 
-        Raises HookError if the hook failed. Raises DeviceBusyError if an earlier hook still runs after its own timeout,
-        or after this call has waited for this hook's timeout.
+        The hook has its source's timeout. Raises HookError if the hook failed. Raises DeviceBusyError if an earlier
+        hook still runs after its own timeout, or after this call has waited for this hook's timeout.
         """
         run = self._begin(hook, source, devices)
         return await self._call(run, statistics, source, devices, *more, patience=source.hook_timeout)
@@ -107,8 +107,8 @@ class HookRuns:
     ) -> asyncio.Task[str]:
         """Call a hook in a background task. The task returns the hook's error as text, "" if the hook succeeded.
 
-        The method `wait` waits for this hook too. ended: a function that is called with the task's result before such
-        calls of `wait` return.
+        The method `wait` also waits for the end of this hook. ended: a function that is called with the task's result
+        before such calls of `wait` return.
         """
         run = self._begin(hook, source, devices)
 

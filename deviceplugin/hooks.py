@@ -156,14 +156,14 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 
 
 def _place(error: Exception) -> str:
-    """Return the line in the hook's file that raised an error, as " (file:line)"; "" if the traceback has none."""
+    """Return the line in the hook's file at which an error was raised, as " (file:line)"; "" if it is unknown."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Stop waiting for a call, and cancel it if it is a coroutine. The call's future is kept until the call ends."""
+    """Stop waiting for a call, and cancel a coroutine. The call's future is kept in `_stuck` until the call ends."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)

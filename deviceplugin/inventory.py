@@ -197,7 +197,10 @@ class Inventory:
         return True
 
     def _looked(self) -> None:
-        """Mark all devices as unhealthy if a read hangs; else restore the health that the source has listed."""
+        """Publish a snapshot after a read of the devices' paths began or ceased to hang.
+
+        While a read hangs, all devices are unhealthy. Otherwise they have the health that the source has listed.
+        """
         if self._listed.listed:
             self._show(blamed(self._listed, self.looks.hanging, self.snapshot.version + 1))
 

@@ -150,7 +150,8 @@ class Looks:
 
         kind: the label of the call in the metric of timeouts. place: the path for messages, if the function does not
         record paths by `looked_at`. brief: whether the function usually takes microseconds. Raises LookTimeoutError
-        after `timeout` seconds; the function then continues in its thread.
+        after `timeout` seconds, or at once while an earlier call hangs. After a timeout, the function continues in its
+        thread.
         """
         if self.hanging:
             raise LookTimeoutError(self.hanging)

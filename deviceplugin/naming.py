@@ -177,7 +177,7 @@ def check_capacity(name: str, value: object) -> None:
 
 
 def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
-    """Raise NamingError unless a counter set has valid names (DNS labels), 1 to 32 counters, no negative quantity."""
+    """Raise NamingError unless a counter set has valid names (DNS labels), 1 to 32 counters and no negative amount."""
     check_label(set_name, "a counter set's name")
     if not 0 < len(counters) <= _MAX_COUNTERS:
         raise NamingError(f"counter set {set_name!r} must have 1 to {_MAX_COUNTERS} counters, not {len(counters)}")

@@ -95,7 +95,7 @@ _LIMITS: Final[Mapping[str, str]] = {
 
 
 def _limit(what: str) -> str:
-    """Return the limit of inotify instances or watches as text: the lower one of user and user namespace."""
+    """Return the lower of the user's and the user namespace's limit of inotify instances or watches, as text."""
     limits = [(_read_limit(f"{file}{what}"), f"{name}{what}") for file, name in _LIMITS.items()]
     value, name = min(limits, key=lambda limit: int(limit[0]) if limit[0].isdigit() else math.inf)
     return f"{name} is {value}"

@@ -80,7 +80,7 @@ def file_error(file: str, message: str, line: int = 0) -> ConfigError:
 
 
 class Problems:
-    """Collects the problems of one config file.
+    """Collects the problems of one config file; raises ConfigError after MAX_PROBLEMS.
 
     lines: a mapping from the path of each value that was read so far to the value's line.
     """
@@ -267,7 +267,8 @@ _GLOB: Final = re.compile(r"(?<![^\s\[{,:])/[^\s\"',\[\]{}]*\[[^\]\s\"']*\][^\s\
 _PLACEHOLDER: Final = re.compile(r"(?<![^\s\[{,:])[^\s\"',\[\]{}]*(\{(?:id|path|name|node)\})[^\s\"',\[\]{}]*")
 """Matches a text with a placeholder that is not in quotes."""
 FLAG: Final = re.compile(r"(?<!\S)--(device|domain|config|listen|log-level|plugin-directory)(?:=|[ \t]*\n|[ \t]+|$)")
-"""Matches a flag of generic-device-plugin, up to its value."""
+"""Matches a flag of generic-device-plugin in a command line, from the flag's name to the place where its value begins.
+"""
 
 
 def keys(node: yaml.Node) -> dict[str, yaml.Node]:

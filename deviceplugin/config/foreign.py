@@ -30,13 +30,14 @@ NVIDIA_VALUES: Final = frozenset(
         *("nvidiaDriverRoot", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "deviceDiscoveryStrategy"),
     }
 )
-"""The values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin without the plugin's config file."""
+"""Values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin directly, not in the plugin's config file.
+"""
 OTHER_IDS: Final = (
     "{}: its device ids. Its pods run on, and the agent finds their devices by their containers' device nodes; if the "
     "plugin gave them a directory or a mount, the resource offers no device until they end (docs/existing-plugin.md)"
 )
 DIRECTORIES: Final = frozenset({"/dev/snd", "/dev/dri", "/dev/input", "/dev/bus/usb", "/dev/net", "/dev/vfio"})
-"""Directories that other plugins' settings often name as the path of a device."""
+"""Directories that the settings of other plugins often name as if each of them were a device."""
 NUMBERED: Final[Mapping[str, str]] = {
     "ttyUSB": "/dev/serial/by-id/...",
     "ttyACM": "/dev/serial/by-id/...",
@@ -150,7 +151,10 @@ def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any
 
 
 def _parts(node: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return those values of a list or mapping that may contain settings. All flags of a container form one value."""
+    """Return those values in a list or mapping that may contain settings.
+
+    All words of a container's keys `command` and `args` with flags form one value.
+    """
     if isinstance(node, list):
         return node
     flags = [key for key in ("command", "args") if _taker(node.get(key)) is _flags]

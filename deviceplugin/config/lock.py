@@ -74,7 +74,10 @@ class Lock:
 
     @classmethod
     def resolved(cls, commands: bool, host_paths: Iterable[str], plugins: bool = False) -> Lock:
-        """Return a lock with these prefixes, and with the targets of their symlinks, such as /run/x for /var/run/x."""
+        """Return a lock with these prefixes, and with the same prefixes after their symlinks are resolved.
+
+        For example, /var/run/x becomes /run/x.
+        """
         given = tuple(host_paths)
         return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))), plugins)
 
@@ -84,7 +87,11 @@ class Lock:
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
     def problem(self, kind: type, path: str) -> str:
-        """Return why a path in a mapping of the type `kind` is not allowed; "" if it is allowed. Follows symlinks."""
+        """Return why a path in a mapping of the type `kind` is not allowed; "" if it is allowed.
+
+        The target of a symlink must be allowed too, except for paths of devices, which are checked when devices are
+        listed.
+        """
         if not self.allows(path):
             return self.refusal(path)
         target = path if kind in {DeviceEntry, PartConfig} else os.path.realpath(path)

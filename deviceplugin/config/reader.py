@@ -330,7 +330,7 @@ def _got(node: yaml.Node) -> str:
 
 
 def _below(fields: Mapping[str, Any], key: str, value: yaml.Node, levels: int = 1) -> dict[str, str]:
-    """Return each field whose mapping, or list of mappings, may contain `key`, with an example of the field in YAML.
+    """Return, for each field whose mapping (or list of mappings) may contain `key`, an example of the field in YAML.
 
     levels: the number of levels below the fields on which the key is searched.
     """
@@ -376,7 +376,7 @@ _OTHER_NAMES: Final = {
 }
 """For each key of Kubernetes or of other device plugins: the keys in this config file with the same meaning."""
 _FOREIGN: Final = {"groups", "devicematch", "nummaxdevices", "timeSlicing"}
-"""Keys that only other device plugins have."""
+"""Keys that occur only in the config files of other device plugins."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -405,7 +405,7 @@ def _meant(path: str, value: str) -> str:
 
 
 def _mismatch(node: yaml.Node, options: _Options, path: str) -> str:
-    """Return the message for a node of the wrong kind: the expected kind, the found kind and the correction."""
+    """Return the message for a node of the wrong kind, with the expected kind, the found kind and a correction."""
     message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
     kinds = {type(info).__name__ for info, _ in options.values()}

@@ -1,4 +1,4 @@
-"""Checks the rules of a config file that the types in `config.types` cannot express."""
+"""Checks those rules of a config file that the types in `config.types` cannot express."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ConfigRules:
         self._report, self._lines = problems.report, problems.lines
         self._lock = lock
         self._names: dict[str, int] = {}
-        """For each resource name, the first line with this name."""
+        """For each resource name, the number of the first line with this name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
         """For each path without wildcards in the key `group` of an entry: the line of its first use, and the paths of
         that group."""
@@ -95,7 +95,7 @@ class ConfigRules:
             self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
-        """Report each device node that is in two different groups of paths, because the groups would share hardware."""
+        """Report each device node that is in two different groups of paths, because devices would share hardware."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, member in enumerate(group):
             if re.search(r"[*?[]", member):
@@ -224,6 +224,6 @@ def _side_of(resource: ResourceConfig) -> str | None:
 
 
 def any_of(words: Iterable[object]) -> str:
-    """Join words as a choice: a, b or c."""
+    """Return the words as a text like "a, b or c"."""
     *most, last = map(str, words)
     return f"{', '.join(most)} or {last}" if most else last

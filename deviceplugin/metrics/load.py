@@ -143,7 +143,7 @@ class Gauge:
         return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Call `measure` once and store the result. After a failure, `reading` is None."""
+        """Call `measure` once and store the result. After a failure, `reading` is None, and `error` has the reason."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
             # The earlier call hangs, and occupies a thread. A second call would hang too, in a further thread.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """The state of a device: on the side of the plugin or of DRA, or moving between the two (`State`).
+    """The state of a device: the device is on the plugin side or the DRA side, or moves between the two (`State`).
 
     since: the time of the last change of this state (Unix seconds). reason: why the state changed. waits: the event for
     which the device's move waits; "" if the device is not moving.
@@ -42,7 +42,7 @@ DEFAULT_LOCATION: Final = DeviceLocation()  # A device in no provider's report i
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevice:
-    """A device that a claim has, which was prepared on this node. pods: the pods of the claim.
+    """A device of a claim. The claim was prepared on this node. pods: the pods of the claim.
 
     admin: whether the claim has only administrative access to the device, and so does not hold it.
     """
@@ -73,7 +73,10 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event for the list on the page. at: the event's time (Unix seconds). bad: whether the event is a problem."""
+    """An event for the list on the agent's page.
+
+    at: the event's time (Unix seconds). bad: whether the event is a problem.
+    """
 
     at: float
     resource: str
