@@ -51,12 +51,12 @@ class Counts:
 
 
 def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | None) -> Counts:
-    """Return the kubelet's counts of a resource. shown: the ids that `Counts.shown` counts."""
+    """Return the kubelet's counts of a resource. shown: the ids counted in `Counts.shown`, None for no stream."""
     return Counts(len(shown) if shown is not None else None, *held_by_limits(now, resource))
 
 
 def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
-    """Return the claims that give pods devices of a resource for their `limits`, the oldest first."""
+    """Return the claims through which pods have devices of a resource for the pods' `limits`, the oldest first."""
     served = [claim for claim in now.claims.values() if served_by_limits(claim, resource)]
     return sorted(served, key=attrgetter("since"))
 
@@ -116,7 +116,7 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 
 
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
-    """Return the pods that have devices of a resource by their `limits`, with an assumed time of creation.
+    """Return the pods that have devices of a resource for their `limits`, each with an assumed time of creation.
 
     The assumed time is when the pod got its devices; for a pod with a claim, `AGE` seconds earlier. A pod that has
     waited longer than `AGE` for its claim is older than assumed. A pod with devices of the device plugin has its UID as

@@ -98,7 +98,7 @@ class AllocatableStatus:
         self._changes.note()
 
     async def lower(self, resource: str, number: int) -> bool:
-        """Lower a resource's number, and wait at most 3 s until no new pod can get devices beyond this number.
+        """Lower a resource's number in the Node; wait at most 3 s until no new pod can get devices beyond this number.
 
         Returns True if the method had to wait: the scheduler then counts at most this number, and the kubelet has
         admitted the pods that were bound before. Returns False if no wait was needed, if the number cannot be written,
@@ -161,7 +161,7 @@ class AllocatableStatus:
         return self._since[resource] + grace - now
 
     def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
-        """Begin to raise the resource's number, because these ids return from DRA to the device plugin."""
+        """Begin to raise the resource's number, because these ids have returned from DRA to the device plugin."""
         if resource in self._most:
             self._most[resource] += len(device_ids)
         self._returning.setdefault(resource, set()).update(device_ids)

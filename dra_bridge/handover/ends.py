@@ -90,15 +90,15 @@ class MovesToPlugin:
     0.5 s, then after growing delays of up to 5 min. When the allocation no longer names the device, the agent lists the
     claims again. A failed list is repeated within 30 s.
 
-    No move ends while a pod has a device of the resource by its `limits` through DRA, unless the move is forced.
+    No move ends while a pod has a device of the resource for its `limits` through DRA, unless the move is forced.
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
     (`dra_bridge.handover.admission`).
 
     queries: the reads of claims, by (device, sequence number of the device's record), so that each move begins with a
     new read. waits: a function that returns the delays between two reads of a claim. limited: whether pods have, or may
-    get, devices of the resource by their `limits` through DRA. The value becomes True when the ledger (the file of
+    get, devices of the resource for their `limits` through DRA. The value becomes True when the ledger (the file of
     records) names such a pod. The value becomes False when the ledger file names no such pod, and either a list of
-    claims names none or no device waits.
+    claims names no such pod, or no device waits.
     """
 
     moved: MovedResource
@@ -211,8 +211,8 @@ class MovesToPlugin:
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims whose queries are due. Return whether all claims have to be listed now.
 
-        A list is necessary if, after these reads, no known claim prevents the move of the device of one of these
-        queries.
+        A list is necessary if a due query names no claim after these reads. Its device waits, but no known claim
+        prevents the device's move.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

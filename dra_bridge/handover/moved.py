@@ -46,7 +46,7 @@ class MoveEvidence(Protocol):
         """Return a pod's name, for messages."""
 
     async def allocated(self) -> Allocated:
-        """Return the allocations of all claims at one moment after the call of this method."""
+        """Return the allocations of all claims at one moment, which is after this method was called."""
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim (namespace/name); return whether its allocation has this device of this node.
@@ -101,7 +101,7 @@ class MovedResource:
         object.__setattr__(self, "name", self.endpoint.resource)
 
     def movable(self) -> Movable:
-        """Return the present states of the plugged-in devices, from whose number `Share.of` computes DRA's share."""
+        """Return the plugged-in devices that may move, with their present states. `Share.of` gets their number."""
         now, listed = self.register.snapshot, self.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moving.of(now, self.name).items():

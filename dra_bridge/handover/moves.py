@@ -33,7 +33,7 @@ _WAYS: Final = (State.TO_DRA.value, State.TO_PLUGIN.value)
 
 @dataclass(slots=True)
 class MoveStatistics:
-    """Statistics of one resource's moves, by direction. Counters only grow.
+    """Statistics of one resource's moves, one value for each direction. Counters only grow.
 
     seconds: the total duration of the finished moves, from begin to commit.
     """
@@ -83,7 +83,7 @@ class Handover:
         self.wake()
 
     def wake(self) -> None:
-        """Execute the next step of the moves now, instead of after the pause."""
+        """Make `run` execute the next step of the moves now, instead of after its pause."""
         self._wake.set()
 
     def look(self) -> None:
@@ -128,7 +128,7 @@ class Handover:
             unsubscribe()
 
     def _pause(self, backoff: Backoff) -> float:
-        """Return the seconds until the next check of moves: at most `PROMPT` while a claim waits for the resource."""
+        """Return the seconds until the next step: at most `PROMPT` while a claim waits for such a device."""
         pause = backoff.next()
         for of, _ in self._moved.register.waits.devices:
             if of == self.resource:
@@ -136,7 +136,7 @@ class Handover:
         return pause
 
     async def _step(self) -> tuple[bool, bool]:
-        """Execute all steps that are possible now. Return whether to continue at once, and whether moves wait."""
+        """Execute all steps that are possible now. Return whether to execute more at once, and whether moves wait."""
         waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self.to_plugin.limited

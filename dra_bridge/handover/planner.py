@@ -35,7 +35,7 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 def needed_by(
     now: RegisterSnapshot, refused: Mapping[RecordKey, RefusedClaim], driver: str, together: Together
 ) -> dict[DeviceKey, str]:
-    """Return the devices that must move to DRA for a driver's refused claims, or continue to move, with the reasons.
+    """Return the devices that must begin or continue to move to DRA for a driver's refused claims, with reasons.
 
     Devices are included even if pods hold them. Otherwise a sequence of pods could hold a claim's device without a
     pause, and each Prepare would find it held. A device that has moved since the claim was refused does not have to
@@ -74,7 +74,7 @@ class Moving:
         return moved
 
     def in_state(self, now: RegisterSnapshot, resource: str, state: State) -> tuple[str, ...]:
-        """Return the ids of a resource's selected devices in a state, sorted."""
+        """Return the sorted ids of a resource's selected devices that are in one state."""
         found: list[str] = []
         for name, record in self.of(now, resource).items():
             if record.state is state:
@@ -137,7 +137,7 @@ class Movable:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The moves to begin now. draining: devices that leave the device plugin once they are idle (drain: wait).
+    """The moves to begin now. draining: devices that leave the device plugin once they are idle (`drain` is "wait").
 
     blocked: devices whose moves must not begin, because a kubelet restart would then end pods.
     """

@@ -33,8 +33,8 @@ class MoveStarter:
     """Begins moves of one resource's devices, so that DRA gets as many as requested (the share).
 
     allocatable: see `Handover`. draining: devices that will leave the device plugin; new pods should get other devices
-    if possible. blocked: for each device whose move cannot begin, the reason. begun: number of moves that have begun,
-    by direction.
+    if possible. blocked: for each device whose move cannot begin, the reason. begun: for each direction, the number of
+    moves that have begun.
     """
 
     moved: MovedResource
@@ -63,7 +63,7 @@ class MoveStarter:
             movable = self.moved.movable()
             wanted = self._planned(movable, limited=limited)
             if not (wanted.to_dra and await self._announced(movable, wanted.to_dra)):
-                # If `_announced` has waited, choose again, because pods may have got other devices meanwhile.
+                # If `_announced` has waited, choose devices again, because pods may have got other devices meanwhile.
                 break
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
         self.draining = movable.with_groups(wanted.draining)
@@ -106,9 +106,9 @@ class MoveStarter:
             waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
-                # No device returns to the device plugin before all pods with devices by limits through DRA have ended.
-                # With `drain` "cordon", all devices begin to move to the device plugin, so that no new pod can get a
-                # device through DRA. Later, the moves are reversed for those devices that the share assigns to DRA.
+                # While a pod has a device for its `limits` through DRA, no device returns to the device plugin. With
+                # `drain` "cordon", all devices begin to move to the device plugin, so that no new pod can get a device
+                # through DRA. Later, the moves are reversed for those devices that the share assigns to DRA.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(movable, wanted.to_dra):
@@ -122,7 +122,7 @@ class MoveStarter:
         return Plan(tuple(chosen), (), rest, rest)
 
     def _may_leave(self, movable: Movable, leaders: Iterable[str]) -> bool:
-        """Return whether `may_leave` permits each resource to move these leaders and their groups to DRA at once."""
+        """Return whether all devices in the groups of these leaders may move to DRA at once (`may_leave`)."""
         leaving: dict[str, set[str]] = {}
         for leader in leaders:
             for of, name in movable.together[leader]:
@@ -138,7 +138,7 @@ class MoveStarter:
         return True
 
     async def _announced(self, movable: Movable, leaving: Collection[str]) -> bool:
-        """Lower the Node's number of allocatable devices by the leaving devices. Return whether the method waited."""
+        """Lower the Node's number of allocatable devices to those that stay. Return whether the method had to wait."""
         if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
         staying = set(healthy)

@@ -312,7 +312,7 @@ class Ledger:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # There may be no transaction.
+            with contextlib.suppress(sqlite3.Error):  # Without a transaction, SQLite raises an error.
                 connection.execute("ROLLBACK")
             with contextlib.suppress(sqlite3.Error):
                 connection.close()

@@ -105,7 +105,7 @@ class Bridge(ClaimSide):
         """The path of the ledger file. The path does not depend on the config."""
         return self.node.directory / "register.db"
 
-    # Methods that the agent calls (ClaimSide): `draining`, `brought`, `contested` and `end`.
+    # The agent calls these methods (ClaimSide): `draining`, `brought`, `contested` and `end`.
 
     def draining(self, resource: str) -> Collection[str]:
         """Return the devices that will leave the device plugin. New pods should get other devices if possible."""
@@ -182,7 +182,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record claims that are only in claim files, not in the ledger file. Then run the drivers of all claims.
+        """Record claims that are only in claim files, not in the ledger file. Then run each claim's driver.
 
         A file is read if this agent wrote it, or if a resource names the file's driver, because the kubelet then asks
         this agent to unprepare the claim. Other files belong to another agent on the node. Raises AgentError if the
@@ -220,7 +220,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Let the driver that the resource's source names publish the devices after they have left other drivers."""
+        """Serve a resource's devices by the driver that the source names, after the devices have left other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -245,7 +245,7 @@ class Bridge(ClaimSide):
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """React after another plugin has registered a resource with the kubelet, so that it bypasses this agent."""
+        """Stop offering a resource's free devices by DRA: another plugin has registered the resource."""
         for runtime in self.drivers.values():  # The loop includes drivers that the config no longer names.
             runtime.contested(resource, reason)
 
@@ -258,7 +258,7 @@ class Bridge(ClaimSide):
         return self._policies.get(resource) or self._policies.get(parent) or HandoverPolicy()
 
     def _left(self, resource: str) -> None:
-        """Offer the devices of a resource that have left a driver to other drivers and to the device plugin."""
+        """Offer a resource's devices, which have left a driver's slices, to other drivers and to the device plugin."""
         for runtime in self.drivers.values():
             if resource in runtime.resources:
                 runtime.resources[resource].handover.wake()
@@ -288,7 +288,7 @@ class Bridge(ClaimSide):
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
-        """Wait until no other agent has the ledger file open, then open it. Raises AgentError."""
+        """Wait until no other agent has the ledger file open, then open it. Raises AgentError if this fails."""
         path = self.ledger_path
         copy = copies.path(self.node.drivers.cdi_directory, self.agent_name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))

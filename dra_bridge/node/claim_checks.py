@@ -74,10 +74,11 @@ class ClaimChecks:
                 await self._pause(ending)
 
     async def _pause(self, ending: Backoff) -> None:
-        """Wait until the next check is due, or until the last process of a claim's pods has ended.
+        """Wait until the next check of claims is due, at most `RECONCILE` seconds.
 
-        During the wait, record pods that begin to run with a claim, so that an Unprepare need not ask the kubelet for
-        pods.
+        The wait is shorter if a claim's record has no Prepare response, for example because processes of the claim's
+        pods still ran at its Unprepare. During the wait, record pods that begin to run with a claim, so that an
+        Unprepare need not ask the kubelet for pods.
         """
         begun = time.monotonic() - _PHASE
         until = _PHASE + (begun // RECONCILE + 1) * RECONCILE

@@ -44,7 +44,7 @@ class ClaimPods:
 
     tracker: the object that finds the pods' processes, and asks the kubelet for its active pods. node: see
     `PodsAndClaims`. files: the files of the claims, which are written again after a claim's record in the ledger has
-    changed. recorded: UIDs of the running pods for which the ledger has all claims of this driver. last: the last
+    changed. recorded: UIDs of the running pods whose claims from this driver are all in the ledger. last: the last
     result of `running`.
     """
 
@@ -90,7 +90,7 @@ class ClaimPods:
             unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
         before, self.last = self.last, RunningPods(running, unlisted)
         if self.last != before:
-            self.ledger.changes.note()  # The change wakes Prepares that wait for the end of these pods.
+            self.ledger.changes.note()  # The note wakes Prepares that wait until pods have ended.
         return self.last
 
     async def record(self) -> list[PreparedClaim]:

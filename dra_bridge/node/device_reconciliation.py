@@ -63,7 +63,7 @@ class EvidenceReader:
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
     async def scan(self, resource: str, device_ids: Collection[str]) -> KubeletSnapshot | None:
-        """Scan for holders now, and return those of a resource; see `HolderScanner.scan`."""
+        """Scan for holders now, and return the holders of a resource's devices; see `HolderScanner.scan`."""
         result = await self.agent.scanner.scan({(resource, device_id) for device_id in device_ids})
         return None if result is None else result.resources.get(resource)
 
@@ -168,16 +168,16 @@ class EvidenceReader:
 
 
 class ReconciledDriver(Protocol):
-    """The object that reacts to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+    """The driver's object that reports changes of devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
-        """React after the driver's devices got their published names."""
+        """Report the devices' health to the kubelet, because the devices now have published names."""
 
     def changed(self) -> None:
-        """React after holders or states of devices have changed in the ledger file."""
+        """Update device lists, moves and slices, because holders or states of devices have changed in the ledger."""
 
     def quarantined(self, resource: str, device: str) -> None:
-        """React after a device was quarantined."""
+        """Log an error and write an Event, because a device was quarantined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class DeviceReconciler:
         self.context.evidence.reconciled.difference_update(gone)
 
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
-        """Reconcile the devices of a resource until all are reconciled.
+        """Compare the records of a resource's devices with evidence (reconcile), until all devices are reconciled.
 
         After the agent's start, no device counts as reconciled, because the ledger file may have lost its last records.
         """
@@ -247,7 +247,7 @@ class DeviceReconciler:
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
-        """Compare the ledger file with the evidence about these devices.
+        """Compare the ledger file's records of these devices with the evidence, and correct the records.
 
         Return the devices whose holders stay uncertain. Raises one of `EVIDENCE_ERRORS` if the evidence cannot be read
         now.

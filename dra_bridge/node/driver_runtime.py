@@ -60,7 +60,7 @@ class DriverRuntime:
         self._tasks = Tasks()
         self._alarmed: dict[ForeignKind, float] = {}
         self._changed = asyncio.Event()
-        """Whether holders or states of devices have changed since the last update of device lists, moves and slices."""
+        """An event that requests an update: holders or states of devices have changed since the last update."""
         self._node = node
         self._register = register = node.agent.register
         tracker = node.agent.tracker
@@ -109,7 +109,7 @@ class DriverRuntime:
         share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
-    # Methods that handovers call (DriverSide): `endpoint` and `moved`.
+    # Handovers call these methods (DriverSide): `endpoint` and `moved`.
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the device plugin's servicer of a resource; None if this driver does not serve the resource."""
@@ -117,7 +117,10 @@ class DriverRuntime:
         return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
-        """React after moves of a resource's devices have begun or ended."""
+        """Request an update (`changed`), because moves of a resource's devices have begun or ended.
+
+        If the resource names another driver now, stop serving it once its devices have left this driver's slices.
+        """
         self.changed()
         if (mine := self.resources.get(resource)) is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
@@ -233,10 +236,10 @@ class DriverRuntime:
         runtime.changed.set()
         self.publish()
 
-    # Methods that `DeviceReconciler` and the agent call.
+    # `DeviceReconciler` and the agent call these methods.
 
     def devices_named(self) -> None:
-        """Report the health of the devices to the kubelet, by their published names."""
+        """Report the health of the driver's devices to the kubelet, each under its published name."""
         self.registrar.follow()
 
     def quarantined(self, resource: str, device: str) -> None:
@@ -297,7 +300,7 @@ class DriverRuntime:
         self._changed.set()
 
     def publish(self) -> None:
-        """Make the feed compute and publish the driver's slices again."""
+        """Make `SliceFeed` compute and publish the driver's slices again."""
         self.feed.publish()
 
 

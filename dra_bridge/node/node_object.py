@@ -79,7 +79,8 @@ class NodeWatch:
         return self._known.is_set() and not self._initialized.is_set()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may be given to DRA at once: False until Karpenter has initialized its node.
+        """Return whether new devices may go to DRA at once: False until Karpenter has initialized a node that it
+        created.
 
         The method waits at most `NODE_READ` seconds for the Node to be read.
         """

@@ -184,7 +184,7 @@ class BridgeNode:
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """The state of each watch at the API server, by the plural of the watched kind."""
+        """The state of each watch at the API server; the key is the plural of the watched kind."""
         return {**self.publisher.watches, NODES.plural: self.watch.state, LEASES.plural: self.lease.state}
 
     async def alarm(self, reason: str, message: str) -> None:

@@ -25,11 +25,11 @@ HOLDERS: Final = 10.0
 """Minimum seconds between two progress reports of a driver in the Lease, if only the holders of devices have
 changed."""
 RETRY: Final = 5.0
-"""If the slices could not be computed, seconds until the next try."""
+"""Seconds until the slices are computed again after their computation has failed."""
 NAMES: Final = 2.0
 """Maximum seconds for which `decide_names` waits for the watch of slices. After this time, it lists the slices."""
 DEBOUNCE: Final = 0.1
-"""Seconds from a change to new slices. Changes within this time are combined."""
+"""Seconds from a change of devices to the computation of new slices. Changes within this time are combined."""
 
 
 async def decide_names(context: DriverContext, resource: str) -> bool:
@@ -104,7 +104,7 @@ class SliceFeed:
         return naming.device_name(device, qualifier)
 
     async def run(self) -> None:
-        """Compute the slices after each change, until cancelled."""
+        """Compute the slices and pass them to the publisher after each change (`publish`), until cancelled."""
         first = time.monotonic() + FIRST
         rest: float | None = 0.0
         while True:
