@@ -247,7 +247,8 @@ def _demo(options: argparse.Namespace) -> int:
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
     """Run `question` with a client of the API server, and return the result of `question`.
 
-    Raises CommandError if the server's configuration cannot be used (status 2), or if a request fails (status 1).
+    Raises CommandError if the configuration for the API server cannot be used (status 2), or if a request fails (status
+    1).
     """
     from dra_bridge.kube import AccessError, Cluster, ClusterError, UnavailableError
     from dra_bridge.rollout.rollout import RolloutError

@@ -111,7 +111,7 @@ class Scene:
         return name
 
     def visible(self, pod: FakePod) -> str:
-        """Return the device that a pod's container sees: an environment variable from the plugin or from a CDI file."""
+        """Return the device in a container's environment, where the plugin or a CDI file has set a variable."""
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:

@@ -28,7 +28,7 @@ ACCOUNT: Final = "/etc/dra-bridge"
 
 
 def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
-    """Return the texts of the systemd units, by file name."""
+    """Return, for each file name, the text of the systemd unit."""
     how = how or Deployment()
     bridge = bool(bridged(config, how))
     program, root = ("dra-bridge" if bridge else "deviceplugin"), how.kubelet_root.rstrip("/")

@@ -1,4 +1,4 @@
-"""The claims of a driver: their names in the kubelet's calls, their allocations, and their records in the ledger."""
+"""Defines a driver's claims: names in the kubelet's calls, allocations in the API, and records in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes evidence of the devices that claims hold, from claim files and the kubelet's claim state. Pure functions."""
+"""Makes evidence of the devices that claims hold, from claim files and the kubelet's claim state, by pure functions."""
 
 from __future__ import annotations
 

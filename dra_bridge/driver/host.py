@@ -1,4 +1,4 @@
-"""The interface between a driver and its agent."""
+"""Defines the interface by which a driver calls its agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of a driver's calls, for metrics."""
+"""Defines the statistics of a driver's calls, for metrics."""
 
 from __future__ import annotations
 

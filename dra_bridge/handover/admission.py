@@ -1,4 +1,4 @@
-"""Computes which pods a kubelet restart would end now, and which moves of devices endanger pods. Pure functions.
+"""Computes, by pure functions, which pods a kubelet restart would end now, and which moves of devices endanger pods.
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
 the pod that is being admitted, the kubelet ignores `limits` that are satisfied by a claim. For the pods that are

@@ -1,4 +1,4 @@
-"""A resource whose devices move between plugin and DRA, and the interfaces by which the moves use the agent."""
+"""Defines a resource whose devices move between plugin and DRA, and the interfaces by which moves use the agent."""
 
 from __future__ import annotations
 

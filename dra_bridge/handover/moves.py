@@ -128,7 +128,7 @@ class Handover:
             unsubscribe()
 
     def _pause(self, backoff: Backoff) -> float:
-        """Return the seconds until the next step: at most `PROMPT` while a claim waits for such a device."""
+        """Return the seconds until the next step; at most `PROMPT` while a claim waits for the resource's devices."""
         pause = backoff.next()
         for of, _ in self._moved.register.waits.devices:
             if of == self.resource:
@@ -136,7 +136,7 @@ class Handover:
         return pause
 
     async def _step(self) -> tuple[bool, bool]:
-        """Execute all steps that are possible now. Return whether to execute more at once, and whether moves wait."""
+        """Execute all steps that are possible now. Return whether to call again at once, and whether moves wait."""
         waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self.to_plugin.limited

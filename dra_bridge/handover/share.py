@@ -1,4 +1,4 @@
-"""The share of a resource: how many of its devices on a node should be for claims (DRA), not for the device plugin."""
+"""Defines the share: how many of a resource's devices on a node should be for claims (DRA), not the device plugin."""
 
 from __future__ import annotations
 

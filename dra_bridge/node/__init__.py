@@ -1,1 +1,1 @@
-"""The agent of a node with a device plugin and DRA drivers: `bridge`, and a `driver_runtime` for each driver."""
+"""Runs the agent of a node: `bridge` serves device plugin and DRA, and `driver_runtime` runs each DRA driver."""

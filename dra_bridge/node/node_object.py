@@ -79,8 +79,7 @@ class NodeWatch:
         return self._known.is_set() and not self._initialized.is_set()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may go to DRA at once: False until Karpenter has initialized a node that it
-        created.
+        """Return whether new devices may go to DRA at once: False until Karpenter has initialized a node of its own.
 
         The method waits at most `NODE_READ` seconds for the Node to be read.
         """

@@ -1,4 +1,4 @@
-"""The options of an agent with device plugin and DRA, for callers of `dra_bridge.run` and for `dra-bridge run`."""
+"""Defines the options of an agent with device plugin and DRA, for `dra_bridge.run` and `dra-bridge run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that the objects for DRA on a node share: for the node, each driver, and each resource of a driver."""
+"""Defines the state that the objects for DRA on a node share: of the node, each driver, and each driver's resource."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""ResourceSlices: `desired` computes the wanted slices, `plan` the fewest writes, and `Publisher` writes the slices."""
+"""Publishes ResourceSlices: `desired` computes the slices, `plan` computes the writes, and `Publisher` writes.
+"""

@@ -31,7 +31,8 @@ NAMES: Final = 8
 so on."""
 
 Feature = Literal["taints", "sharing", "counters", "lists"]
-"""An optional feature of the API server. A server without the feature drops its fields from a slice without an error.
+"""An optional feature of the API server. A server without the feature drops the feature's fields from a slice without
+an error.
 
 A server without "lists" refuses an attribute with a list, because the attribute would have no value without the list.
 """
@@ -261,7 +262,7 @@ def _like(text: str, number: Fraction) -> str:
 
 
 def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, CounterAmounts]:
-    """Return the counter sets of all devices by name, including devices that are not offered to claims.
+    """Return, for each set's name, the counter sets of all devices, including devices that are not offered to claims.
 
     A set is left out if two devices define it differently, or if the API server would refuse it.
     """

@@ -1,4 +1,4 @@
-"""Optional features of the API server: which of them a slice uses, and which of them the server has."""
+"""Finds out which optional features of the API server a slice uses, and which of them the server has."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MOST_NAMES: Final = 16384
 
 
 class SliceScope(Enum):
-    """The two groups of a driver's slices that lists and watches select by the field `spec.nodeName`."""
+    """The two groups of a driver's slices. A list or watch selects one group by the field `spec.nodeName`."""
 
     NODE = "node"
     """Slices that name this node."""
@@ -25,7 +25,7 @@ class SliceScope(Enum):
 
 
 def scope_of(body: Object) -> SliceScope:
-    """Return the scope (node or nodeless) of the list and the watch that contain a slice."""
+    """Return a slice's scope: NODE if the slice names a node, otherwise NODELESS."""
     return SliceScope.NODE if body["spec"].get("nodeName") else SliceScope.NODELESS
 
 
@@ -38,9 +38,9 @@ class Mirror:
     response, the number is increased by one. Generations in foreign slices are included if they are below `UNGROWABLE`.
     mutations: see `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the slice's content in
     the server's response to the agent's last write. taken: names that foreign slices have, so that the agent's slices
-    cannot have them. deletions: the scope of each slice (by UID) that the agent deleted, until the watch reports the
-    deletion. gone: UIDs of slices whose deletion the watch has reported since the last write began; the writer clears
-    this set.
+    cannot have them. deletions: for the UID of each slice that the agent deleted, the slice's scope, until the watch
+    reports the deletion. gone: UIDs of slices whose deletion the watch has reported since the last write began; the
+    writer clears this set.
     """
 
     driver: str

@@ -1,4 +1,4 @@
-"""The publisher's state of each driver: which slices the API server has accepted, and a rate limit for writes."""
+"""Stores the publisher's state of each driver: the slices that the API server has accepted, and a rate limit."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class PublishedDriver:
 
     nodeless: the watch of the driver's slices without a node, which other drivers may share. left_out: the devices and
     fields that the slices lack, with reasons. failing: the failure of all tries since the last success; None after a
-    success. failures: number of failed tries by HTTP status, 0 for tries without a response. seen: the mirror's slices,
+    success. failures: for each HTTP status (0 for no response), the number of failed tries. seen: the mirror's slices,
     for reads by other threads. compared: the input and the result of the last comparison of seen and wanted slices.
     """
 

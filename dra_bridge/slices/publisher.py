@@ -74,10 +74,10 @@ class Publisher:
     ) -> None:
         """Create a publisher that writes nothing yet: `want` sets the wanted slices, `run` writes them.
 
-        burst: number of rounds of writes that a driver may make without a wait. per_second: maximum rounds per second
-        after the burst. probe_again: seconds between tests of missing features. noticed: a function that is called
-        after a foreign write was undone, or if the undo is impossible. Its arguments: the driver, the kind of the
-        write, and a sentence that describes the write.
+        burst: number of rounds of writes for one driver without a wait. per_second: maximum rounds per second after the
+        burst. probe_again: seconds between tests of missing features. noticed: a function that is called after a
+        foreign write was undone, or if the undo is impossible. Its arguments: the driver, the kind of the write, and a
+        sentence that describes the write.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -161,12 +161,12 @@ class Publisher:
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """The state of each watch, by the name of the watched slices. Any thread may read this property."""
+        """The state of each watch; the key names the watched slices. Any thread may read this property."""
         nodeless = [driver.nodeless for driver in list(self._drivers.values())]
         return {watch.title: watch.state for watch in (self._of_node, *nodeless)}
 
     def failures(self, driver: str) -> Mapping[int, int]:
-        """Return how many tries to write a driver's slices have failed, by HTTP status.
+        """Return, for each HTTP status, how many tries to write a driver's slices have failed.
 
         The status 0 stands for tries without a response.
         """
@@ -387,7 +387,7 @@ class Publisher:
         return write.verb == "delete" and not is_own(write.body, write.body["spec"]["driver"], self._node)
 
     def _see_foreign(self, driver: PublishedDriver) -> None:
-        """Record the foreign slices in the pool. The wanted slices then get other names."""
+        """Record the foreign slices in the pool, and their names, which the wanted slices then do not get."""
         bodies, name = driver.mirror.bodies, driver.pool.driver
         driver.refused = {uid: why for uid, why in driver.refused.items() if uid in set(map(_uid, bodies.values()))}
         refused = {uid: why for uid, (why, _) in driver.refused.items()}
@@ -416,7 +416,7 @@ class Publisher:
     async def _clear(self, driver: PublishedDriver, body: Object) -> None:
         """Delete a foreign slice. If the API server refuses the deletion, try again later.
 
-        If the slice has finalizers, wait for them.
+        A slice with finalizers stays until other programs have removed its finalizers.
         """
         kind, name, manager = kind_of(body, self._node), body["metadata"]["name"], manager_of(body)
         try:
