@@ -1,8 +1,8 @@
 """Makes CEL expressions by which an admission policy checks the opaque parameters of claims and classes.
 
 The `config_type` of the driver's device sources determines the correct form of parameters. An expression reads
-`p.parameters`, where `p` is one opaque configuration in a claim or class. Its value is a text that names the first
-wrong field; "" if there is none. The driver would refuse all parameters that an expression refuses
+`p.parameters`, where `p` is one opaque configuration in a claim or class. The expression's value is a text that names
+the first wrong field; "" if there is none. The driver would refuse all parameters that an expression refuses
 (`driver.claims.decoded_config`). Some checks are done only by the driver: patterns, formats of strings, missing fields
 that the class or the claim may add, and deeply nested values. All functions are pure.
 """

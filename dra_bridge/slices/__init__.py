@@ -1,2 +1,1 @@
-"""Publishes ResourceSlices: `desired` computes the slices, `plan` computes the writes, and `Publisher` writes.
-"""
+"""Publishes ResourceSlices: `desired` computes the slices, `plan` computes the writes, and `Publisher` writes."""

@@ -19,8 +19,7 @@ from dra_bridge.slices.plan import ServerMutations, Write, generation_of, plan
 
 @dataclass(frozen=True, slots=True)
 class SeenSlices:
-    """A driver's slices as last seen in the watch or in responses to writes. See `Mirror` for the fields.
-    """
+    """A driver's slices as last seen in the watch or in responses to writes. See `Mirror` for the fields."""
 
     bodies: tuple[Object, ...] = ()
     generation: int = 0
