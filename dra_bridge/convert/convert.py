@@ -73,7 +73,7 @@ class Converted:
 
 
 class _Source(NamedTuple):
-    """A document and its parsed tree. problem: why the document cannot be parsed, in which case `tree` is None."""
+    """A document and its parsed tree. problem: why the document cannot be parsed (`tree` is then None), else ""."""
 
     file: str
     document: Document
@@ -165,7 +165,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
 
 
 class _Says:
-    """Adds remarks to a list. All remarks are about one object of a document."""
+    """A function that adds a remark to a list. All remarks are about one object of a document."""
 
     def __init__(self, source: _Source, path: Path, body: Mapping[str, Any], remarks: list[Remark]) -> None:
         self._source = source
@@ -203,7 +203,7 @@ def claimed(body: Mapping[str, Any], class_name: str, count: int, how: Conversio
 
 
 def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, ChangedPod]], how: Conversion) -> str:
-    """Return a document's text with claims instead of limits.
+    """Return a document's text after the edits that replace limits by claims.
 
     Raises UnwritableError if the new text does not parse to the expected object.
     """
@@ -230,7 +230,7 @@ def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, Chan
 
 
 def _apply(spec: Any, change: PodChange, claims: Mapping[str, str]) -> None:
-    """Replace limits by claims in a parsed pod spec. claims: for each new claim, its template's name."""
+    """Replace limits by claims in a parsed pod spec, in place. claims: for each new claim, its template's name."""
     new = [{"name": name, "resourceClaimTemplateName": template} for name, template in claims.items()]
     spec["resourceClaims"] = [*new, *(spec.get("resourceClaims") or [])]
     for container in change.containers:

@@ -1,8 +1,9 @@
-"""Parses a YAML stream into documents: texts, objects, and YAML nodes with positions. All functions are pure.
+"""Splits a YAML stream into documents, and parses a document into an object and YAML nodes with positions.
 
-The parser is libyaml, if PyYAML was built with libyaml. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so
-they read a text as this module does. Like kubectl and Helm, this module first splits the stream at lines that begin
-with `---`, and then parses each document. So an invalid document does not affect the other documents.
+All functions are pure. The parser is libyaml, if PyYAML was built with libyaml. kubectl and Helm use a port of libyaml
+(go.yaml.in/yaml/v2), so they read a text as this module does. Like kubectl and Helm, this module first splits the
+stream at lines that begin with `---`, and then parses each document. So an invalid document does not affect the other
+documents.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class Document:
 
     @property
     def head(self) -> int | None:
-        """The index in the text, after the line `---`, at which other documents can be inserted.
+        """The index in the text at which other documents can be inserted: after a line `---`, or 0 without this line.
 
-        None if this is impossible, because the line `---` has more text, or because directives come before this line.
+        The value is None if the line `---` has more text, or if directives come before this line, so that no document
+        can be inserted.
         """
         if _DIRECTIVES.match(self.text):
             return None
@@ -201,7 +203,10 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _references(root: yaml.Node | None) -> list[tuple[yaml.Node, int]]:
-    """Return all nodes below the root, each with the number of its uses: more than 1 by aliases and merge keys."""
+    """Return all nodes below the root, each with the number of its uses.
+
+    The number is above 1 if aliases or merge keys use the node too.
+    """
     if root is None:
         return []
     counts: Counter[int] = Counter()

@@ -40,7 +40,7 @@ class Edit(NamedTuple):
 
 
 def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list[Edit]:
-    """Return the edits that remove the entries with these keys from a mapping.
+    """Return the edits that remove the entries with these keys from a YAML mapping.
 
     Raises UnwritableError if the lines of these entries contain other text as well.
     """
@@ -65,7 +65,7 @@ def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list
 def with_list(
     text: str, mapping: yaml.MappingNode, key: str, values: Sequence[str], without: Collection[str] = ()
 ) -> Edit:
-    """Return the edit that adds an entry with a list at the beginning of a mapping.
+    """Return the edit that adds an entry, whose value is a list, at the beginning of a mapping.
 
     values: the list's items in flow style. without: keys of the mapping that other edits remove. Raises UnwritableError
     if no line is suitable for the insertion.
@@ -91,9 +91,10 @@ def with_list(
 
 
 def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
-    """Return the edit that adds items at the beginning of a list. Raises UnwritableError.
+    """Return the edit that adds items at the beginning of a list.
 
-    sequence: the YAML node of the list, or of a null in its place. values: the items in flow style.
+    Raises UnwritableError if no line is suitable for this. sequence: the YAML node of the list, or of a null in its
+    place. values: the items in flow style.
     """
     start, end = sequence.start_mark.index, sequence.end_mark.index
     if isinstance(sequence, yaml.ScalarNode):
@@ -113,7 +114,7 @@ def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
 
 
 def marked(text: str, edits: Iterable[Edit]) -> str:
-    """Return a document's text with the edits, each marked by comments."""
+    """Return a document's text after the edits, with comments that mark each changed line."""
     eol = Document(text, 1).eol
     lines = _LINE.findall(text)
     starts = [0]
@@ -166,7 +167,7 @@ def reversed_stream(stream: str) -> str:
     bom = BOM if stream.startswith(BOM) else ""
     kept = []
     # `joins` is True after the removal of an added document. The line `---` after this document was added with the
-    # document, so it is removed as well; the line `---` before the document stays.
+    # document, so this line is removed as well; the line `---` before the document stays.
     joins = False
     for document in documents(stream.removeprefix(bom)):
         text = document.text

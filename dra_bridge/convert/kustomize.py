@@ -40,7 +40,10 @@ def _target(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _operations(pod: ChangedPod, how: Conversion) -> list[dict[str, Any]]:
-    """Return the operations of a JSON patch (RFC 6902) for a pod. The patch first tests each container's name."""
+    """Return the operations of a JSON patch (RFC 6902) for a pod spec.
+
+    For each container, the patch first tests its name.
+    """
     spec: Any = pod.body
     for step in pod.path:
         spec = spec[step]

@@ -12,7 +12,7 @@ from dra_bridge.convert.remarks import RemarkKind, UnconvertibleError
 from dra_bridge.convert.templates import claim_name
 
 Path = tuple[str | int, ...]
-"""The path from a document's object to a value in the object: keys and indexes."""
+"""The keys and indexes that lead from a document's object to a value in the object."""
 
 MAX_DEVICES: Final = 32
 """Maximum number of devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
@@ -29,7 +29,10 @@ _PODS: Final[Mapping[tuple[str, str], Path]] = {
 
 
 class CustomPath(NamedTuple):
-    """The path to pod templates or specs in objects of a custom kind. steps: keys; `*` stands for every entry."""
+    """The path to pod templates or specs in objects of a custom kind.
+
+    steps: keys, or `*` for every entry of a list or mapping.
+    """
 
     kind: str
     steps: tuple[str, ...]
@@ -68,7 +71,10 @@ class ContainerChange:
 
 @dataclass(frozen=True, slots=True)
 class PodChange:
-    """The changes of a pod spec. claims: for each new claim's name in the pod, the devices."""
+    """The changes of a pod spec.
+
+    claims: for the name of each new claim in the pod, the devices that the claim requests.
+    """
 
     containers: tuple[ContainerChange, ...]
     claims: Mapping[str, LimitedDevices]
@@ -97,7 +103,7 @@ def is_builtin(body: Mapping[str, Any]) -> bool:
 
 
 def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
-    """Return the resources that an object requests by `limits` outside of the pod specs at the paths `known`."""
+    """Return which of `resources` an object requests by `limits` outside of the pod specs at the paths `known`."""
     found: set[str] = set()
     seen: set[int] = set()  # A list or mapping may contain itself, by a YAML alias.
     waiting: list[tuple[Path, Any]] = [((), body)]
@@ -146,7 +152,7 @@ def _at(part: Any, steps: Sequence[str | int]) -> list[tuple[Path, Any]]:
 
 
 def extended_resources(container: Any) -> dict[str, Any]:
-    """Return a container's limits of extended resources, by resource name. Limits of 0 are left out."""
+    """Return a container's limits of extended resources, as {resource: limit}. Limits of 0 are left out."""
     return {name: value for name, value in _quantities(container, "limits").items() if value not in (0, "0")}
 
 

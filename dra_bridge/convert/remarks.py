@@ -1,4 +1,4 @@
-"""Remarks by `convert`: the parts of manifests that stay unchanged, and effects of claims instead of `limits`.
+"""Defines the remarks of `convert` on manifests: on parts that stay unchanged, and on effects of the new claims.
 
 docs/manifests.md lists all kinds of remarks; a test compares that page with this module.
 """

@@ -19,9 +19,9 @@ class Surroundings:
     """Facts from all objects of the manifests. namespace: the namespace of objects that name no namespace.
 
     classes: for each resource, the name of its DeviceClass. patient: names of PriorityClasses whose pods preempt no
-    other pods. autoscaled: for the (namespace, kind, name) of each scaled object, its autoscaler. quotas: (namespace,
-    name, resource) of each limit in a ResourceQuota. specs: for the (namespace, name) of each ResourceClaimTemplate,
-    its spec.
+    other pods. autoscaled: for the (namespace, kind, name) of each object that an autoscaler scales, the autoscaler's
+    kind and name. quotas: for each limit in a ResourceQuota, the quota's namespace and name, and the resource. specs:
+    for the (namespace, name) of each ResourceClaimTemplate, the template's spec.
     """
 
     namespace: str

@@ -1,4 +1,4 @@
-"""Makes ResourceClaimTemplates for a number of devices of a DeviceClass. Pure functions."""
+"""Makes ResourceClaimTemplates, each for a number of devices of one DeviceClass. Pure functions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ClaimedDevices:
 
 
 def claim_name(resource: str, container: str) -> str:
-    """Return the name in the pod, a DNS label, of a container's claim for a resource."""
+    """Return the name (a DNS label) that a container's claim for a resource gets in the pod."""
     word = re.sub(r"[^a-z0-9]+", "-", resource.rpartition("/")[2].lower()).strip("-") or "x"
     return _fitting(f"{word}-{container}", _MAX_LABEL)
 

@@ -1,4 +1,4 @@
-"""The client of the API server: HTTP, authentication, typed requests, watches."""
+"""Sends authenticated requests to the API server, and watches the server's objects."""
 
 from dra_bridge.kube.api import CLUSTER_ROLE_BINDINGS as CLUSTER_ROLE_BINDINGS
 from dra_bridge.kube.api import DAEMON_SETS as DAEMON_SETS

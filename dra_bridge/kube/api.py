@@ -38,7 +38,7 @@ RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 
 
 def is_older(body: Object, than: Object) -> bool:
-    """Return whether `body` is an older state of an object than `than`, by their resource versions.
+    """Return whether `body` is an older state of an object than `than`, as the resource versions of both show.
 
     Resource versions are compared as numbers. Kubernetes permits this since 1.35. In older versions, the API server's
     resource versions are increasing numbers as well.
@@ -83,8 +83,8 @@ class ApiError(ClusterError):
     """Raised when the API server refused a request or did not respond.
 
     code: the HTTP status, 0 without a response. reason: the server's reason in one word, or "". causes: one `Cause` for
-    each wrong field. retry_after: seconds that the server asks the client to wait before the next request, 0 if it does
-    not ask.
+    each wrong field. retry_after: seconds that the server asks the client to wait before the next request, 0 if the
+    server does not ask for a wait.
     """
 
     def __init__(

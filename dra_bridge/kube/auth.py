@@ -29,7 +29,8 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The directory into which the kubelet writes a pod's token and the cluster's CA."""
 
 NAMESPACE: Final = "dra-bridge"
-"""The namespace of agents outside of pods, and the default namespace of the objects that `manifests` makes."""
+"""The namespace of agents outside of pods, and the default namespace of the objects that `dra-bridge manifests`
+makes."""
 
 TOKEN_AGE: Final = 60.0
 """Seconds after which the client reads the token's file again, as client-go does. A delay is harmless, because the
@@ -166,7 +167,10 @@ class _TokenFile:
 
 
 class _KubeConfig:
-    """The credentials of the current context of kubeconfig files. paths: a list of files, as in KUBECONFIG."""
+    """The credentials of the current context of kubeconfig files.
+
+    paths: the paths of the files, joined by colons as in KUBECONFIG.
+    """
 
     def __init__(self, paths: str) -> None:
         self._paths = paths
@@ -198,7 +202,10 @@ class _KubeConfig:
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:
-        """Add the kubeconfigs' paths and a field's name to a TLS error that is raised inside this context manager."""
+        """Convert a TLS error inside this context manager to KubeConfigError.
+
+        The message has the kubeconfigs' paths and the name of the wrong field.
+        """
         try:
             yield
         except (OSError, ValueError) as error:
@@ -219,10 +226,10 @@ class _KubeConfig:
         return expires is not None and expires <= time.time()
 
     async def _renew(self, refused: bool) -> None:
-        """Read the files again for new credentials. Raises KubeConfigError if the last read has failed.
+        """Read the files again for new credentials, unless `_next_read` is in the future.
 
-        The next read is at least `RENEW` seconds later if this read fails, if the server has refused the credentials,
-        or if the new credentials have expired already.
+        Raises KubeConfigError if the last read has failed. The next read comes at least `RENEW` seconds later if this
+        read fails, if the server has refused the credentials, or if the new credentials have expired already.
         """
         if time.monotonic() >= self._next_read:
             self._failure = ""
@@ -237,7 +244,10 @@ class _KubeConfig:
 
 
 async def read_apart(paths: str) -> Credentials:
-    """Read kubeconfigs in a separate process. paths: a list of files, as in KUBECONFIG. Raises KubeConfigError."""
+    """Read kubeconfigs in a separate process. Raises KubeConfigError.
+
+    paths: the paths of the files, joined by colons as in KUBECONFIG.
+    """
     code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
     # At a terminal, a credential plugin must be in the foreground to ask the user. Without a terminal, the process and
     # its plugin form a process group, so that both can be killed together.

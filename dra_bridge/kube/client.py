@@ -49,7 +49,8 @@ watch for lack of data about every 4 minutes, and lists the objects again.
 class Listed:
     """All objects of a list at one moment. resource_version: the version at which a watch of later changes begins.
 
-    `Cluster.follow` yields such a list first, and again after each end of the watch that the client did not request.
+    `Cluster.follow` yields such a list first, and again each time the watch has ended earlier than the client
+    requested.
     """
 
     items: list[Object]
@@ -172,7 +173,10 @@ class Cluster:
         selectors: Mapping[str, str] | None = None,
         keep: Callable[[T], bool] | None = None,
     ) -> tuple[list[T], str]:
-        """Read all pages of a list. Return the items for which `keep` is true, and the list's resourceVersion."""
+        """Read all pages of a list. Return the items for which `keep` is true, and the list's resourceVersion.
+
+        After the first GoneError, the list begins anew.
+        """
         for again in (True, False):
             items: list[T] = []
             version = ""
@@ -248,7 +252,10 @@ class Cluster:
         return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
 
     async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
-        """Replace the object of this name. Raises ConflictError if the server has another version of the object."""
+        """Replace the object that has the name in `body`.
+
+        Raises ConflictError if the server has another version of the object.
+        """
         return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body)
 
     async def patch(
@@ -262,7 +269,7 @@ class Cluster:
         """Delete an object; return a Status, or the object's last state.
 
         An object with `metadata.finalizers` still exists afterwards. Raises NotFoundError if the object does not exist,
-        ConflictError if its UID is not `uid`.
+        ConflictError if the object's UID is not `uid`.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
@@ -324,7 +331,7 @@ class Cluster:
         label_selector: str = "",
         keep: Callable[[Object], bool] | None = None,
     ) -> AsyncGenerator[Listed | Changed, None]:
-        """Yield a list of all objects, then each change, without end.
+        """Yield a list of all objects of a kind, then each change of objects of this kind, without end.
 
         state: the generator records the watch's state here. keep: a function that returns whether a `Listed` includes
         an object. If a watch ends at the time that the client requested, a new watch continues at the last

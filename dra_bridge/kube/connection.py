@@ -43,8 +43,8 @@ class RequestStatistics:
     """Counters and state of the requests to the API server.
 
     requests: for each HTTP method, the number of requests. failures: number of requests without a response, or with an
-    `UnavailableError` as response (such as 429 or 5xx). watches: number of opened streams. lost_since: the time
-    (monotonic seconds) of the first failure since the last response, None while the server responds. refused: the
+    `UnavailableError` as response (such as 429 or 5xx). watches: number of requests that open a stream. lost_since: the
+    time (monotonic seconds) of the first failure since the last response, None while the server responds. refused: the
     server's refusal of the credentials (401), None once the server accepts them. token: when the last sent token was
     issued and expires, None for other credentials.
     """
@@ -185,9 +185,10 @@ class Connection:
     async def _authorized(
         self, send: Callable[..., Awaitable[Response]], method: str, target: str, headers: Mapping[str, str], *more: Any
     ) -> Response:
-        """Send a request with the credentials. If the server refuses them (401), send it again with new credentials.
+        """Send a request with the credentials.
 
-        send: a function like `HttpClient.request`. more: further arguments for `send`.
+        If the server refuses them (401) and there are new credentials, send the request again. send: a function like
+        `HttpClient.request`. more: further arguments for `send`.
         """
         sent: Mapping[str, str] | None = None
         for refused in (False, True):

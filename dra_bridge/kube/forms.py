@@ -27,10 +27,11 @@ POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
 """The annotation of a claim made from a template: the claim's name in the pod's spec."""
 
 MAX_PAGE: Final = 4 * 2**20
-"""Maximum bytes of a page of a list with several objects. A larger page is not read further, and is requested again
-with fewer objects."""
+"""Maximum bytes of a list's page for which the client has requested more than one object. A larger page is not read
+further, and is requested again with fewer objects."""
 PAGE: Final = 2 * 2**20
-"""Number of bytes that a page should have. `next_limit` computes the limit so that the next page has this size."""
+"""Number of bytes that a page should have. `next_limit` computes how many objects the client requests so that the next
+page has about this size."""
 MAX_LIMIT: Final = 500
 """Maximum number of objects that a request asks for in one page, as in client-go."""
 FIRST_LIMIT: Final = 100
@@ -84,7 +85,7 @@ def trim_node(node: Object) -> None:
 
 
 def page_of(kind: Kind) -> Form[Page[Object]]:
-    """Return the `Form` of a list's page with whole objects of a kind."""
+    """Return the `Form` that decodes a list's page with whole objects of a kind."""
 
     def decode(body: bytes | bytearray) -> Page[Object]:
         answer = JSON.decode(body)

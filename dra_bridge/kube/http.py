@@ -46,7 +46,7 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
-"""TCP keepalive options. They detect the loss of the peer's node or of a load balancer within 30 s, even on a watch
+"""TCP keepalive options. They detect within 30 s that the peer's node or a load balancer is lost, even on a watch
 without events."""
 
 
@@ -55,8 +55,8 @@ class OversizedBodyError(Exception):
 
 
 HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError, OversizedBodyError)
-"""Errors of an HTTP client besides OSError: no response, a response that is not HTTP, or a response that is too
-large."""
+"""Methods of `HttpClient` raise these errors, or OSError, if there is no response, or if the response is not HTTP or is
+too large."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -143,9 +143,10 @@ class HttpClient:
             await session.close()
 
     async def retire(self) -> bool:
-        """Accept no new requests. Running requests continue; the last one closes the client.
+        """Close the client as soon as no request is running.
 
-        Return whether any request is running.
+        Running requests continue; the end of the last one closes the client. The caller begins no new request. Return
+        whether any request is running.
         """
         self._retired = True
         if not self._requests:
@@ -225,7 +226,7 @@ class HttpClient:
 
 
 def proxy_of(url: str) -> str:
-    """Return the proxy for a server, "" for none, from the environment variables and by client-go's rules.
+    """Return the proxy that the environment variables name for a server, by client-go's rules; "" for no proxy.
 
     The rules are those of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme; NO_PROXY
     with names, addresses and CIDR ranges; no proxy for localhost and loopback addresses.

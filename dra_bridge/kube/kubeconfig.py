@@ -30,9 +30,9 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The server and credentials of a kubeconfig's current context. Certificates and keys are PEM.
 
     authorization: the Authorization header, "" for none. token_file: the absolute path of the token's file, "" for
-    none. expires: when to read the kubeconfig again (Unix seconds), if a credential plugin states it. authority: the CA
-    that signs the server's certificate, None for the system's CAs. verify: whether the client checks the server's
-    certificate.
+    none. expires: when the credentials of a credential plugin expire (Unix seconds), so that the kubeconfig must be
+    read again; None if the plugin states no time. authority: the CA that signs the server's certificate, None for the
+    system's CAs. verify: whether the client checks the server's certificate.
     """
 
     url: str
@@ -54,7 +54,10 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 def main() -> None:
-    """Print credentials or a failure as JSON. The first command-line argument is a list of files, as in KUBECONFIG."""
+    """Print credentials or a failure as JSON.
+
+    The first command-line argument has the paths of the kubeconfigs, joined by colons as in KUBECONFIG.
+    """
     # An interruption ends this process without a traceback; the parent process reports the interruption.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with os.fdopen(os.dup(1), "wb") as output:
@@ -69,7 +72,10 @@ def main() -> None:
 
 
 async def read(paths: str) -> Credentials:
-    """Read kubeconfigs in this process. paths: a list of files, as in KUBECONFIG. Raises KubeConfigError."""
+    """Read kubeconfigs in this process. Raises KubeConfigError.
+
+    paths: the paths of the files, joined by colons as in KUBECONFIG.
+    """
     try:
         _leave_out_api_objects()
         from kubernetes_asyncio.client.configuration import Configuration

@@ -47,7 +47,7 @@ class WatchState:
 
     patience: the watch's data may be out of date after this number of seconds without data from the server. heard_at:
     when the server last sent a list, an event or a bookmark (monotonic seconds), None if it never did. failing: the
-    failure because of which the watch is not open, None if there is none.
+    failure because of which the watch is not open, None if there is no such failure.
     """
 
     patience: float = float("inf")
@@ -56,7 +56,10 @@ class WatchState:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has tried to watch; False while an agent waits until another agent on the node ends."""
+        """Whether the client has tried to open the watch.
+
+        An agent does not try while another agent on its node runs.
+        """
         return self.heard_at is not None or self.failing is not None
 
     def heard(self) -> None:

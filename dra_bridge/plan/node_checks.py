@@ -16,7 +16,7 @@ FIRST = 32
 def _by_version(
     view: ClusterView, kind: FindingKind, lacks: Callable[[int, Mapping[str, bool]], bool]
 ) -> Iterator[PlanFinding]:
-    """Yield a finding for each kubelet version of nodes with devices whose kubelets lack a feature.
+    """Yield a finding for each kubelet version for which nodes with devices have a kubelet that lacks a feature.
 
     lacks: a function that returns whether the feature is missing. Its arguments are the kubelet's minor version and
     feature gates.

@@ -23,7 +23,7 @@ SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabl
 """With this annotation set to "true", the autoscaler does not drain the Node."""
 _RECORD: Final = "/dra-scale-down"
 PUBLISH: Final = "publish"
-"""The value of `pool_annotation` on a Node that requests a pool from the agent."""
+"""The value of the annotation `pool_annotation`, by which a Node requests a pool from the agent."""
 
 
 def mark_annotation(driver: str) -> str:

@@ -27,8 +27,8 @@ HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALT
 class FleetStatus:
     """The status of the cluster's nodes with devices, and of their agents.
 
-    problems: problems of the agents themselves. hints: sentences about moves of devices that would let waiting pods
-    start. unknown: sentences about unknown facts, with the reasons.
+    problems: problems of the agents themselves. hints: sentences that name moves of devices after which waiting pods
+    could start. unknown: sentences that name unknown facts and the reasons why the facts are unknown.
     """
 
     nodes: Sequence[NodeView]

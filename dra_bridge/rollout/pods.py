@@ -1,4 +1,4 @@
-"""Reads pods for `status` and `rollout`: which resources pods request, and which pods failed because of devices."""
+"""Reads, for `status` and `rollout`, which resources pods request and which pods failed because of devices."""
 
 from __future__ import annotations
 

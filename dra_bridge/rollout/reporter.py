@@ -65,7 +65,7 @@ class Reporter:
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 
     def _make_room(self) -> None:
-        """Hide the bars for which the terminal has no rows.
+        """Hide the bars of nodes for which the terminal has no rows, and show the others.
 
         Bars of finished nodes are hidden first. Finished nodes have a bar of their own only if there is no bar of all
         nodes.

@@ -1,4 +1,4 @@
-"""Reads the data for `dra-bridge status`: objects of the API server, and the responses of agents."""
+"""Reads the data for `dra-bridge status` from the API server's objects and from the agents' responses."""
 
 from __future__ import annotations
 

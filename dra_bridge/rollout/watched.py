@@ -23,7 +23,7 @@ EXPLAIN: Final = 5.0
 
 
 class _WatchOf(NamedTuple):
-    """The objects of one watch. namespace: "" for all namespaces."""
+    """The objects that one watch follows. namespace: "" for all namespaces."""
 
     kind: kube.Kind
     namespace: str = ""
