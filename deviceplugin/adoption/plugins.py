@@ -346,7 +346,7 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def run(self) -> None:
-        """Serve the directory's kubelet.sock until cancelled.
+        """Serve kubelet.sock in the agent's directory until cancelled.
 
         Raises AdoptionError if plugins cannot register on this node.
         """
@@ -362,7 +362,7 @@ class VendorPlugins(RegistrationServicer):
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:
-        """Lock the directory for this agent, because plugins cannot register with two agents in one directory."""
+        """Lock the agent's directory, which only one agent can use; wait up to `TAKEOVER` seconds for the lock."""
         until = time.monotonic() + TAKEOVER
         while not await self._looks.at("sockets", lock.acquire):
             if time.monotonic() > until:
@@ -373,8 +373,8 @@ class VendorPlugins(RegistrationServicer):
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
 
-        A gRPC server that stops unlinks the path of its socket, which may belong to a newer server by then. So the
-        server's socket has a path of its own, and kubelet.sock is a hard link to it. The link replaces a former
+        When a gRPC server stops, it unlinks the path of its socket, and the path may belong to a newer server by then.
+        So the server's socket has a path of its own, and kubelet.sock is a hard link to it. The link replaces a former
         kubelet.sock by a rename, which plugins see as a creation of kubelet.sock (inotify).
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"

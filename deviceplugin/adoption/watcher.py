@@ -1,13 +1,13 @@
-"""Finds plugins that do not call Register, by their sockets in `plugins_registry`, and registers these plugins.
+"""Finds plugins that do not call Register, from the sockets in `plugins_registry`, and registers these plugins.
 
 The plugins of SR-IOV and of Mellanox's RDMA register this way if `plugins_registry` is mounted into their container.
 The Kubernetes sample plugin registers this way if the file DEPRECATION is in the device plugin directory.
 
-The agent acts as the kubelet does (1.36.3, pluginmanager). The kubelet uses every socket below the directory whose name
-does not begin with a dot, including sockets that exist at its start, and removes no socket. It connects to the socket
-(timeout 10 s) and calls GetInfo (1 s). Then it connects to the endpoint in the response, or to the same socket if the
-response names no endpoint, and reports the result by NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5
-to 120 s. A plugin to which a failure is reported ends its server (RDMA) or starts its server again (SR-IOV).
+The agent acts as the kubelet does (1.36.3, pluginmanager). The kubelet uses every socket below the directory, including
+sockets that exist at its start, unless the socket's name begins with a dot; it removes no socket. It connects to the
+socket (timeout 10 s) and calls GetInfo (1 s). Then it connects to the endpoint in the response, or to the same socket
+if the response names no endpoint, and reports the result by NotifyRegistrationStatus (5 s). It repeats failed steps
+after 0.5 to 120 s. A plugin to which a failure is reported ends its server (RDMA) or starts its server again (SR-IOV).
 
 The endpoint in the response to GetInfo is a path within the plugin's container, so the agent uses only the path's last
 element. The agent searches a socket with this name in the directory of the socket at which it called GetInfo, then in
@@ -71,7 +71,7 @@ class PluginWatcher:
         self._asked: dict[Found, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Find and register plugins until cancelled. The directory must exist."""
+        """Find and register plugins until cancelled. The directory of the plugins' sockets must exist."""
         with filewatch.shared().watch([str(self.directory)]) as watch:
             try:
                 while True:

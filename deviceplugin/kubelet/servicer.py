@@ -112,7 +112,7 @@ class EndpointHost:
         return None
 
     async def kubelet_started(self, kubelet: FileIdentity | None) -> None:
-        """Prepare, before a Register, for a kubelet that may have lost its checkpoint.
+        """Before a Register, record the pods that may hold devices, if a new kubelet may have lost its checkpoint.
 
         kubelet: kubelet.sock's identity.
         """

@@ -107,7 +107,7 @@ def unready(status: AgentStatus) -> Iterable[str]:
         yield "no resource is served"
     for resource in status.resources:
         if resource.vendor is not None and not resource.vendor.connected:
-            continue  # A missing vendor's plugin must not delay readiness: it can register only while the agent runs.
+            continue  # A vendor's plugin must not delay readiness, because it can register only while the agent runs.
         if not resource.snapshot.listed:
             error = f" ({resource.source_error})" if resource.source_error else ""
             yield f"{resource.resource}: its source has not listed its devices{error}"

@@ -180,7 +180,7 @@ class HolderScanner:
         return any(register.snapshot.allocations_on(of, (device,)) for of, device in register.waits.devices)
 
     async def run(self) -> None:
-        """Scan until cancelled."""
+        """Scan for holders until cancelled: periodically, at each request, and soon after each grant."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_grants())
