@@ -63,7 +63,7 @@ class ChangedPod(NamedTuple):
 class Converted:
     """The result of a conversion. texts: the new texts of the streams. pods: the converted pod specs.
 
-    templates: for each `ClaimedDevices` that these pods request, the ResourceClaimTemplate.
+    templates: the ResourceClaimTemplate for each `ClaimedDevices` that the pods' claims request.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def _read(stream: ManifestText) -> Iterator[_Source]:
 
 
 def _converted(source: _Source, how: Conversion, around: Surroundings, done: Converted) -> str:
-    """Return a document's converted text, and add its changes and remarks to `done`."""
+    """Return a document's converted text, and add the document's converted pods, templates and remarks to `done`."""
     text = source.document.text
     if source.tree is None:
         done.remarks.append(Remark(RemarkKind.NOT_YAML, source.file, source.document.line, "", source.problem))

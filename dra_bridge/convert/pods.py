@@ -179,12 +179,12 @@ def ends_first(path: Path, container: Mapping[str, Any]) -> bool:
 
 
 def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange | None:
-    """Return the changes of a pod spec; None if it requests no resource in `classes`. Raises UnconvertibleError.
+    """Return the changes of a pod spec; None if the pod requests no resource in `classes`. Raises UnconvertibleError.
 
     classes: for each resource, the name of its DeviceClass. Each container gets its own claim, because containers that
-    share a claim share its devices, but containers with limits never share devices. There is one exception. A container
-    that starts after an init container reuses the init container's devices, so these two share a claim if both request
-    the same number of devices (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
+    share a claim share the claim's devices, but containers with limits never share devices. There is one exception. A
+    container that starts after an init container reuses the init container's devices, so these two share a claim if
+    both request the same number of devices (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
     """
     claims: dict[str, LimitedDevices] = {}
     reusable: set[str] = set()

@@ -1,4 +1,4 @@
-"""The kinds of objects at the API server with their versions and names, and the errors of requests."""
+"""Defines the kinds of API objects with their versions and names, and the errors of requests to the API server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:
 
 
 class ClusterError(Exception):
-    """Raised when a request to the API server fails. It is the base class of all errors of this package."""
+    """Raised when a request to the API server fails. This class is the base class of all errors of this package."""
 
 
 class AccessError(ClusterError):
@@ -82,9 +82,9 @@ class Cause(msgspec.Struct, frozen=True):
 class ApiError(ClusterError):
     """Raised when the API server refused a request or did not respond.
 
-    code: the HTTP status, 0 without a response. reason: the server's reason in one word, or "". causes: one `Cause` for
-    each wrong field. retry_after: seconds that the server asks the client to wait before the next request, 0 if the
-    server does not ask for a wait.
+    code: the HTTP status, 0 without a response. reason: the server's reason in one word, or "" without a reason.
+    causes: one `Cause` for each wrong field. retry_after: seconds that the server asks the client to wait before the
+    next request, 0 if the server does not ask for a wait.
     """
 
     def __init__(

@@ -56,8 +56,8 @@ class Access:
     authorize: a function that returns the Authorization header, "" for none. The function's argument states whether the
     server refused the last header (401), so that a new header is needed. The function raises KubeConfigError or OSError
     if there are no credentials. proxy: the URL of an HTTP proxy, "" for none. server_name: the name in the server's
-    certificate, "" if this name is the URL's host. source: the file or option from which these values come, for
-    messages.
+    certificate, "" if this name is the URL's host. source: the file or option from which this address and these
+    credentials come, for messages.
     """
 
     url: str
@@ -89,7 +89,7 @@ class TokenLife(NamedTuple):
 
 
 def token_life(authorization: str) -> TokenLife | None:
-    """Return when a ServiceAccount's token was issued and expires; None for credentials that do not state this.
+    """Return when a ServiceAccount's token was issued and expires; None for credentials without these times.
 
     The token is a JSON Web Token. Only the API server verifies the token's signature.
     """

@@ -39,9 +39,9 @@ SILENCE: Final = (180.0, 300.0)
 value between them is used.
 
 kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its cache has
-passed the watch's position. In a cluster without changes, the cache's position moves only when etcd sends a progress
-notification: by etcd's default every 10 minutes, with kubeadm every 5 s. So with etcd's default, the client ends each
-watch for lack of data about every 4 minutes, and lists the objects again.
+passed the watch's position. In a cluster without changes, the cache's position moves only with the progress
+notifications of etcd, which etcd sends every 10 minutes by default, and every 5 s with kubeadm. So with etcd's default,
+the client ends each watch for lack of data about every 4 minutes, and lists the objects again.
 """
 
 
@@ -68,7 +68,7 @@ _CHANGED: Final = msgspec.json.Decoder(Changed)
 
 
 class Cluster:
-    """An asynchronous client of one API server. It belongs to one event loop, and every request has a deadline.
+    """An asynchronous client of one API server. The client belongs to one event loop, and every request has a deadline.
 
     Methods raise ApiError and its subclasses, UnsupportedError for kinds of resource.k8s.io that the server does not
     serve, and AccessError when the configuration cannot be used.
@@ -104,7 +104,8 @@ class Cluster:
     ) -> Cluster:
         """Make a client of the server in `kubeconfig`, else of the pod's server, else in KUBECONFIG or ~/.kube/config.
 
-        account: the directory of a service account, to use instead of the pod's service account.
+        account: the directory of a service account; the client then uses this account instead of the pod's service
+        account.
         """
         return cls(lambda: auth.from_environment(kubeconfig, account), **options)
 
@@ -143,8 +144,8 @@ class Cluster:
     async def version(self) -> str:
         """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1.
 
-        The client asks the server for its versions once, and again after an outage or a 404 that concerns the whole
-        kind. Raises UnsupportedError if the server serves none of these versions.
+        The client asks the server once for the versions of resource.k8s.io, and again after an outage or a 404 that
+        concerns the whole kind. Raises UnsupportedError if the server serves none of these versions.
         """
         return await self._discovery.version()
 
@@ -424,7 +425,10 @@ class Cluster:
                 await self.pause(wait)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try. If the server is unreachable, the wait ends as soon as another request succeeds."""
+        """Wait for this number of seconds before another try.
+
+        If the server is unreachable, the wait ends as soon as another request succeeds.
+        """
         await self._connection.pause(seconds)
 
     async def _request(

@@ -1,4 +1,4 @@
-"""The connection to one API server: configuration, credentials, requests, streams, and the version of the API."""
+"""Connects to one API server: reads the configuration, sends requests, opens streams, and chooses the API version."""
 
 from __future__ import annotations
 
@@ -262,7 +262,10 @@ class Connection:
         return self._again_at - now
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try. If the server is unreachable, the wait ends as soon as another request succeeds."""
+        """Wait for this number of seconds before another try.
+
+        If the server is unreachable, the wait ends as soon as another request succeeds.
+        """
         if self.statistics.lost_since is None:
             await asyncio.sleep(seconds)
             return

@@ -1,4 +1,4 @@
-"""Decoders of the API server's responses: JSON for whole objects, protobuf for the allocations of ResourceClaims.
+"""Decodes the API server's responses: whole objects in JSON, and the allocations of ResourceClaims in protobuf.
 
 A tenant can write any number of claims of up to 1.5 MB, whose parameters nest up to 10,000 levels (apimachinery 1.36,
 sigs.k8s.io/json). In protobuf, the parameters are one field, which the agent does not decode. So the parameters' depth
@@ -41,7 +41,7 @@ FIRST_LIMIT: Final = 100
 class Form(NamedTuple, Generic[T_co]):
     """The encoding of a response. accept: the Accept header of the request.
 
-    decode: a function that decodes the response's body. It raises ValueError for a wrong body, and may raise
+    decode: a function that decodes the response's body. The function raises ValueError for a wrong body, and may raise
     RecursionError.
     """
 

@@ -1,4 +1,7 @@
-"""HTTP requests to one API server with aiohttp, without redirects, cookies and compression. Callers set deadlines."""
+"""Sends HTTP requests to one API server with aiohttp, without redirects, cookies and compression.
+
+Callers set deadlines.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
-"""TCP keepalive options. They detect within 30 s that the peer's node or a load balancer is lost, even on a watch
-without events."""
+"""TCP keepalive options. The options detect within 30 s that the peer's node or a load balancer is lost, even on a
+watch without events."""
 
 
 class OversizedBodyError(Exception):
@@ -109,9 +112,10 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpClient:
-    """A client of one HTTP server. It belongs to one event loop. All methods may raise OSError and `HTTP_ERRORS`.
+    """A client of one HTTP server. The client belongs to one event loop.
 
-    url: scheme, host, port, and optionally a prefix of all paths. proxy, server_name: see `auth.Access`.
+    All methods may raise OSError and `HTTP_ERRORS`. url: scheme, host, port, and optionally a prefix of all paths.
+    proxy, server_name: see `auth.Access`.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "", server_name: str = "") -> None:

@@ -82,7 +82,7 @@ async def read(paths: str) -> Credentials:
         from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
     except ImportError as error:
         raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {installing('cli')}") from error
-    # The library logs errors that it also raises, so its log is not needed.
+    # The library logs errors that it also raises, so the library's log is not needed.
     logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)
     if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
         empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
@@ -136,8 +136,8 @@ def _leave_out_api_objects() -> None:
     """Add kubernetes_asyncio and its `client` to sys.modules without running their __init__. Raises ImportError.
 
     Their __init__ files import the classes of all API objects: 850 modules, most of the time and memory of this
-    process. The library's reader of kubeconfigs needs only `Configuration`. It also imports `ApiClient`, but only for
-    functions that this process does not call, so None replaces `ApiClient` (versions 32 to 36).
+    process. The library's reader of kubeconfigs needs only `Configuration`. The reader also imports `ApiClient`, but
+    only for functions that this process does not call, so None replaces `ApiClient` (versions 32 to 36).
     """
     where = None
     for name in ("kubernetes_asyncio", "kubernetes_asyncio.client"):
@@ -155,10 +155,10 @@ def _content(path: str | None) -> bytes | None:
 
 
 def _user(merged: Any) -> tuple[dict[str, Any], Path]:
-    """Return the user of the current context ({} if it names no user), and the path of the file with this user.
+    """Return the user of the current context ({} without a user), and the path of the kubeconfig with this user.
 
-    If the command of a credential plugin contains a slash, the command is relative to the directory of this file. The
-    library does not know this directory, so the function makes the command absolute.
+    If the command of a credential plugin contains a slash, the command is relative to the directory of this kubeconfig.
+    The library does not know this directory, so the function makes the command absolute.
     """
     context = merged["contexts"].get_with_name(merged["current-context"])
     name = context["context"].safe_get("user")

@@ -1,4 +1,4 @@
-"""The state of the connection to the API server: lasting failures, and whether a watch is alive."""
+"""Keeps the state of the connection to the API server: which failures last, and whether a watch is alive."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Failing:
 
 @dataclass(slots=True, eq=False)
 class WatchState:
-    """The known state of a watch. `Cluster.follow` keeps it up to date.
+    """The known state of a watch. `Cluster.follow` keeps this state up to date.
 
     patience: the watch's data may be out of date after this number of seconds without data from the server. heard_at:
-    when the server last sent a list, an event or a bookmark (monotonic seconds), None if it never did. failing: the
-    failure because of which the watch is not open, None if there is no such failure.
+    when the server last sent a list, an event or a bookmark (monotonic seconds), None if the server never did. failing:
+    the failure because of which the watch is not open, None if there is no such failure.
     """
 
     patience: float = float("inf")

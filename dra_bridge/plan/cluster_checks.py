@@ -1,4 +1,4 @@
-"""Checks of DeviceClasses, rights, quotas, autoscalers and programs that count devices.
+"""Checks DeviceClasses, rights, quotas, autoscalers, and programs that count devices.
 
 The checks are pure functions, one for each kind of finding.
 """

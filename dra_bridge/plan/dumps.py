@@ -123,7 +123,7 @@ def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
 
 
 def _scalar(event: Any) -> Any:
-    """Return the value of a YAML scalar, as one of the types of used fields: text, integer, bool or null."""
+    """Return the value of a YAML scalar as text, integer, bool or null. Fields that `plan` uses have no other types."""
     text = event.value
     if event.style or not event.implicit[0]:
         return text

@@ -1,4 +1,4 @@
-"""The kinds of findings, each with a stable code, a severity, an explanation and a remedy.
+"""Defines the kinds of findings, each with a stable code, a severity, an explanation and a remedy.
 
 docs/plan-findings.md is generated from this module.
 """

@@ -1,4 +1,4 @@
-"""Checks of nodes, kubelets and agents. The checks are pure functions, one for each kind of finding."""
+"""Checks nodes, kubelets and agents. The checks are pure functions, one for each kind of finding."""
 
 from __future__ import annotations
 

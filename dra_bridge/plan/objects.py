@@ -1,4 +1,4 @@
-"""The objects that `plan` uses, reduced to the used fields so that a large cluster fits into memory. Pure functions."""
+"""Reduces API objects to the fields that `plan` uses, so that a large cluster fits into memory. Pure functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """An input of `plan` that could not be read. what: the input, such as the plural of a kind. reason: the cause."""
+    """An input of `plan` that could not be read. what: the input, such as the plural of a kind.
+
+    reason: why the input could not be read.
+    """
 
     what: str
     reason: str

@@ -1,4 +1,4 @@
-"""Checks of pods that request devices. The checks are pure functions, one for each kind of finding."""
+"""Checks pods that request devices. The checks are pure functions, one for each kind of finding."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[
 async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
     """Return each node's kubelet configuration, if the kubelet responds, and add the other nodes to `unread`.
 
-    The user needs the right to get nodes/proxy.
+    The user needs the right to get nodes/proxy for these requests.
     """
     slots = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Body] = {}

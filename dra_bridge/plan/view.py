@@ -51,8 +51,8 @@ class Target:
 class ClusterView:
     """A cluster's objects, and facts derived from these objects.
 
-    namespace: the namespace of the selected pods; "" for all. given: the resources to migrate (targets); if empty, all
-    extended resources. selected: names of the selected nodes; None for all nodes.
+    namespace: the namespace of the pods that the checks consider; "" for all namespaces. given: the resources to
+    migrate (targets); if empty, all extended resources. selected: names of the selected nodes; None for all nodes.
     """
 
     objects: ClusterObjects
@@ -153,7 +153,10 @@ class ClusterView:
 
     @cached_property
     def groups(self) -> Mapping[str, list[Body]]:
-        """For each node group, its nodes with devices. Nodes without a group's label are left out."""
+        """For each node group, the group's nodes with a resource to migrate.
+
+        Nodes without a group's label are left out.
+        """
         found: dict[str, list[Body]] = defaultdict(list)
         for node in self.device_nodes:
             labels = labels_of(node)
@@ -226,7 +229,7 @@ def drivers_of(device_class: Body) -> set[str]:
 
 
 def minor_of(node: Body) -> int:
-    """Return the minor version of a node's kubelet; 0 if it is not known."""
+    """Return the minor version of a node's kubelet; 0 if the version is not known."""
     match = re.match(r"v?1\.(\d+)", str(part(node, "status", "version")))
     return int(match[1]) if match else 0
 

@@ -32,11 +32,11 @@ LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
 """The label of all objects that `dra-bridge manifests` makes, and of the agents' pods. The label proves nothing about a
 pod, because every user who may create pods can set it."""
 BINDING: Final = "dra-bridge"
-"""The default name of the ClusterRoleBinding that `manifests` makes for the agents' ServiceAccount."""
+"""The default name of the ClusterRoleBinding that `dra-bridge manifests` makes for the agents' ServiceAccount."""
 PORT: Final = "metrics"
-"""The name that `manifests` gives to the container port at which an agent serves `/status`."""
+"""The name that `dra-bridge manifests` gives to the container port at which an agent serves `/status`."""
 NODE_PORT: Final = 9410
-"""The port of `/status` of an agent that runs outside of pods, as `manifests --systemd` sets it."""
+"""The port of `/status` of an agent that runs outside of pods, as `dra-bridge manifests --systemd` sets it."""
 TIMEOUT: Final = 3.0  # Seconds within which an agent must respond.
 TOTAL: Final = 15.0  # Maximum seconds for the requests to all agents together.
 AT_ONCE: Final = 16  # Maximum number of simultaneous requests to agents.
@@ -121,7 +121,10 @@ class DeviceNow(msgspec.Struct, frozen=True):
 
 
 class UnlistedClaims(NamedTuple):
-    """A device in an agent's register that no device source lists. claims: namespace/name of its claims."""
+    """A device in an agent's register that no device source lists.
+
+    claims: namespace/name of the claims that have the device.
+    """
 
     state: str
     claims: tuple[str, ...]
@@ -248,7 +251,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: _Turns) -> _AgentStatus | str:
-    """Ask the agent in a pod. Return its status, or the reason why there is no status."""
+    """Ask the agent in a pod. Return the agent's status, or the reason why there is no status."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     pages = [(port, container) for container in pod["spec"]["containers"] for port in container.get("ports") or ()]
     page = next(((port, container) for port, container in pages if port.get("name") == PORT), None)
@@ -283,7 +286,8 @@ async def _ask_units(cluster: Cluster, nodes: Sequence[str], turns: _Turns) -> d
 
 
 _SCHEMES: Final = ("", "https:")
-"""Prefixes of a node's name in nodes/proxy requests: the API server connects to the node without TLS, or with TLS."""
+"""Prefixes of a node's name in nodes/proxy requests. With the first prefix, the API server connects to the node without
+TLS, with the second by TLS."""
 
 
 class _UnitAnswer(NamedTuple):

@@ -60,7 +60,7 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 class Placement(enum.Enum):
     """Whether all, none or some of a node's devices are on the DRA side.
 
-    If devices are moving or quarantined, the value is PARTIAL as well.
+    PARTIAL also stands for a node with devices that are moving or quarantined.
     """
 
     NONE = "none"
@@ -191,7 +191,7 @@ def publish_patch(driver: str, node: Object) -> dict[str, Any] | None:
 def release_patch(driver: str, node: Object, step: MarkStep) -> dict[str, Any] | None:
     """Return the merge patch that removes a Node's mark or its request for a pool; None if there is nothing to remove.
 
-    The mark stays if a rollout of another driver has set it as well.
+    The mark stays if a rollout of another driver has marked the Node as well.
     """
     name, changes = node["metadata"]["name"], dict[str, str | None]()
     marks = marks_of(driver, node["metadata"].get("annotations") or {})

@@ -44,7 +44,10 @@ def needs_attention(device: ReportedDevice) -> bool:
 
 
 def totals(nodes: Sequence[NodeView], width: int | None) -> list[Line]:
-    """Return the totals of all nodes, to show before the agents are asked; [] if there are at most MANY nodes."""
+    """Return lines with the totals of all nodes; [] if there are at most MANY nodes.
+
+    The program shows these lines before it asks the agents.
+    """
     many = len({view.node for view in nodes}) > MANY
     return wrapped(_totals(nodes), width) if many else []
 

@@ -17,7 +17,8 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.register.records import RegisterSnapshot, State
 
 MAX_DEVICES: Final = 1024
-"""If a resource has more devices than this number, the report has only the numbers of its devices by state."""
+"""If a resource has more devices than this number, the report has only the number of the resource's devices in each
+state."""
 MAX_BYTES: Final = 192 * 1024
 """Maximum bytes of a node's reports, because the API server accepts 256 KiB for all annotations of an object."""
 
@@ -99,8 +100,8 @@ def progress(
 ) -> Progress:
     """Return the agent's report.
 
-    Above `most` bytes, large resources have only numbers of devices by state, no single devices. shares: for each
-    resource, the share that applies now. gone: devices that no device source lists now.
+    If the report would exceed `most` bytes, the report has for the largest resources only the number of devices in each
+    state. shares: for each resource, the share that applies now. gone: devices that no device source lists now.
     """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for allocation in now.allocations.values():

@@ -417,7 +417,7 @@ class _Rollout:
     async def _newly_failing(self, begun: Sequence[NodeView], now: float) -> dict[str, dict[str, str]]:
         """Return each node's `failing_pods`, without pods that failed before the rollout began with the node.
 
-        Pods are listed at most every POLL seconds. Between two lists, the last list is used.
+        Pods are listed at most every POLL seconds. Between two such lists, the function uses the last list.
         """
         if now >= self._next_look:
             watched = [view for view in begun if now - self._done.get(view.node, now) <= AFTER]

@@ -44,7 +44,7 @@ class Room:
 async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
     """Return the unscheduled pods that may wait for devices of these nodes. Raises ClusterError.
 
-    The function lists claims only if an unscheduled pod requests such devices or has claims.
+    The function lists claims only if an unscheduled pod requests a resource of these nodes or has claims.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}

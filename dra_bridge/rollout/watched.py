@@ -106,7 +106,7 @@ class WatchedFleet:
                 self.changed.set()
 
     def node(self, name: str) -> Object:
-        """Return a Node in the last state that the watch has reported.
+        """Return a Node in the newest state that the watch or `put` has stored.
 
         If the Node has changed since then, the API server refuses a patch with this state's resourceVersion. Raises
         NotFoundError if the Node was deleted.
