@@ -91,7 +91,7 @@ class ClusterView:
 
     @cached_property
     def pods(self) -> tuple[Body, ...]:
-        """The namespace's pods with `limits` of a resource to migrate, on selected nodes or without a node yet."""
+        """The pods of `namespace` with `limits` of a resource to migrate, on selected nodes or without a node yet."""
         names = {name_of(node) for node in self.nodes}
         return tuple(
             pod
@@ -122,7 +122,7 @@ class ClusterView:
 
     @cached_property
     def slices(self) -> Mapping[tuple[str, str], int]:
-        """For each node and each driver of a resource to migrate, the number of published devices."""
+        """For each node and driver of a resource to migrate, the number of devices in ResourceSlices."""
         found: dict[tuple[str, str], int] = defaultdict(int)
         names = {name_of(node) for node in self.nodes}
         for body in self.objects.of("ResourceSlice"):

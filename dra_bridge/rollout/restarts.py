@@ -15,7 +15,7 @@ from dra_bridge.rollout.pods import requests_of
 
 
 def mixed(view: NodeView) -> list[str]:
-    """Return the resources of which pods on a node have, or may have, devices both by the plugin and by DRA."""
+    """Return the resources of which pods on this node have, or may have, devices both by the plugin and by DRA."""
     return [name for name in (view.reported.resources if view.reported is not None else ()) if _both(view, name)]
 
 
