@@ -117,7 +117,7 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 def own_directory(directory: str) -> str:
-    """Return the directory below the directory of CDI specs for this project's files that are kept until the next boot.
+    """Return the path of a subdirectory of the directory of CDI specs, for files that must be kept until the next boot.
 
     The directory of CDI specs is mounted into the agent's container, and is in memory on most nodes. Container runtimes
     do not read its subdirectories. The files are not in the directory of CDI specs itself, because containerd reads all

@@ -102,7 +102,7 @@ class Watcher:
         return Watch(self, directories, hints, gather)
 
     def unwatched(self) -> tuple[Unwatched, ...]:
-        """Return the watched directories that cause no file events. Any thread may call this method."""
+        """Return the watched directories without file events, with the causes. Any thread may call this method."""
         found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
         for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
             failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure

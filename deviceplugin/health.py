@@ -95,7 +95,7 @@ def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
 _TEMPFAIL: Final = 75  # The exit status for "no result" (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # Number of bytes at the end of a command's output that are kept, to find the last line.
+_KEPT: Final = 4096  # Of a command's output, this number of bytes at the end is kept, to find the last line.
 
 
 def open_probe(device: Device) -> ProbeResult:

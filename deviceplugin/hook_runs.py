@@ -21,7 +21,8 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 
 CANCELLED: Final = 1.0
-"""Seconds that a hook's coroutine has to end after its cancellation. After that, the hook counts as still running."""
+"""Seconds that a hook's coroutine has to end after its cancellation. After that, the hook counts as a holder of its
+devices until it ends."""
 
 
 class DeviceBusyError(HookError):

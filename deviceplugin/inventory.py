@@ -146,7 +146,7 @@ class Inventory:
 
     def __init__(self, resource: str) -> None:
         self.snapshot = InventorySnapshot(resource)
-        """The present devices."""
+        """The present devices, as the subscribers got them last."""
         self.looks: Final = Looks(resource, resource=resource)
         self.looks.changed = self._looked
         self._listed = self.snapshot

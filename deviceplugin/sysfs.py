@@ -151,13 +151,13 @@ class HardwareReader:
 
 
 def _usb(directory: str) -> tuple[str, ...] | None:
-    """Return vendor, product and serial number of a USB device; None if the directory is not a USB device's."""
+    """Return vendor, product and serial number of the USB device with this sysfs directory; None if there is none."""
     vendor, product, serial = (read(f"{directory}/{name}") or "" for name in ("idVendor", "idProduct", "serial"))
     return (vendor, product, serial) if vendor and product else None
 
 
 def _part(device: str, directory: str) -> str:
-    """Return the component of a device to which a sysfs directory belongs, as text without the kernel's counters."""
+    """Return a text for the component of a device to which a sysfs directory belongs, without the kernel's counters."""
     steps, above = [], device
     for step in filter(None, directory.removeprefix(device).split("/")):
         steps.append(_step(above, step))
@@ -168,7 +168,8 @@ def _part(device: str, directory: str) -> str:
 def _step(above: str, name: str) -> str:
     """Return a directory's name without the kernel's counters (the 0 in ttyUSB0).
 
-    If several names in `above` would be equal without counters, return the whole name.
+    If a file in the directory has the fixed number of the component (`_PLACES`), append this number. Otherwise, if
+    several names in `above` would be equal without counters, return the whole name.
     """
     if name.startswith(f"{os.path.basename(above)}:"):
         return name.partition(":")[2]  # This text is the configuration and the number of a USB interface, such as 1.0.

@@ -1,4 +1,4 @@
-"""Prints tables and texts on a terminal or into a file."""
+"""Formats tables and texts for a terminal or a file, and prints lines."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Tasks:
 
 
 class SharedCall(Generic[_T]):
-    """Makes one call for all callers that arrive before the call begins. Calls run one after another.
+    """Makes one call on behalf of all callers that arrive before this call begins. Calls run one after another.
 
     If a caller is cancelled, the call continues, because other callers may wait for its result.
     """

@@ -93,7 +93,7 @@ def has_settings(node: yaml.Node, file: str) -> bool:
 
 
 def as_file(made: Imported) -> str:
-    """Return the text of a config file. Its comments name the settings that were not imported."""
+    """Return the imported resources as the text of a config file. Its comments name the settings that are left out."""
     notes = "".join(f"# not imported: {printable(note)}\n" for note in made.notes)
     return notes + yaml.dump({"resources": made.resources}, Dumper=_ConfigDumper, sort_keys=False)
 
@@ -135,7 +135,7 @@ def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
 
 
 def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any]]:
-    """Yield each object with settings: the YAML node itself, or objects at any depth in it."""
+    """Yield the settings in a YAML node: the node itself if it is settings, otherwise settings at any depth in it."""
     left, seen = [document.plain(root, file)], set[int]()
     while left:
         node = left.pop()
@@ -289,7 +289,7 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
 
 
 def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Convert a path of generic-device-plugin to an item of the key `group`.
+    """Convert a path of generic-device-plugin to an item of the key `group` in this project's config file.
 
     Add a note for each option that a config file cannot express.
     """

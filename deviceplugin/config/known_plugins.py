@@ -16,8 +16,8 @@ class KnownPlugin(NamedTuple):
     """A known plugin. resources: patterns of the resource names that the plugin registers.
 
     serves: "both" (the plugin can serve limits and claims), "limits" (only limits), or "no" (it cannot be adopted).
-    why: the reason why `serves` is not "both"; "" if it is. ids: a regular expression that matches the ids of this
-    plugin's devices, but not the ids of another plugin with the same resource name.
+    why: the reason why `serves` is not "both"; "" if `serves` is "both". ids: a regular expression that matches the ids
+    of this plugin's devices, but not the ids of another plugin with the same resource name.
     """
 
     plugin: str

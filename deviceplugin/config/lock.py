@@ -87,7 +87,7 @@ class Lock:
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
     def problem(self, kind: type, path: str) -> str:
-        """Return why a path in a mapping of the type `kind` is not allowed; "" if it is allowed.
+        """Return the reason why a path in a mapping of the type `kind` is not allowed; "" if it is allowed.
 
         The target of a symlink must be allowed too, except for paths of devices, which are checked when devices are
         listed.

@@ -351,7 +351,7 @@ class Pages:
         return web.Answer(b"ok\n")
 
     def _readyz(self, _: object) -> web.Answer:
-        """Return 200 if the agent is ready to give devices to pods and all providers are ready, otherwise 503."""
+        """Return 200 if the agent is ready to give devices to pods and each `Provider` is ready, otherwise 503."""
         reasons = self._view().unready
         return web.Answer("\n".join((*reasons, "")).encode() or b"ok\n", status=503 if reasons else 200)
 

@@ -62,7 +62,7 @@ TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state"
 """Names that a source must not use for a quantity, because metrics `deviceplugin_device_<name>` with another meaning
 exist."""
 
-Value = float | dict[str, float]  # One number, or a number for each value of the quantity's label.
+Value = float | dict[str, float]  # A measured value: one number, or a number for each value of the quantity's label.
 Reading = Mapping[str, Mapping[str, Value]]
 """The result of one call of `measure`: for each device id and quantity, the value."""
 

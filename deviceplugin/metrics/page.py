@@ -155,7 +155,7 @@ def _problems(view: AgentView) -> Iterable[str]:
 
 
 def attention(seen: DeviceView) -> tuple[int, str]:
-    """Return (urgency, reason): a device's urgency (0 is the highest), and why it needs attention, or ""."""
+    """Return (a device's urgency, from 0 for the highest; the reason why the device needs attention, or "")."""
     device, location = seen.device, seen.location
     if location.state is State.QUARANTINED:
         return 0, f"quarantined: {location.reason}"
@@ -302,7 +302,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
 
 
 def _paths(device: Device) -> str:
-    """Return a text with the path of a device's first node and the number of its other nodes."""
+    """Return a text with the path of a device's first node, and with the number of the device's other nodes."""
     first, *more = device.hosts or ("",)
     return f"{first} and {len(more)} more" if more else first
 

@@ -42,7 +42,7 @@ _LOG: Final = logging.getLogger(__name__)
 HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
 UNANSWERED: Final = 30.0  # Seconds without a response after which a call to a vendor's plugin is reported as a problem.
-REPORT_TIMEOUT: Final = 1.0  # Seconds within which a provider must return its report.
+REPORT_TIMEOUT: Final = 1.0  # Seconds within which a `Provider` must return its report.
 
 
 class ObservedService(Protocol):
@@ -90,12 +90,12 @@ class DeviceHolder:
 
 
 _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
-"""For each (resource, device id), the holders: first containers of pods with `limits`, then holders with claims."""
+"""For each (resource, device id), the device's holders: first containers with `limits`, then holders with claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device. replicas: the number of containers that may share the device.
+    """The state of one device. replicas: the number of containers that may share the device.
 
     withheld: the reason why the device is not offered, or None. admins: the claims with administrative access to the
     device, which do not hold it. since: the time at which this agent found that the device was no longer healthy (Unix
@@ -124,10 +124,10 @@ class UnlistedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource. measured: the object that measures the load of the devices; None if the source cannot measure.
+    """The state of one resource. measured: the `Gauge` that measures the devices' load; None if the source has none.
 
-    share: the progress of moves to DRA; None without a DRA driver. unlisted: see `UnlistedDevice`. While a vendor's
-    plugin is disconnected, `unlisted` contains all held devices of the plugin.
+    share: how many devices are on each side (`ShareProgress`); None without a DRA driver. unlisted: see
+    `UnlistedDevice`. While a vendor's plugin is disconnected, `unlisted` contains all held devices of the plugin.
     """
 
     name: str
@@ -140,7 +140,7 @@ class ResourceView:
 
 @dataclass(frozen=True, slots=True)
 class AgentView:
-    """The whole agent at one moment.
+    """The state of the whole agent at one moment.
 
     at: that moment (Unix seconds). unready: the reasons why the agent is not ready. problems: the problems that do not
     make the agent unready. holders_known: whether the kubelet's checkpoint was read recently. kubelet_answers: whether
@@ -349,7 +349,7 @@ class Observer:
         self._events = (*self._events, *sorted(new, key=lambda event: event.at))[-SHOWN_EVENTS:]
 
     def view(self) -> AgentView:
-        """Return the present view."""
+        """Return the view of the agent at this moment."""
         status = self._agent.status()
         reports, silent = self._reports()
         holders_known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE

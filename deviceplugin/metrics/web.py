@@ -73,7 +73,7 @@ class _Rendering(NamedTuple):
 
 @dataclass(eq=False)
 class Route:
-    """A page. All clients get the same rendered response while it is fresh.
+    """A page of the server. All clients get the same rendered response while this response is fresh.
 
     A response is fresh for ten times the processor time of its rendering, but at least LIFETIME seconds. So rendering
     uses at most a tenth of a processor. While the next response is rendered, clients get the old response, until the

@@ -24,7 +24,7 @@ is None."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
-    """Lists the devices of one bus (PCI or USB) that a filter selects.
+    """Lists those devices of one bus (PCI or USB) that match a filter.
 
     wanted: the filter; a field with None allows any value. sysfs_root, dev: the directories of sysfs and of device
     nodes. ids: paths of files with the names of vendors and products; the first existing file is used. permissions,
@@ -105,7 +105,7 @@ def pci_address(directory: str) -> str | None:
 
 
 def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    """Return the attributes whose value is not None."""
+    """Return a copy of a mapping of attributes without those whose value is None."""
     return {name: value for name, value in attributes.items() if value is not None}
 
 

@@ -171,7 +171,7 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the log about the entries' last device lists, and about devices that are not listed."""
+        """Sentences for the log about the last device lists of the entries, and about devices that are left out."""
         return (*(note for entry in self.entries for note in getattr(entry, "notes", ())), *self._left_out)
 
     @property
@@ -202,7 +202,7 @@ class ConfiguredSource(DeviceSource):
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the edits for one container, from the entries' hooks `edits` and the resource's settings.
 
-        If the two conflict, the edits in the resource's settings take precedence.
+        If the edits of a hook and of the settings conflict, those of the settings take precedence.
         """
         edits = await self._ask("edits", devices)
         names = sorted((device.id for device in devices), key=natural)  # The order of `devices` is arbitrary.
@@ -213,7 +213,7 @@ class ConfiguredSource(DeviceSource):
         return ContainerEdits.merge(edits, winner=ContainerEdits.merge([self._edits, ContainerEdits(env=env)]))
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return the measured values of these devices, from the hooks `measure` of the entries' sources."""
+        """Return the measured values of these devices, which the hooks `measure` of the entries' sources return."""
         measured_parts = await self._ask("measure", devices)
         return {name: values for measured in measured_parts for name, values in measured.items()}
 

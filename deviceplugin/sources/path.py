@@ -136,7 +136,10 @@ class _PathScan(Scan):
     real: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
-        """Return a directory's path without symlinks. Add the directories of these symlinks to `directories`."""
+        """Return a directory's path without symlinks.
+
+        Add each directory whose change can change the result to `directories`.
+        """
         real = self.real.get(directory)
         if real is None:
             looked_at.at(directory)
@@ -150,7 +153,10 @@ class _PathScan(Scan):
         return real
 
     def follow(self, path: str) -> str:
-        """Return the target of a path after all symlinks. Add the directories of these symlinks to `directories`."""
+        """Return the target of a path after all symlinks.
+
+        Add each directory whose change can change the result to `directories`.
+        """
         for _ in range(40):  # The kernel also follows at most 40 symlinks.
             directory, name = os.path.split(path)
             directory = self.resolve(directory)

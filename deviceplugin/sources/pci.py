@@ -44,7 +44,7 @@ class _Function:
 
 
 class PciSource(bus.SysfsSource[PciConfig]):
-    """Lists the PCI devices that a filter selects, with their addresses (0000:3b:00.0) as ids.
+    """Lists the PCI devices that match a filter, with their addresses (0000:3b:00.0) as ids.
 
     resource: the resource's name, from which the name of the environment variable with the addresses is made.
     """

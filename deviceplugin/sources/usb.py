@@ -50,7 +50,7 @@ class _Usb:
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
-    """Lists the USB devices that a filter selects, without hubs.
+    """Lists the USB devices, except hubs, that match a filter.
 
     wanted: the filter. Give several filters for a device that changes its vendor or product id. All devices that appear
     in one port are then treated as the same device, and the port is this device's id and identity. options: further

@@ -25,9 +25,9 @@ As an instance number in an XID event, it means that the event names no such ins
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
-"""Replaced libraries that are still loaded. A library is unloaded when no session can be in a call of it."""
+"""Replaced libraries that are still loaded. Each of them is unloaded when no session can be in one of its calls."""
 _users: Final[set[object]] = set()
-"""The sessions that have loaded the library, and so may be in a call of it."""
+"""The sessions that have loaded the library. Each of them may be in one of the library's calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Session:
             nvml.release(self)
 
     def _open(self) -> Any:
-        """Return NVML, initialized.
+        """Initialize NVML if necessary, and return the module of nvidia-ml-py.
 
         NVML is initialized again if GPUs were added or removed, because NVML reads the list of GPUs only when it is
         initialized.

@@ -122,7 +122,7 @@ class NvidiaSource(DeviceSource):
         return device.with_health(*worst((device.health, device.message), (history.health, history.message)))
 
     def _unequal(self, scan: NvmlScan) -> str:
-        """Return why the setting `mig: single` is not possible with these GPUs; "" if it is possible."""
+        """Return the reason why the setting `mig: single` is not possible with these GPUs; "" if it is possible."""
         profiles = sorted({part.profile for gpu in scan.gpus for part in gpu.partitions or ()})
         if len(profiles) > 1:
             return f"mig: single wants partitions of one profile, there are {' and '.join(profiles)}; see mig: mixed"
