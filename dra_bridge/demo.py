@@ -67,7 +67,7 @@ class DemoGpus(plugin_demo.Gpus):
 
 @contextlib.contextmanager
 def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """While the context is active, run a coroutine in its own thread and event loop. Raises DemoError if it fails."""
+    """While the context is active, run a coroutine in its own thread and event loop. Raises DemoError on a failure."""
     over = threading.Event()
     errors: list[Exception] = []
 
@@ -304,7 +304,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices to DRA and back while pods start and end. Return when this began and ended (monotonic seconds)."""
+    """Move devices to DRA and back while pods start and end. Return the times of begin and end (monotonic seconds)."""
     event, began = scene.printer.event, time.monotonic()
     event("pod", f"{count} pods by resource and {count} by claim now come and go all the time")
     with Churn(scene.node, count) as churn:

@@ -264,7 +264,7 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
 
 
 def _hard(how: Deployment, resource: ResourceConfig, served: Collection[ResourceConfig]) -> dict[str, str]:
-    """Return the entries of a ResourceQuota's `hard` for a resource, by key.
+    """Return a resource's entries in the field `hard` of a ResourceQuota: for each key, the value.
 
     Since Kubernetes 1.36, the key `requests.` also counts claims of the DeviceClass that names the resource. Older
     versions count claims by a separate key (pkg/quota/v1/evaluator/core/resource_claims.go).

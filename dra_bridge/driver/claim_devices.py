@@ -86,7 +86,7 @@ class RequestDevices:
 
 
 _Names = dict[str, tuple[ServedResource, Device]]
-"""For each published name of a device: the resource, and the device."""
+"""Maps each published name of a device to the resource and the device."""
 
 
 @dataclass(slots=True)

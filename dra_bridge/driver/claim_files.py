@@ -150,7 +150,7 @@ def is_deleted(directory: str) -> bool:
 
 
 class CdiStore:
-    """The CDI files of one driver's claims. Thread-safe; the methods block.
+    """The CDI files of one driver's claims. The methods are thread-safe and block.
 
     Raises CdiError if the driver's name cannot be the name of a CDI vendor.
     """

@@ -64,7 +64,7 @@ class DriverNode:
 
 
 class Driver:
-    """One DRA driver of this node. It belongs to one event loop.
+    """One DRA driver of this node. A `Driver` object belongs to one event loop.
 
     host: the agent that the driver belongs to. deadline: seconds for one claim. call_deadline: seconds for a call. For
     a claim that is unfinished at the call's deadline, the response states an error, but the preparation continues.

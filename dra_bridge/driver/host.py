@@ -60,8 +60,8 @@ class DriverHost:
     async def restarted(self, before: Starts, pods: Collection[str], waited: float) -> bool:
         """Return whether all containers that these pods had at an earlier time have certainly ended.
 
-        before: the result of `starts` at the earlier time. pods: running pods. waited: a lower bound of the seconds
-        since the earlier time.
+        before: the result of `starts` at the earlier time. pods: the pods, which run now. waited: a lower bound of the
+        seconds since the earlier time.
         """
         return False
 

@@ -207,7 +207,7 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
     """The kubelet's directory `plugins_registry`, which is read once for all drivers of this process.
 
     own: the agent's directory with the ledger file. instance: the beginning of the random part of the sockets' names.
-    It is computed from `own`, so that an agent finds the sockets of its former processes.
+    The agent computes `instance` from `own`, so that it finds the sockets of its former processes.
     """
 
     def __init__(self, own: Path, registry: Path, poll: float = POLL) -> None:

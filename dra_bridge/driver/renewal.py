@@ -137,8 +137,8 @@ class ClaimRenewal:
             seen, tried = now, count
             if claims:
                 await asyncio.sleep(CHECK)
-            # This loop is not notified of a change of the served resources. So it checks them every `CHECK` seconds
-            # while the driver has claims.
+            # This loop is not notified of a change of the served resources. So while the driver has claims, the loop
+            # compares the served resources every `CHECK` seconds.
             await changes.after(count, CHECK if self._records.all() else REST)
             await asyncio.sleep(DEBOUNCE)
 

@@ -13,8 +13,8 @@ from deviceplugin.hooks import HookStatistics
 class CallStatistics:
     """Statistics of Prepare or of Unprepare. A call with several claims counts once for each claim.
 
-    done: number of claims with success. failures: number of claims with an error, by reason. durations: seconds for
-    each claim.
+    done: number of claims with success. failures: for each reason, the number of claims with an error. durations:
+    seconds for each claim.
     """
 
     done: int = 0

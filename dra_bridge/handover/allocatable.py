@@ -42,7 +42,7 @@ number only 10 s later.
 """
 TAKEN: Final = 5.0
 """Maximum seconds to wait until the kubelet counts devices that have returned to the device plugin. Afterwards only the
-kubelet raises the number."""
+kubelet raises the number in `status.allocatable`."""
 
 
 class StatusWriter(Protocol):

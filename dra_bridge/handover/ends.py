@@ -94,7 +94,7 @@ class MovesToPlugin:
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
     (`dra_bridge.handover.admission`).
 
-    queries: the reads of claims, by (device, sequence number of the device's record), so that each move begins with a
+    queries: for each (device, sequence number of the device's record), the reads of a claim; so each move begins with a
     new read. waits: a function that returns the delays between two reads of a claim. limited: whether pods have, or may
     get, devices of the resource for their `limits` through DRA. The value becomes True when the ledger (the file of
     records) names such a pod. The value becomes False when the ledger file names no such pod, and either a list of
@@ -211,8 +211,8 @@ class MovesToPlugin:
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims whose queries are due. Return whether all claims have to be listed now.
 
-        A list is necessary if a due query names no claim after these reads. Its device waits, but no known claim
-        prevents the device's move.
+        A list is necessary if a due query names no claim after these reads. The query's device waits, but no known
+        claim prevents the device's move.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]

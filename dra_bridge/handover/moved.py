@@ -58,7 +58,7 @@ class MoveEvidence(Protocol):
 class DriverSlices(Protocol):
     """The ResourceSlices of one driver.
 
-    Implemented by `dra_bridge.node.slice_feed`.
+    `dra_bridge.node.slice_feed.SliceFeed` implements this interface.
     """
 
     def withdrawn(self, resource: str, device: str) -> float | None:
@@ -101,7 +101,10 @@ class MovedResource:
         object.__setattr__(self, "name", self.endpoint.resource)
 
     def movable(self) -> Movable:
-        """Return the plugged-in devices that may move, with their present states. `Share.of` gets their number."""
+        """Return the plugged-in devices that may move, with their states.
+
+        `Share.of` computes from the number of these devices how many should be for DRA.
+        """
         now, listed = self.register.snapshot, self.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moving.of(now, self.name).items():

@@ -78,7 +78,7 @@ class Handover:
         return self._starter.draining
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
-        """Request another share for DRA. drain: when held devices leave the device plugin; None: as before."""
+        """Request another share for DRA. drain: see `Drain`; None keeps the present value."""
         self._starter.ask(share, drain)
         self.wake()
 

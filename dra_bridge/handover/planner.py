@@ -66,7 +66,7 @@ class Moving:
     leaving: bool = False
 
     def of(self, now: RegisterSnapshot, resource: str) -> dict[str, DeviceRecord]:
-        """Return the records of a resource's selected devices, by device id."""
+        """Return, for the id of each selected device of a resource, the device's record."""
         moved: dict[str, DeviceRecord] = {}
         for (of, name), record in now.devices.items():
             if of == resource and (record.driver == self.driver or not (record.driver or self.leaving)):

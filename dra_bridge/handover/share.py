@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 Drain = Literal["cordon", "wait"]
-"""When held devices leave the device plugin. cordon: a held device leaves at once, so that no new pod gets the device.
-wait: a held device leaves when it is idle; until then, new pods get other devices if possible."""
+"""Determines when held devices leave the device plugin. cordon: a held device leaves at once, so that no new pod gets
+the device. wait: a held device leaves when it is idle; until then, new pods get other devices if possible."""
 
 
 class ShareError(ValueError):

@@ -46,7 +46,7 @@ class MoveStarter:
     begun: Counter[str] = field(default_factory=Counter)
 
     def ask(self, share: Share, drain: Drain | None) -> None:
-        """Request another share for DRA. drain: when held devices leave the device plugin; None: as before."""
+        """Request another share for DRA. drain: see `Drain`; None keeps the present value."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
             text = "the requested share of claims is %s (before: %s)"

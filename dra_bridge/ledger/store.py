@@ -48,7 +48,7 @@ _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 7
 """The version of the schema (PRAGMA user_version). A file with another version is renamed, and a new file is made."""
-_APPLICATION: Final = 0x64706C67  # "dplg" as a number, by which the file is identified.
+_APPLICATION: Final = 0x64706C67  # "dplg" in ASCII. This number marks the file as a ledger.
 _KEEP_ASIDE: Final = 5
 _PRAGMAS: Final = (
     "locking_mode = EXCLUSIVE",
@@ -142,12 +142,12 @@ _DAMAGE: Final = frozenset(
     {
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_ERROR,  # The cause is a missing table.
+        sqlite3.SQLITE_ERROR,  # A missing table causes this error.
         sqlite3.SQLITE_FORMAT,
         sqlite3.SQLITE_MISMATCH,
         sqlite3.SQLITE_SCHEMA,
-        # The file's header requires a newer SQLite for writes. The error has no other cause here, because the directory
-        # is writable and this process has the lock.
+        # This error shows that the file's header requires a newer SQLite for writes. The error has no other cause here,
+        # because the directory is writable and this process has the lock.
         sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_TOOBIG,
@@ -275,7 +275,7 @@ class Ledger:
             for operation in operations:
                 try:
                     decision = operation(after)
-                except Exception as error:  # Only the caller of this operation gets the exception.
+                except Exception as error:  # The exception is the result of this operation only.
                     answers.append(error)
                     continue
                 answers.append(decision.answer)

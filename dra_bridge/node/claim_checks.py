@@ -115,7 +115,7 @@ class ClaimChecks:
     async def _name_from_server(
         self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
-        """Complete or unprepare the claims that are known only from CDI files.
+        """Record the names of the claims that are known only from CDI files, or unprepare these claims.
 
         A CDI file does not have the claim's name, so the names are read from a list of all claims. Claims that are not
         in this list no longer exist, and are unprepared.

@@ -90,7 +90,7 @@ class ClaimPods:
             unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
         before, self.last = self.last, RunningPods(running, unlisted)
         if self.last != before:
-            self.ledger.changes.note()  # The note wakes Prepares that wait until pods have ended.
+            self.ledger.changes.note()  # This call wakes Prepares that wait until pods have ended.
         return self.last
 
     async def record(self) -> list[PreparedClaim]:

@@ -64,7 +64,7 @@ class NodeLease:
     def most(self) -> int:
         """The maximum number of bytes in one driver's report.
 
-        All reports are annotations of one object and share its limit.
+        All reports are annotations of one object, and share the size limit of this object's annotations.
         """
         return progress.MAX_BYTES // max(1, len(self.reports))
 

@@ -108,7 +108,7 @@ class NodeWatch:
 
 @dataclass(slots=True, eq=False)
 class NodeStatusWriter:
-    """Writes `status.allocatable` of this node's Node object. This needs the right to patch `nodes/status`.
+    """Writes `status.allocatable` of this node's Node object. The agent needs the right to patch `nodes/status`.
 
     refused: the refusal of the last writes by the API server, and the time of the first refusal; None after a
     successful write.

@@ -98,7 +98,7 @@ class ResourceRuntime:
 class DriverContext(DriverHost):
     """The common state of the objects of one driver on this node.
 
-    resources: the driver's present resources, by name. evidence: the devices of the driver that were compared with
+    resources: for each name, the driver's present resource. evidence: the devices of the driver that were compared with
     evidence of holders, and the reasons why others were not. pods: the object that finds the pods that use claims.
     claims: an event, set when a claim was prepared or unprepared, or when a device begins to move to DRA for a claim.
     """

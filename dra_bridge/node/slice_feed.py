@@ -27,7 +27,8 @@ changed."""
 RETRY: Final = 5.0
 """Seconds until the slices are computed again after their computation has failed."""
 NAMES: Final = 2.0
-"""Maximum seconds for which `decide_names` waits for the watch of slices. After this time, it lists the slices."""
+"""Maximum seconds for which `decide_names` waits for the watch of slices. After this time, `decide_names` lists the
+slices."""
 DEBOUNCE: Final = 0.1
 """Seconds from a change of devices to the computation of new slices. Changes within this time are combined."""
 
@@ -62,7 +63,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
 
 class SliceFeed:
-    """Passes one driver's wanted slices to the publisher. For moves, it knows since when no slice offers a device."""
+    """Passes one driver's wanted slices to the publisher. Tells moves since when no slice offers a device."""
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context

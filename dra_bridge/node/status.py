@@ -42,7 +42,7 @@ NAMED: Final = 3
 
 
 class BridgeStatus:
-    """Provides the state of the DRA drivers for the agent's status. drivers: the runtime of each driver, by name."""
+    """Provides the state of the DRA drivers for the agent's status. drivers: for each driver's name, its runtime."""
 
     name = "dra-bridge"
 

@@ -74,7 +74,7 @@ class ServerFeatures:
                 del self._known[feature]
 
     async def probe(self, pool: Pool, wanted: Desired, version: str) -> bool:
-        """Test unknown features that the slices use, by a dry-run create. Return whether the server lacks any of them.
+        """Test, by a dry-run create, the unknown features of the wanted slices. Return whether the server lacks one.
 
         The test precedes the first real write. So the agent never publishes an unhealthy device without its taint, or
         partitions that exclude each other without their counters.

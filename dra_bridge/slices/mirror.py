@@ -33,7 +33,7 @@ def scope_of(body: Object) -> SliceScope:
 class Mirror:
     """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
-    bodies: all slices by name, foreign slices included. listed: the scopes whose slices were listed and are watched;
+    bodies: for each name, the slice, also a foreign slice. listed: the scopes whose slices were listed and are watched;
     other scopes must be listed again. generation: the highest generation that was ever written. After a write without a
     response, the number is increased by one. Generations in foreign slices are included if they are below `UNGROWABLE`.
     mutations: see `plan.ServerMutations`. times: see `plan.Times`. answers: for each slice name, the slice's content in

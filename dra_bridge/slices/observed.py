@@ -68,9 +68,9 @@ def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collect
 class ObservedPool:
     """The agent's present knowledge of a driver's pool.
 
-    seen: the slices as they were last seen. accepted: whether the API server has accepted any slices of this agent.
-    lapse: why `seen` may be out of date; None if `seen` is current. failing: the failure that keeps slices from being
-    written.
+    seen: the comparison of the last seen slices with the wanted slices. accepted: whether the API server has accepted
+    any slices of this agent. lapse: why `seen` may be out of date; None if `seen` is current. failing: the failure that
+    keeps slices from being written.
     """
 
     seen: Comparison

@@ -75,8 +75,8 @@ class SliceWatch:
     """A watch of slices.
 
     scope: the group of slices. title: the watched slices, for messages. selector: the watch's field selector. state:
-    whether the watch is alive. bodies: the watched slices that name this node or whose pool has the node's name, by
-    slice name.
+    whether the watch is alive. bodies: for each slice name, the watched slice, if it names this node or if its pool has
+    the node's name.
     """
 
     scope: SliceScope
@@ -147,5 +147,5 @@ class PublishedDriver:
         return ObservedPool(seen, bool(self.state.accepted), self.lapse(watch, now), self.failing)
 
     def lapse(self, watch: WatchState, now: float) -> Failing | None:
-        """Return why the mirror may be out of date; None if both watches are alive. watch: as for `observed`."""
+        """Return why the mirror may be out of date; None if both watches are alive. watch: see `observed`."""
         return watch.lapse(now) or self.nodeless.state.lapse(now)

@@ -140,8 +140,8 @@ class Publisher:
         """Return since when (monotonic seconds) no slice on the API server offers a device of a driver's pool.
 
         None means that a slice offers the device, or that the API server's slices are not known. A foreign slice of any
-        generation counts, because the scheduler may use it after the other slices are deleted. device: the published
-        name.
+        generation counts, because the scheduler may use it after the other slices are deleted. device: the device's
+        published name.
         """
         entry = self._drivers.get(driver)
         if entry is None or entry.lapse(self.watch, time.monotonic()) is not None:
