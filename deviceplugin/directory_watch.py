@@ -54,7 +54,7 @@ class DirectoryReader:
         *,
         polled: Collection[DirectoryWatch[Any]] = (),
     ) -> bool:
-        """Wait until a directory's content changes or `wake` is called. Return False if `timeout` seconds pass before.
+        """Wait until a directory's content changes or `wake` is called. Return False after `timeout` seconds.
 
         unwatched: the maximum seconds between two reads of directories without file events. polled: the directories
         whose file events this reader does not need now. A directory is not watched while no reader needs its events.

@@ -63,7 +63,7 @@ def titled(key: DeviceKey) -> str:
 
 
 def other_hardware(key: DeviceKey, granted: Tokens, now: Tokens) -> str:
-    """Return an error text if the device key now stands for other hardware than its holder was granted, else ""."""
+    """Return an error text if a device key stands now for other hardware than at the grant to its holder, else ""."""
     if agree(now, granted):
         return ""
     return f"{titled(key)} is not what its holder was given: {shown(granted)}, now {shown(now)}"

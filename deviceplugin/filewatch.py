@@ -344,7 +344,7 @@ class _Instance:
             pass
 
     def look(self, place: _Place, hint: _Call) -> _Begun:
-        """Watch a directory, or its nearest existing ancestor. hint: a function that is called with each event."""
+        """Watch a directory or its nearest existing ancestor; return the result. hint: the function for its events."""
         hints = place.wanted
         found: _Found | None = None
         try:

@@ -192,7 +192,7 @@ class DeviceSource:
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the list of all child sources, each for a further resource, again whenever one is added.
+        """Yield the list of all child sources, each for a further resource; yield it again after a child was added.
 
         Define this method for resources that are known only after a read of the hardware, such as kinds of partitions:
         `yield [Halves("example.com/fpga-half")]`. Child sources are served until this source ends. After an error this

@@ -451,7 +451,7 @@ class _Sets:
         bits, count = int(flags, 2), self.whole + 1
         for members, weight in zip(self.classes, self.weights, strict=True):
             period = weight * (len(members) + 1)
-            some = (1 << period) - (1 << weight)  # The sets with at least one device of this class.
+            some = (1 << period) - (1 << weight)  # These sets contain a device of this class.
             while period < count:
                 some |= some << period
                 period *= 2

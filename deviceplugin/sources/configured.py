@@ -287,7 +287,7 @@ class ConfiguredSource(DeviceSource):
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
-        """Keep one entry's device list in `lists` up to date. If the entry's source fails, it is started again."""
+        """Keep an entry's device list in `lists` up to date until the entry's source ends. Restart a failed source."""
         entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:

@@ -135,7 +135,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
         )
 
     def _foreign(self, function: _Function, group: str) -> str:
-        """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if it can.
+        """Return the reason why a virtual machine cannot get the IOMMU group of a function; "" if it can get the group.
 
         The kernel refuses to open a group if any function in the group, except a bridge, is bound to a driver of the
         host.
