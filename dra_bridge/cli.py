@@ -254,7 +254,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
-        # A user waits for the command, so it retries requests after shorter pauses than an agent.
+        # A user waits for the command, so the command retries requests after shorter pauses than an agent.
         async with Cluster.from_environment(options.kubeconfig, backoff=Backoff(most=PATIENCE)) as cluster:
             try:
                 return await question(cluster)

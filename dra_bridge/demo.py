@@ -111,7 +111,7 @@ class Scene:
         return name
 
     def visible(self, pod: FakePod) -> str:
-        """Return the device in a container's environment, where the plugin or a CDI file has set a variable."""
+        """Return GPU_VISIBLE_DEVICES in a pod's container: the device that the plugin or a CDI file names there."""
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:

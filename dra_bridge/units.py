@@ -22,7 +22,8 @@ DURATION: Final = "720h"
 token."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
-"""Pairs: a setting of systemd units that creates directories, and the directory in which it creates them."""
+"""Pairs: a setting of systemd units that creates directories, and the directory in which systemd creates these
+directories."""
 ACCOUNT: Final = "/etc/dra-bridge"
 """The directory with the agent's `token` and `ca.crt`, as in a pod, and with `server`, the API server's address."""
 

@@ -108,7 +108,7 @@ class ServedDevices:
 
     @property
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
-        """For each published name of a device of these resources: the resource, and the device."""
+        """A mapping from each published name of a device of these resources to the resource and the device."""
         resources, snapshots = self.resources, dict[str, InventorySnapshot]()
         for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
@@ -363,7 +363,7 @@ class ClaimDevices:
         return [device for device in devices if (source.resource, device.id) not in held]
 
     def released(self, claim: Claim) -> None:
-        """Call the hook `released` for the devices of an ended claim that have no holder any more."""
+        """Call the hook `released` for those devices of an ended claim that have no holder any more."""
         for resource in sorted({resource for resource, _ in claim.held}):
             served = self.register.listed.served.get(resource)
             if served is not None and "released" in served.source.hooks:

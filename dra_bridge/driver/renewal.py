@@ -349,7 +349,7 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
 
 
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
-    """Return the CDI spec `spec` of `claim_files.build`, with the present nodes of the devices.
+    """Return `spec`, a CDI spec that `claim_files.build` has made, with the present nodes of the devices.
 
     If the nodes have not changed, the text stays the same. nodes: for each request, the present nodes, as `described`
     returns them. held: the tokens of the nodes that belonged to the devices until now. Such a node stays in the spec

@@ -48,7 +48,9 @@ class WaitLimit:
 
 
 async def wait(register: Register, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
-    """Return once the claim need not wait for these devices, after `REREAD` seconds, or at the limit of the call.
+    """Wait for a refused claim's devices, at most `REREAD` seconds and at most until the limit of the call.
+
+    The function returns earlier if the outlook of `awaited` shows that the claim need not wait any more.
 
     seen: the number of changes of the register (`changes.count`) before the try that was refused.
     """

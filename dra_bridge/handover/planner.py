@@ -250,7 +250,7 @@ def leading(movable: Movable) -> tuple[dict[str, State], frozenset[str], frozens
     """Return the input of `plan`: states of the devices to choose from, held devices, and devices expected by claims.
 
     `plan` chooses from the leaders of groups and the devices without a group. Other devices follow their leader
-    (`followers`). A leader counts as held if any device of its group is held, and as expected if any is expected.
+    (`followers`). A leader counts as held (or expected) if any device of its group is held (or expected).
     """
     leaders: dict[str, State] = {}
     in_use: set[str] = set()

@@ -238,8 +238,8 @@ class Bridge(ClaimSide):
     def brought(self, resource: str, parent: str) -> None:
         """Apply the policy of a source to a resource that this source has added (`child_sources`).
 
-        parent: the resource of the source. It is "" for the resource of a vendor's plugin that is in no config; the
-        devices of such a resource leave their driver.
+        parent: the resource of the source. `parent` is "" for the resource of a vendor's plugin that is in no config;
+        the devices of such a resource leave their driver.
         """
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])

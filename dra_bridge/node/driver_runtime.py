@@ -227,7 +227,7 @@ class DriverRuntime:
 
     async def _move(self, runtime: ResourceRuntime) -> None:
         await runtime.reconciled.wait()
-        # The Node's annotations may request another share than the config, so wait for them.
+        # The Node's annotations may request another share than the config, so the moves wait for the annotations.
         await self._node.watch.known()
         await runtime.handover.run()
 

@@ -79,9 +79,10 @@ class NodeWatch:
         return self._known.is_set() and not self._initialized.is_set()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may go to DRA at once: False until Karpenter has initialized a node of its own.
+        """Return whether new devices may go to DRA at once; False while Karpenter is initializing the node.
 
-        The method waits at most `NODE_READ` seconds for the Node to be read.
+        The method waits at most `NODE_READ` seconds for the Node to be read, and returns False if it is still unread
+        then.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NODE_READ):
@@ -89,7 +90,7 @@ class NodeWatch:
         return self._initialized.is_set()
 
     async def known(self) -> None:
-        """Wait until the Node's annotations were read, and until Karpenter has initialized its node.
+        """Wait until the Node's annotations were read, and while Karpenter is initializing the node.
 
         The annotations may request a share for DRA. If an agent that starts during an outage of the API server did not
         wait, it would move the devices of this share back to the device plugin. Karpenter waits for allocatable

@@ -113,7 +113,8 @@ class SliceFeed:
             await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():
-                # A device may have been plugged in while its record was deleted, so it must be reconciled again.
+                # A device may have been plugged in while its record was deleted, so the device must be reconciled
+                # again.
                 runtime.changed.set()
             rest = first - time.monotonic()
             # The first slices wait until the driver is registered. Before that, the start of a pod with a claim fails,
@@ -195,13 +196,13 @@ class SliceFeed:
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         driver = self._context.name
         # An agent that has lost its ledger reads the published names from this annotation. The annotation also marks
-        # the slice as one of this agent for the admission policies, which permit a former driver to delete it.
+        # the slice as one of this agent for the admission policies, which permit a former driver to delete the slice.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
         # A cluster autoscaler treats a node with an empty pool as idle, and a node without a pool as unready if other
-        # nodes of its group have a pool. So an empty pool is published only in two cases: if a rollout requests it,
-        # which it does for all its nodes, or while Karpenter initializes the node. If Karpenter created the node for
-        # claims, it waits for a complete pool of the claims' driver (1.14, nodeclaim/lifecycle/initialization.go), and
-        # the devices move to the pool only after that.
+        # nodes of its group have a pool. So an empty pool is published only in two cases: if a rollout requests this
+        # (for all nodes of the rollout), or while Karpenter initializes the node. If Karpenter created the node for
+        # claims, Karpenter waits for a complete pool of the claims' driver (1.14,
+        # nodeclaim/lifecycle/initialization.go), and the devices move to the pool only after that.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
         empty = bool(offers) and (asked or (self._context.node.watch.uninitialized and self._wants_devices()))
         pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]
