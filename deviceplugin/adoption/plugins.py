@@ -221,6 +221,8 @@ class VendorPlugins(RegistrationServicer):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._bypassed: set[str] = set()
+        self._together: dict[str, dict[str, Collection[str]]] = {}
+        """For each resource and each device id, the ids in the last list of a plugin that had the device id."""
         self._began = time.time()
 
     def connection(self, resource: str) -> VendorConnection:
@@ -489,6 +491,16 @@ class VendorPlugins(RegistrationServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def doubtful(self, resource: str, held: Collection[str]) -> Mapping[str, frozenset[str]]:
+        """Return, for each of these held ids that the plugin does not list, the listed ids that may be its device.
+
+        A plugin that restarts may give its devices other ids. An id that a list had together with the held id belongs
+        to another device. The lists from before this process's start are not known.
+        """
+        plugin, together = self._plugins.get(resource), self._together.get(resource, {})
+        listed = frozenset(plugin.devices or ()) if plugin is not None and plugin.alive else frozenset()
+        return {name: listed.difference(together.get(name, ())) for name in held if name not in listed}
+
     async def lists(self, resource: str) -> AsyncGenerator[VendorList]:
         """Yield the devices of a resource's plugin now and after each change.
 
@@ -502,6 +514,7 @@ class VendorPlugins(RegistrationServicer):
         while True:
             changed, plugin, now = self._changed, self._plugins.get(resource), time.monotonic()
             present = plugin.devices if plugin is not None and plugin.alive and plugin.devices is not None else {}
+            self._together.setdefault(resource, {}).update(dict.fromkeys(present, present.keys()))
             for name in {*(shown or ()), *absent} - present.keys():
                 absent.setdefault(name, now)
             absent = {name: at for name, at in absent.items() if name not in present and now - at < GRACE}

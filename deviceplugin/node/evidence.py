@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet.checkpoint import DeviceLists
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
@@ -15,7 +16,7 @@ from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.looks import TIMEOUT, LookTimeoutError
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.register.copies import AllocationCopies
-from deviceplugin.register.question import Use
+from deviceplugin.register.question import Use, uncertain_uses
 from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
 from deviceplugin.tasks import in_time
 
@@ -74,14 +75,35 @@ class NodeEvidence(RegisterHost):
         self.claims = OrphanedClaims(paths.kubelet_root, side.drivers, str(paths.cdi_dir), self.tracker.pods)
         self._serves_claims = side.serves_claims
         self._scan_wanted = scan_wanted
-        self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
+        self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], list[Use], tuple[Use, ...]] = ((), (), [], ())
 
     def foreign_uses(self) -> tuple[Use, ...]:
         """Return the uses of devices through other drivers and plugins; the same object until a use changes."""
-        pods, claims = self.tracker.foreign(), self.claims.uses()
-        if self._foreign[0] is not pods or self._foreign[1] is not claims:
-            self._foreign = pods, claims, (*pods, *claims)
-        return self._foreign[2]
+        pods, claims, doubtful = self.tracker.foreign(), self.claims.uses(), list[Use]()
+        for resource, service in self.services.items():
+            if isinstance(service.source, AdoptedSource):
+                doubtful += self._doubtful(resource, service.source)
+        if self._foreign[0] is not pods or self._foreign[1] is not claims or self._foreign[2] != doubtful:
+            self._foreign = pods, claims, doubtful, (*pods, *claims, *doubtful)
+        return self._foreign[3]
+
+    def _doubtful(self, resource: str, source: AdoptedSource) -> list[Use]:
+        """Return a use for each device that may have a holder under an id that the vendor's plugin does not list now.
+
+        Devices with a known holder are left out.
+        """
+        records, held = self.register.snapshot, dict[str, str]()
+        for allocation in records.allocations_of(resource):
+            held[allocation.device] = f"pod {allocation.pod}" if allocation.pod else "a pod"
+        for claim in records.claims.values():
+            for of, device in claim.held:
+                if of == resource:
+                    held[device] = f"claim {claim.title}"
+        uses: list[Use] = []
+        for name, devices in source.plugins.doubtful(resource, held).items():
+            what = f"{held[name]} has {name} of {resource}, which the vendor's plugin does not list any more"
+            uses += uncertain_uses((resource, name), what, dict.fromkeys(sorted(devices - held.keys()), frozenset()))
+        return uses
 
     async def reread(self, *, checkpoint: bool = True) -> None:
         """Read the files of other agents and drivers, and the kubelet's checkpoint, again if they have changed.

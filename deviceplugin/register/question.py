@@ -234,10 +234,18 @@ def possible_uses(
         of, tokens = devices.get(allocation.resource, {}), allocation.identity.in_boot(boot)
         if is_given_by_others(allocation) and allocation.device not in of and tokens.isdisjoint(listed):
             what = f"pod {allocation.pod} has {allocation.device_id} of {allocation.resource} from another plugin"
-            title = f"{what}, and it is not known which device that is"
-            unit = UNCERTAIN, allocation.resource, allocation.device_id
-            possible += [Use(unit, title, (allocation.resource, device), its, None) for device, its in of.items()]
+            possible += uncertain_uses((allocation.resource, allocation.device_id), what, of)
     return tuple(possible)
+
+
+def uncertain_uses(held: DeviceKey, what: str, devices: Mapping[str, Tokens]) -> list[Use]:
+    """Return a use for each device of a resource that a holder may have.
+
+    held: the resource, and the id of the holder's device. what: the holder and the id, for messages. devices: for each
+    possible device, the device's tokens.
+    """
+    title, unit = f"{what}, and it is not known which device that is", (UNCERTAIN, *held)
+    return [Use(unit, title, (held[0], device), its, None) for device, its in devices.items()]
 
 
 def is_given_by_others(allocation: AllocationRecord) -> bool:

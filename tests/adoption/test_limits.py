@@ -119,6 +119,39 @@ def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
         node.kubelet.run_pod("third", {RESOURCE: 1})
 
 
+@pytest.mark.parametrize("ends", ["plugin", "both"])
+def test_a_device_under_another_id_is_not_given_again(node: Node, ends: str) -> None:
+    """A plugin that restarts gives its devices other ids. Each of them may be the device that the pod has."""
+    vendor = node.adopt()
+    first = node.kubelet.run_pod("first", {RESOURCE: 1})
+    vendor.stop()
+    if ends == "both":
+        node.agents[-1].kill()
+        node.agent()
+    vendor.show(resource("x0", "x1"))
+    vendor.start()
+    node.wait_log("device x1 is not offered on the plugin side: ")
+    with pytest.raises(PodFailedError):
+        node.kubelet.run_pod("second", {RESOURCE: 1})
+    assert node.kubelet.allocatable(RESOURCE) == 0
+    first.delete()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    node.kubelet.run_pod("third", {RESOURCE: 2})
+
+
+def test_a_device_that_was_listed_beside_a_held_one_is_another(node: Node) -> None:
+    """The plugin does not list the pod's device any more; the other device stays offered, and a new one does not."""
+    vendor = node.adopt()
+    first = node.kubelet.run_pod("first", {RESOURCE: 1})
+    (other,) = {"g0", "g1"}.difference(first.device_ids)
+    vendor.health(**{other: "Healthy", "x": "Healthy"})
+    node.wait_log("device x is not offered on the plugin side: ")
+    assert node.kubelet.run_pod("second", {RESOURCE: 1}).device_ids == (other,)
+    vendor.health(g0="Healthy", g1="Healthy", x="Healthy")
+    node.kubelet.wait_allocatable(RESOURCE, 3)
+    assert node.kubelet.run_pod("third", {RESOURCE: 1}).device_ids == ("x",)
+
+
 def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
     """A plugin whose path is put back while the agent runs is alone with the kubelet, and pods keep what they have."""
     vendor = node.adopt()
