@@ -275,7 +275,7 @@ class Bridge:
         Until then it refuses pods by limits, whatever the Node still says of a former agent's devices. resources: false
         where another process serves these.
         """
-        lines = [f"{driver}: registered with the kubelet" for driver in self.drivers]
+        lines = [f"driver {driver} is registered with the kubelet" for driver in self.drivers]
         lines += [f"{resource['name']}: the kubelet listens" for resource in self.resources if resources]
         for line in lines:
             self.cluster.wait_for(

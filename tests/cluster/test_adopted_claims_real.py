@@ -77,7 +77,7 @@ def adopting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait_registered(bridge: Bridge) -> None:
         for driver in bridge.drivers:
-            line = f"{driver}: registered with the kubelet"
+            line = f"driver {driver} is registered with the kubelet"
             bridge.cluster.wait_for(lambda line=line: line in bridge.log(), 120, line)  # type: ignore[misc]
 
     for kind in (Agents, Bridge):
