@@ -368,6 +368,34 @@ def cards(cluster: Cluster) -> Iterator[Bridge]:
         yield running
 
 
+@pytest.mark.parametrize(("first", "then"), [("limits", "claim"), ("claim", "limits")])
+def test_a_held_device_comes_back_under_another_id(
+    scene: Scene, vendors: dict[str, Vendor], first: str, then: str
+) -> None:
+    """The plugin lists the same nodes under other ids. No pod or claim gets one of these before the holder ends."""
+    cluster, shares = scene.cluster, {"claim": "all", "limits": "none"}
+    make = {"claim": scene.claimer, "limits": scene.pod}
+    scene.nodes("a", 2)
+    scene.serve(adopted("a", shares[first]))
+    held = make[first]("held", "a")
+    scene.running(held)
+    scene.before = 1
+    vendors["a"].stop()
+    vendors["a"] = Vendor(scene, "a", prefix="x-")
+    vendors["a"].directory = DIRECTORY
+    vendors["a"].start()
+    why = "which the vendor's plugin does not list any more"
+    cluster.wait_for(lambda: scene.agents.log().count(why) >= 2, LIMIT, "both ids are withheld")
+    scene.share(a=shares[then])
+    waiting = [make[then](f"next-{number}", "a") for number in range(2)]
+    scene.observe(10)
+    assert [pod.phase for pod in waiting] == ["Pending", "Pending"]
+    held.delete()
+    held.wait_gone()
+    scene.running(*waiting)
+    scene.after = 2
+
+
 @pytest.mark.lengthy
 def test_moves_under_churn(cards: Bridge) -> None:
     """Pods of both kinds churn while devices move, through kubelet restarts, kills of the agent and an outage."""
