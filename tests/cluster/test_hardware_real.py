@@ -325,9 +325,13 @@ def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int
     for _ in range(12):
         serial = chance.choice("ABC")
         if serial in sticks.at:
+            node = locks.key_of(locks.NODES / f"ttyUSB{sticks.at[serial][1]}")
             sticks.pull(serial)
-            if serial in pods:
-                kill(pods[serial])
+            # The pod that waited may have got C.
+            users = {one.uid for one in locks.holders() if one.key == node}
+            for uid in users | {pod.uid for of, pod in pods.items() if of == serial}:
+                for pid in locks.pids(uid):
+                    os.kill(pid, signal.SIGKILL)
         else:
             sticks.plug(serial, chance.choice(sorted({1, 2, 3, 4} - {minor for _, minor in sticks.at.values()})))
         scene.observe(chance.choice([0.2, 1.5]))
