@@ -170,29 +170,6 @@ class PendingGrants(NamedTuple):
     replaced: frozenset[Allocation]
 
 
-def pending_grants(
-    checkpoints: Iterable[CheckpointVersion],
-    records: Mapping[RecordKey, AllocationRecord],
-    granted: Callable[[Allocation], Wanted | None],
-) -> PendingGrants:
-    """Return the allocations for pending grants (grants whose container is not known) that these checkpoints name.
-
-    records: for each (resource, id), the register's record. granted: a function that returns an allocation's grant from
-    the AllocateResponse in a checkpoint.
-    """
-    begun, replaced = set[Allocation](), set[Allocation]()
-    for version in checkpoints:
-        for allocation in version.allocations:
-            record = records.get(allocation[2:])
-            if record is None or not record.pending or (answer := granted(allocation)) is None:
-                continue
-            if answer.since == record.since:
-                begun.add(allocation)
-                for holder in record.holders:
-                    replaced.add(Allocation(*holder, *allocation[2:]))
-    return PendingGrants(frozenset(begun), frozenset(replaced))
-
-
 def begun(
     grants: Mapping[Allocation, tuple[str, Wanted]], records: Mapping[RecordKey, AllocationRecord]
 ) -> frozenset[Allocation]:
@@ -207,6 +184,23 @@ def begun(
         if record is not None and record.pending and answer.since == record.since:
             found.add(allocation)
     return frozenset(found)
+
+
+def pending_grants(
+    checkpoints: Iterable[CheckpointVersion],
+    records: Mapping[RecordKey, AllocationRecord],
+    grants: Mapping[Allocation, tuple[str, Wanted]],
+) -> PendingGrants:
+    """Return the allocations for pending grants (grants whose container is not known) that these checkpoints name.
+
+    records: for each (resource, id), the register's record. grants: see `begun`.
+    """
+    named, replaced = begun(grants, records), set[Allocation]()
+    named &= frozenset[Allocation]().union(*(version.allocations for version in checkpoints))
+    for allocation in named:
+        for holder in records[allocation[2:]].holders:
+            replaced.add(Allocation(*holder, *allocation[2:]))
+    return PendingGrants(named, frozenset(replaced))
 
 
 def possible_holders(

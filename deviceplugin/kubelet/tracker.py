@@ -293,7 +293,7 @@ class HolderTracker:
         if not pending:
             return frozenset()
         read = await self.looks.at("holders", self._newest, brief=True)
-        return holders.pending_grants(read, pending, self._answer).begun
+        return holders.pending_grants(read, pending, self._checkpoint.known.grants).begun
 
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
         """Return the ids, from `device_ids`, whose holding pods have running processes."""
@@ -582,7 +582,7 @@ class HolderTracker:
                 problem = problem or self._unanswered or "the kubelet has not been asked for a newer checkpoint"
             except CheckpointError as error:
                 problem = "; ".join(filter(None, (str(error), problem)))
-        grants = holders.pending_grants(read, self._register.snapshot.allocations, self._answer)
+        grants = holders.pending_grants(read, self._register.snapshot.allocations, self._checkpoint.known.grants)
         pods = self.pods.read({allocation.pod_uid for version in read for allocation in version.allocations})
         return HolderEvidence(read, bool(written), pods, problem, self._ended_containers(read, pods), *grants)
 

@@ -43,7 +43,9 @@ def grants(*named: Allocation, since: float, holders: frozenset[tuple[str, str]]
     """The pending grants of id a, granted at 2.0, in a checkpoint whose AllocateResponses are of the time `since`."""
     record = AllocationRecord(R, "a", "a", 2.0, 1, holders)
     answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, since)
-    return pending_grants([CheckpointVersion(frozenset(named), {})], {(R, "a"): record}, lambda _: answer)
+    return pending_grants(
+        [CheckpointVersion(frozenset(named), {})], {(R, "a"): record}, dict.fromkeys(named, ("", answer))
+    )
 
 
 def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
@@ -52,7 +54,7 @@ def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
     assert grants(A, since=1.0) == grants(since=2.0) == (frozenset(), frozenset())
     known = {(R, "a"): AllocationRecord(R, "a", "a", 2.0, 1, pending=False)}
     answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, 2.0)
-    assert not pending_grants([CheckpointVersion(frozenset({A}), {})], known, lambda _: answer).begun
+    assert not pending_grants([CheckpointVersion(frozenset({A}), {})], known, {A: ("", answer)}).begun
 
 
 def test_a_later_grant_in_the_checkpoint_shows_the_end_of_the_former_holder() -> None:
