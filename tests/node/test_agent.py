@@ -313,18 +313,17 @@ def record(agent: Served) -> AllocationRecord:
     return only
 
 
-def delay_scans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no scan follow a grant."""
+@pytest.fixture
+def no_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no scan follow a grant, and no grant count as recent: the fake's pods end soon after their admission."""
     monkeypatch.setattr(scanning, "SOON", 300.0)
     monkeypatch.setattr(scanning, "BURST", 600.0)
+    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
 
 
-def test_released_after_a_pod_that_no_scan_has_seen(
-    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_scans")
+def test_released_after_a_pod_that_no_scan_has_seen(fake_kubelet: FakeKubelet, served: Serve) -> None:
     """A pod that has ended before the first scan, with its directories, has had the device all the same."""
-    monkeypatch.setattr(tracker, "ADMISSION", 0.0)  # the fake's pods end within milliseconds after their admission
-    delay_scans(monkeypatch)
     devices = Releasing(1, fake_kubelet.notify)
     served(devices, **SELDOM)
     fake_kubelet.run_pod("short", {R: 1}).delete()
@@ -332,12 +331,9 @@ def test_released_after_a_pod_that_no_scan_has_seen(
     assert devices.released_ids == ["sim-0"] * 2
 
 
-def test_released_after_a_pod_that_no_evidence_names(
-    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_scans")
+def test_released_after_a_pod_that_no_evidence_names(fake_kubelet: FakeKubelet, served: Serve) -> None:
     """The kubelet has dropped it, and written its checkpoint for another pod, before any scan."""
-    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
-    delay_scans(monkeypatch)
     devices = Releasing(1, fake_kubelet.notify)
     served(devices, source(1, "example.com/s"), **SELDOM)
     fake_kubelet.run_pod("short", {R: 1}).delete()
@@ -346,13 +342,12 @@ def test_released_after_a_pod_that_no_evidence_names(
     assert devices.released_ids == ["sim-0"] * 2
 
 
+@pytest.mark.usefixtures("no_scans")
 @pytest.mark.parametrize("how", ["deleted", "empty", "old"])
 def test_a_pod_keeps_its_device_if_the_checkpoint_is_lost_before_a_scan(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """No evidence names the pod of the grant, so all pods that began since the grant count as possible holders."""
-    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
-    delay_scans(monkeypatch)
     monkeypatch.setattr(grants, "WELL_APART", 0.1)
     devices = Releasing(1, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
@@ -385,12 +380,11 @@ def test_a_pod_keeps_its_device_if_the_checkpoint_is_lost_before_a_scan(
     assert devices.released_ids == ["sim-0"] * 2
 
 
+@pytest.mark.usefixtures("no_scans")
 def test_a_pod_that_was_deleted_by_force_before_a_scan_keeps_its_device(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next Allocate has read the checkpoint that named it. The kubelet then wrote a checkpoint without it."""
-    monkeypatch.setattr(tracker, "ADMISSION", 0.0)
-    delay_scans(monkeypatch)
     monkeypatch.setattr(allocation_wait, "PATIENCE", 0.0)
     devices = Releasing(2, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
