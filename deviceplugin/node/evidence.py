@@ -94,11 +94,11 @@ class NodeEvidence(RegisterHost):
         """
         records, held = self.register.snapshot, dict[str, str]()
         for allocation in records.allocations_of(resource):
-            held[allocation.device] = f"pod {allocation.pod}" if allocation.pod else "a pod"
+            held[allocation.device] = allocation.holder
         for claim in records.claims.values():
             for of, device in claim.held:
                 if of == resource:
-                    held[device] = f"claim {claim.title}"
+                    held[device] = claim.holder
         uses: list[Use] = []
         for name, devices in source.plugins.doubtful(resource, held).items():
             what = f"{held[name]} has {name} of {resource}, which the vendor's plugin does not list any more"

@@ -185,12 +185,11 @@ def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
     """Return an allocation as one use. The use includes the devices of former grants, whose holders may still run."""
-    title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
     identity, amount = allocation.identity, allocation.amount
     for former in allocation.former:
         identity, amount = identity.reaching(former.identity), larger(amount, former.amount)
-    return _use(unit, title, key, identity, amount, view)
+    return _use(unit, allocation.holder, key, identity, amount, view)
 
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
@@ -198,9 +197,8 @@ def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
 
     If the claim is known only from evidence, its part of the device is unknown.
     """
-    title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
     key, unit = (device.resource, device.device), ("claim", claim.driver, claim.uid)
-    return _use(unit, title, key, device.identity, device.amount, view, claim.driver)
+    return _use(unit, claim.holder, key, device.identity, device.amount, view, claim.driver)
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:

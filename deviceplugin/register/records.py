@@ -255,6 +255,11 @@ class AllocationRecord:
     shown: frozenset[tuple[str, str]] = frozenset()
     former: tuple[FormerGrant, ...] = ()
 
+    @property
+    def holder(self) -> str:
+        """One holder of the id, for messages."""
+        return f"pod {self.pod}" if self.pod else "a pod"
+
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     """A device of a claim. share: the share ID in the claim's allocation result, or "".
@@ -308,6 +313,11 @@ class Claim:
     def title(self) -> str:
         """The claim's namespace and name, for messages."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def holder(self) -> str:
+        """The claim as holder of its devices, for messages: by its UID if the name is not known."""
+        return f"claim {self.title if self.name else self.uid}"
 
 
 @dataclass(frozen=True, slots=True)
