@@ -277,7 +277,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     def says_more_than(self, recorded: Identity) -> bool:
         """Return whether this identity, read in this boot, must replace a recorded identity of the same holder."""
-        if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
+        if not (self.tokens or self.reached) or (self.boot, self.sure) == (recorded.boot, recorded.sure):
             return False
         return self.boot != recorded.boot or self.sure
 

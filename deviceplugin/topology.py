@@ -362,7 +362,7 @@ class _Sets:
         return numbers
 
     def choose(self, missing: int, size: int) -> list[int]:
-        """Return the best set of `missing` devices. Later requests are assumed to be for `size` devices each."""
+        """Return the best set of devices. missing: number of devices in it. size: assumed size of later requests."""
         left = self.sizes[self.whole] - missing
         candidates = self._of_size(missing)
         ties = _highest(candidates, self.firsts)

@@ -65,6 +65,15 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
         raise AnswerError(f"the vendor's plugin's answer is invalid: {error}") from error
 
 
+def nodes_of(answer: bytes) -> tuple[str, ...]:
+    """Return the host paths of the device nodes in an AllocateResponse; none if the bytes are no AllocateResponse."""
+    try:
+        responses = pb.AllocateResponse.FromString(answer).container_responses
+    except DecodeError:
+        return ()  # The kubelet cannot decode the response either, so no container gets a node.
+    return tuple(node.host_path for response in responses for node in response.devices)
+
+
 def _first(items: Iterable[_T], keys: Iterable[str]) -> Iterator[_T]:
     """Yield the items, but only the first of several items with equal keys. keys: the key of each item."""
     seen = set()

@@ -28,6 +28,7 @@ from deviceplugin.addresses import MAX_SOCKET_PATH
 from deviceplugin.adoption.watcher import PluginWatcher, RefusedError, first_socket
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
+from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.registration import VERSION, InstanceLock, RegistrationError
@@ -123,6 +124,8 @@ class VendorPlugin:
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
     """For each (claim UID, device ids), the running or ended Allocate of `VendorPlugins.allocate_claim`. The entry is
     removed when the response is used or dropped."""
+    opens: dict[str, Tokens] = field(default_factory=dict)
+    """For each device id, the tokens of the device nodes in the plugin's last response for the id."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """A lock that a call to this plugin holds until the plugin has responded, even if the plugin hangs."""
     pending: dict[object, float] = field(default_factory=dict)
@@ -176,6 +179,7 @@ class VendorPlugin:
         returned may stand for other hardware, so such a response is out of date.
         """
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
+        self.opens = {name: nodes for name, nodes in self.opens.items() if name in devices}
         self.devices = devices
 
     def forget(self, uid: str) -> None:

@@ -11,13 +11,15 @@ from typing import Any, Final
 import grpc.aio
 
 from deviceplugin import looked_at
-from deviceplugin.adoption.answers import AnswerError, edits_of
+from deviceplugin.adoption.answers import AnswerError, edits_of, nodes_of
 from deviceplugin.adoption.plugins import VendorCallError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
+from deviceplugin.identity import Tokens, numbers_of
 from deviceplugin.kubelet.device_list import DeviceIds, Entry
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.looks import Looks, LookTimeoutError
-from deviceplugin.register.records import NONE
+from deviceplugin.register.identification import reach
+from deviceplugin.register.records import NONE, LedgerError
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
@@ -130,6 +132,16 @@ class AdoptedSource(DeviceSource):
                 f"the vendor's plugin answers with a mount of {missing}, which does not exist on the host"
             )
         return edits
+
+    async def opened(self, paths: Sequence[str], ids: Collection[str]) -> Tokens:
+        """Return, and remember, the tokens of the device nodes in the plugin's response for these device ids.
+
+        paths: the nodes' host paths. Raises LookTimeoutError.
+        """
+        nodes = await self._looks.at("answer", numbers_of, paths, brief=True) if paths else frozenset[str]()
+        if (plugin := self.plugins.plugin(self.resource)) is not None:
+            plugin.opens.update(dict.fromkeys(ids, nodes))
+        return nodes
 
     def forget(self, uid: str) -> None:
         """Drop the plugin's unused responses for a claim that has ended."""
@@ -268,10 +280,12 @@ class AdoptedEndpoint(Endpoint):
         return await self.allocate(request, context, self._forward)
 
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
-        """Record the grant, then call the plugin's Allocate.
+        """Record the grant, call the plugin's Allocate, and record the device nodes in its response.
 
-        If the call fails, the kubelet rejects the pod, and a later scan ends the grant. The agent checks the ids
-        against the plugin's list, because some plugins accept unknown ids.
+        If a step fails, the kubelet rejects the pod, and a later scan ends the grant. The agent checks the ids against
+        the plugin's list, because some plugins accept unknown ids. Only the response shows which hardware an id stands
+        for. If another resource lists the device of a node in the response, and the device has a holder, the Allocate
+        is refused.
         """
         plugin = self._plugin()
         for name in ids:
@@ -283,9 +297,18 @@ class AdoptedEndpoint(Endpoint):
         await self._refuse_held(list(ids))
         await self._grant(ids, NONE)
         try:
-            return await self.source.plugins.allocate(plugin, wanted)
+            answer = await self.source.plugins.allocate(plugin, wanted)
         except VendorCallError as error:
             raise Refusal(error.code, "plugin", self._words(error)) from error
+        if nodes := await self.source.opened(nodes_of(answer), ids):
+            try:
+                opening = reach(self.resource, list(ids), nodes, self._register.view())
+                why = await self._register.store.do(opening)
+            except LedgerError as error:
+                raise self._unrecorded(error) from error
+            if why:
+                raise self._refusal("excluded", f"{why} (the vendor's plugin answers with its device node)")
+        return answer
 
     def _words(self, error: VendorCallError) -> str:
         """Return the error text for the kubelet. A message of the plugin itself stays unchanged."""

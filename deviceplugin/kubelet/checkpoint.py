@@ -9,7 +9,8 @@ The checkpoint contains the plugin's AllocateResponse with each allocation (`All
 agent adds an annotation to its responses that identifies the granted devices. The kubelet merges the annotations of
 several resources, so each resource has its own annotation key. Responses of other plugins have no such annotation. For
 responses of other plugins, and for responses of an earlier boot, the agent reads the present device numbers of the host
-paths in the response.
+paths in the response. The responses of an adopted resource, which a vendor's plugin serves, identify no device, because
+all of them contain the same control nodes. They only show which device nodes the containers can open.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from google.protobuf.message import DecodeError
 from deviceplugin import looked_at
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import UNIDENTIFIED, Tokens, boot_id, identified, numbers_of
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, boot_id, identified, numbers_of
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.naming import NamingError, parse_quantity
 from deviceplugin.register.question import Wanted
@@ -181,10 +182,20 @@ def granted(
     return wanted if of == boot else wanted._replace(identity=identified(numbers(paths), boot, sure=False))
 
 
+def opened(response: str, resource: str, boot: str, numbers: Callable[[Iterable[str]], Tokens] = numbers_of) -> Wanted:
+    """Return the grant in a vendor's AllocateResponse for an adopted resource; only the identity's `reached` is known.
+
+    Blocks while it stats device nodes. numbers: as in `granted`.
+    """
+    _, _, paths = _decoded(response, resource)
+    nodes = numbers(paths) if paths else frozenset[str]()
+    return Wanted((resource, ""), Identity(boot, reached=nodes) if nodes else UNIDENTIFIED, UNKNOWN)
+
+
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
-    """Return whether an AllocateResponse of another boot names device nodes, but `granted` found none of them."""
+    """Return whether an AllocateResponse of another boot names device nodes, but `wanted` has none of them."""
     of, _, paths = _decoded(response, resource)
-    return of != boot and bool(paths) and not wanted.identity.tokens
+    return of != boot and bool(paths) and not (wanted.identity.tokens or wanted.identity.reached)
 
 
 def ours(wanted: Wanted) -> bool:
@@ -250,12 +261,13 @@ class KnownCheckpoint(NamedTuple):
 
     last: the newest checkpoint that was read. grants: for each allocation, the AllocateResponse, and the device's
     identity and amount from it. missing_nodes: the allocations of an earlier boot whose device nodes were all missing;
-    each read of the checkpoint checks these nodes again.
+    each read of the checkpoint checks these nodes again. adopted: the adopted resources among those of `grants`.
     """
 
     last: CheckpointVersion = CheckpointVersion(frozenset(), {})
     grants: Mapping[Allocation, tuple[str, Wanted]] = {}
     missing_nodes: frozenset[Allocation] = frozenset()
+    adopted: frozenset[str] = frozenset()
 
 
 class CheckpointReader:
@@ -263,8 +275,7 @@ class CheckpointReader:
 
     The agent makes the kubelet write its checkpoint by sending a device list again (kubelet 1.36,
     devicemanager/manager.go). The argument `known` is a function that returns the allocations that count as held; the
-    identities of their devices stay in memory. The AllocateResponses of an adopted resource, which a vendor's plugin
-    serves, identify no device, because all of them contain the same control nodes.
+    identities of their devices stay in memory.
 
     Several threads may read at the same time: the attribute `known` is one immutable value, which only `take` replaces,
     under a lock.
@@ -293,7 +304,7 @@ class CheckpointReader:
 
         nodes: whether to stat device nodes again that were missing before. Raises CheckpointError.
         """
-        last, _, missing = self.known
+        last, missing = self.known.last, self.known.missing_nodes
         if identity(self._directory) == last.file and not (nodes and missing):
             return last
         return self.read()
@@ -310,17 +321,22 @@ class CheckpointReader:
         Blocks while it stats device nodes.
         """
         with self._taking:
-            last, before, missing = self.known
+            last, before, missing, were_adopted = self.known
             kept = frozenset(self._held()).union(*(version.allocations for version in checkpoints))
             grants = dict(before)
             for allocation in before.keys() - kept:
                 del grants[allocation]
+            adopted = frozenset(filter(self._lists.adopted, set(map(attrgetter("resource"), kept))))
+            again = missing if adopted == were_adopted else kept
             for file in checkpoints:
                 for allocation, response in file.responses.items():
-                    if self._lists.adopted(allocation.resource):
-                        grants.pop(allocation, None)
-                    elif grants.get(allocation, ("",))[0] != response or allocation in missing:
-                        grants[allocation] = response, granted(response, *allocation[2:], boot_id(), self._numbers)
+                    if grants.get(allocation, ("",))[0] == response and allocation not in again:
+                        continue
+                    resource, name = allocation[2:]
+                    if resource in adopted:
+                        grants[allocation] = response, opened(response, resource, boot_id(), self._numbers)
+                    else:
+                        grants[allocation] = response, granted(response, resource, name, boot_id(), self._numbers)
             missing = frozenset(
                 allocation
                 for allocation, (response, what) in grants.items()
@@ -328,7 +344,7 @@ class CheckpointReader:
             )
             # Another thread may have stored a newer checkpoint since `known` was read.
             is_newest = last.file is not None and identity(self._directory) == last.file
-            self.known = KnownCheckpoint(last if is_newest else checkpoints[-1], grants, missing)
+            self.known = KnownCheckpoint(last if is_newest else checkpoints[-1], grants, missing, adopted)
 
     async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
         """Request checkpoints from the kubelet until `shows_present` is true for them. Return (checkpoints, "").

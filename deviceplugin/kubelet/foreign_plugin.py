@@ -118,7 +118,7 @@ class ForeignPluginWatch:
         other resources before that time."""
 
     def begin(self, record: KubeletRecord | None, there: frozenset[Socket]) -> None:
-        """Record the checkpoint and the sockets before Register, which are no evidence of a later plugin."""
+        """Record the checkpoint and sockets from before a Register, which are no evidence of a later plugin."""
         now = time.time()
         self._known, self._new, self._taken = there, {}, None
         # A kubelet that has just started counts no devices until a plugin sends a list.

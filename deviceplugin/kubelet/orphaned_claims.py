@@ -119,7 +119,7 @@ class OrphanedClaims:
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
-    """Whether there is a file of a claim that the claim state does not name."""
+    """Whether an agent's claim file exists for a claim that the kubelet's claim state does not name."""
     _held: _Held = field(default=_Held(unknown=f"{_UNKNOWN}: the claims' files have not been read yet"), init=False)
     _own: str = field(default="", init=False)
 

@@ -383,10 +383,9 @@ class HolderTracker:
             now = await self._present()
         if now is None or now.file is None:
             return None
-        grants = self._checkpoint.known.grants
-        answered = (
-            allocation for allocation in now.allocations if allocation.resource == resource and allocation in grants
-        )
+        known = self._checkpoint.known
+        grants = {} if resource in known.adopted else known.grants
+        answered = (one for one in now.allocations if one.resource == resource and one in grants)
         return KubeletRecord(
             now.file.modified_ns / 1e9,
             now.registered.get(resource, frozenset()),

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.exclusion import DeviceKey
+from deviceplugin.exclusion import NO_TOKENS, DeviceKey
 from deviceplugin.kubelet.checkpoint import DeviceLists
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.looks import TIMEOUT, LookTimeoutError
 from deviceplugin.node.claim_side import ClaimSide
+from deviceplugin.register import question
 from deviceplugin.register.copies import AllocationCopies
-from deviceplugin.register.question import Use, uncertain_uses
+from deviceplugin.register.question import Use, View, uncertain_uses
 from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
 from deviceplugin.tasks import in_time
 
@@ -80,17 +81,20 @@ class NodeEvidence(RegisterHost):
     def foreign_uses(self) -> tuple[Use, ...]:
         """Return the uses of devices through other drivers and plugins; the same object until a use changes."""
         pods, claims, doubtful = self.tracker.foreign(), self.claims.uses(), list[Use]()
+        others = *pods, *claims
         for resource, service in self.services.items():
             if isinstance(service.source, AdoptedSource):
-                doubtful += self._doubtful(resource, service.source)
+                doubtful += self._doubtful(resource, service.source, others)
         if self._foreign[0] is not pods or self._foreign[1] is not claims or self._foreign[2] != doubtful:
-            self._foreign = pods, claims, doubtful, (*pods, *claims, *doubtful)
+            self._foreign = pods, claims, doubtful, (*others, *doubtful)
         return self._foreign[3]
 
-    def _doubtful(self, resource: str, source: AdoptedSource) -> list[Use]:
-        """Return a use for each device that may have a holder under an id that the vendor's plugin does not list now.
+    def _doubtful(self, resource: str, source: AdoptedSource, others: tuple[Use, ...]) -> list[Use]:
+        """Return a use for each free device of an adopted resource that may have a holder under another name.
 
-        Devices with a known holder are left out.
+        A holder may have the device under an id that the vendor's plugin does not list now. Or a holder has the device
+        from another resource, whose source lists a device node in the plugin's last response for the device. others:
+        the uses by other drivers and plugins.
         """
         records, held = self.register.snapshot, dict[str, str]()
         for allocation in records.allocations_of(resource):
@@ -103,6 +107,12 @@ class NodeEvidence(RegisterHost):
         for name, devices in source.plugins.doubtful(resource, held).items():
             what = f"{held[name]} has {name} of {resource}, which the vendor's plugin does not list any more"
             uses += uncertain_uses((resource, name), what, dict.fromkeys(sorted(devices - held.keys()), frozenset()))
+        if (plugin := source.plugins.plugin(resource)) is not None:
+            listed, view = self.register.hardware().listed, View(self.register.boot, others=others)
+            for name, nodes in plugin.opens.items():
+                for use in question.uses(records, nodes & listed, view) if name not in held else ():
+                    if not use.own.isdisjoint(nodes & listed):
+                        uses.append(use._replace(key=(resource, name), tokens=NO_TOKENS, reached=NO_TOKENS, part=None))
         return uses
 
     async def reread(self, *, checkpoint: bool = True) -> None:

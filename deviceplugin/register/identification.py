@@ -66,6 +66,34 @@ def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None
     return decide
 
 
+def reach(resource: str, ids: Collection[str], nodes: Tokens, view: View) -> Operation[str]:
+    """Record the device nodes that a container with these granted kubelet ids of an adopted resource can open.
+
+    The result is the reason why the container must not get the nodes, because another holder has the device of a node;
+    "" if it may get them. nodes: the tokens of the device nodes in the AllocateResponse.
+    """
+
+    def decide(state: RegisterSnapshot) -> Decision[str]:
+        found = {name: state.allocations[resource, name] for name in ids if (resource, name) in state.allocations}
+        if ended := sorted(set(ids) - found.keys()):
+            return Decision(f"the grant of {titled((resource, ended[0]))} has ended")
+        opened = Identity(view.boot, reached=nodes)
+        uses = [
+            wanted_use(allocation_unit(resource, name), Wanted((resource, record.device), opened, record.amount), view)
+            for name, record in found.items()
+        ]
+        if why := refusal(uses, state, view):
+            return Decision(why)
+        changes = []
+        for name, record in found.items():
+            known = reachable(record.identity.in_boot(view.boot)) | record.identity.reaches(view.boot)
+            changed = replace(record, identity=Identity(view.boot, reached=known | nodes))
+            changes.append(Change("allocations", (resource, name), changed))
+        return Decision("", tuple(changes))
+
+    return decide
+
+
 class StartNodes(NamedTuple):
     """The device nodes of a starting container.
 

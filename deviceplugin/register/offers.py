@@ -49,8 +49,8 @@ class OfferQuestion:
 
     state: the register's records. facts: the facts that the register does not record, for example holders outside the
     register. hardware: for each device that a source lists, the device's identity tokens. resources: for each resource
-    of this process, its devices (`ListedResource`). wanted: a function that returns the identity and amount that a
-    holder would get with one id of a device.
+    of this process, its devices (`ListedResource`). wanted: a function that returns the hardware identity of a device,
+    and the amount of the device that a holder gets with one kubelet id.
     """
 
     state: RegisterSnapshot

@@ -177,8 +177,13 @@ def _use(
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return a requested device as a `Use`, with the hardware that the device's name stands for now."""
+    """Return a requested device as a `Use`, with the hardware that the device's name stands for now.
+
+    A device node in `reached` that identifies no listed device is left out, because it can be a control node.
+    """
     use = _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
+    if use.reached:
+        use = use._replace(reached=use.reached.intersection(frozenset[str]().union(*view.present.values())))
     present = view.present.get(wanted.key)
     return use if present is None else use._replace(tokens=use.tokens | present)
 
@@ -279,8 +284,10 @@ def refusal(
     """Return why a holder must not get the devices `wanted` in addition to all present uses; "" if it may get them.
 
     Present uses by the same holder (equal `unit`) are ignored. Several requests for one device are added up. beside:
-    further uses that count as present uses. own: a function that returns True for another holder's use that is to be
-    ignored as well. counted: a function that returns False for a use whose quantities of counters are to be ignored.
+    further uses that count as present uses. A device node that both a requested and a present use only reach
+    (`Use.reached`) identifies neither device, so it excludes nothing. own: a function that returns True for another
+    holder's use that is to be ignored as well. counted: a function that returns False for a use whose quantities of
+    counters are to be ignored.
     """
     points, count = set[Point](), 0
     for use in wanted:
@@ -303,12 +310,12 @@ def refusal(
             if use.key == other.key and not same_hardware(use.tokens, other.tokens):
                 return f"{_titled(use)} is held as {shown(other.tokens)}, and is {shown(use.tokens)} now"
         for other in others:
-            if (common := use.points & other.points) and None in (use.part, other.part):
+            if (common := _common(use, other)) and None in (use.part, other.part):
                 return _excluded(use, other, common)
     for use in wanted:
         for point in use.points:
-            of_point = [each for each in others if point in each.points]
-            same = [each for each in wanted if point in each.points]
+            of_point = [each for each in others if point in _common(use, each)]
+            same = [each for each in wanted if each is use or point in _common(use, each)]
             parts = (*(_part_beside(each, use) for each in of_point), *(each.part or _ONE for each in same))
             if len(parts) > 1 and sum(parts) > 1:
                 return _excluded(use, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
@@ -322,6 +329,11 @@ def refusal(
                 counts = ", which counts as held" if of_counter else ", requested with it"
                 return f"{_titled(use)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""
+
+
+def _common(use: Use, other: Use) -> set[Point]:
+    """Return the points by which two uses can be of the same device: at least one of the uses has the point as own."""
+    return (use.own & other.points) | (use.points & other.own)
 
 
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:

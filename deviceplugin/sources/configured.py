@@ -130,9 +130,9 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A device of the resource. entry: the source of the config entry that lists the device.
+    """A device of the resource. entry: the device source, made from an entry of the config, that lists the device.
 
-    listed: the device as the entry's source lists it. device: the same device with the resource's settings.
+    listed: the device as this device source lists it. device: the same device with the resource's settings.
     """
 
     entry: DeviceSource

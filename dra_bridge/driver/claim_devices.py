@@ -16,8 +16,8 @@ from deviceplugin import naming
 from deviceplugin.adoption.answers import AnswerError
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import ContainerEdits, Device, EditConflictError, Health, in_order
-from deviceplugin.exclusion import DeviceConflictError, DeviceKey, titled
-from deviceplugin.identity import agree, identified, shown
+from deviceplugin.exclusion import NO_TOKENS, DeviceConflictError, DeviceKey, titled
+from deviceplugin.identity import Identity, Tokens, agree, identified, shown
 from deviceplugin.inventory import GONE, Inventory, InventorySnapshot
 from deviceplugin.register import operations
 from deviceplugin.register.question import View, takes_of
@@ -265,23 +265,27 @@ class ClaimDevices:
         self.events.refused(ref, kind, message)
         return ClaimError(Reason.REFUSED, message, awaited)
 
-    async def set_up(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
+    async def set_up(self, record: Claim, groups: Sequence[RequestDevices]) -> tuple[Made, Claim]:
         """Set up a claim's devices by hooks and vendors' plugins, and return the edits for the claim's containers.
 
-        The AllocateResponses of vendors' plugins must not contradict each other, because the driver does not know which
-        container gets which response.
+        The second value is the claim's record, with the device nodes that vendors' plugins gave to the claim. `confirm`
+        refuses the claim if another holder has the device of such a node. The AllocateResponses of vendors' plugins
+        must not contradict each other, because the driver does not know which container gets which response.
 
         Raises HookError if a hook failed. Raises ClaimError if edits contradict each other, if a hook returned a value
         of a wrong type, or if a plugin refuses.
         """
         made: list[tuple[RequestDevices, ContainerEdits]] = []
-        adopted: list[RequestDevices] = []
+        uid, adopted = record.uid, list[RequestDevices]()
         for group in groups:
             if isinstance(group.served.source, AdoptedSource):
                 adopted.append(group)
             else:
                 made.append((group, group.edits(await self._call_hooks(uid, group))))
-        return [*made, *await self._answers(uid, adopted)] if adopted else made
+        if not adopted:
+            return made, record
+        answers = await self._answers(uid, adopted)
+        return [*made, *answers], await self._opening(record, answers)
 
     async def _answers(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
         """Request devices of adopted resources from vendors' plugins, and return the edits in the AllocateResponses."""
@@ -303,6 +307,25 @@ class ClaimDevices:
             how = "with `answer: claim` under `plugin` the requests of one resource are allocated together"
             raise ClaimError(Reason.CONFLICT, f"{what}: {error}; {how}") from error
         return made
+
+    async def _opening(self, record: Claim, answers: Made) -> Claim:
+        """Return a claim's record with the device nodes in vendors' AllocateResponses. Raises LookTimeoutError."""
+        opened: dict[DeviceKey, Tokens] = {}
+        for group, edits in answers:
+            source, ids = group.served.source, [device.id for device in group.devices]
+            assert isinstance(source, AdoptedSource)
+            nodes = await source.opened([node.host for node in edits.device_nodes], ids)
+            for name in ids:
+                key = source.resource, name
+                opened[key] = opened.get(key, NO_TOKENS) | nodes
+        if not any(opened.values()):
+            return record
+        devices = []
+        for device in record.devices:
+            nodes = opened.get((device.resource, device.device), NO_TOKENS)
+            identity = Identity(self.register.boot, reached=nodes) if nodes else device.identity
+            devices.append(msgspec.structs.replace(device, identity=identity))
+        return dataclasses.replace(record, devices=tuple(devices))
 
     @staticmethod
     async def _answer(uid: str, group: RequestDevices) -> ContainerEdits:

@@ -328,7 +328,8 @@ class ClaimPreparation:
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.grant(ref, record, functools.partial(operations.reserve, durable=traces))
         try:
-            prepared = await self.files.answer(ref, await self.devices.set_up(ref.uid, groups), pod_claim)
+            made, record = await self.devices.set_up(record, groups)
+            prepared = await self.files.answer(ref, made, pod_claim)
             await self.files.write(record, prepared)
             # `confirm` verifies that the device numbers in the CDI file are still those of the devices.
             await self.devices.confirm(ref, _answered(record, prepared))

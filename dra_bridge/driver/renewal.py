@@ -80,8 +80,8 @@ class _DevicesNow:
     def given(self, before: Tokens, *, refused: bool) -> list[dict[str, Any]]:
         """Return the entries of device nodes for the CDI file.
 
-        before: the tokens of the nodes that are in the file now. refused: whether the register refused to grant the
-        claim new device numbers.
+        before: the tokens (device numbers) of the device nodes in the present CDI file. refused: whether the register
+        refused to grant the claim new device numbers.
         """
         new = self.numbers - before if refused or self.away else frozenset()
         return [node for node in self.nodes if _token(node) not in new]

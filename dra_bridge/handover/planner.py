@@ -125,11 +125,11 @@ class Movable:
         needed = needed_by(now, refused, driver, together) if refused else NONE
         return cls(now, resource, states, together, held, expected | needed.keys(), needed)
 
-    def with_groups(self, leaders: Iterable[str]) -> frozenset[str]:
-        """Return these leaders of groups, and the devices of this resource that must move together with them."""
+    def with_groups(self, devices: Iterable[str]) -> frozenset[str]:
+        """Return these devices, and the other devices of this resource that must move together with one of them."""
         names: set[str] = set()
-        for leader in leaders:
-            for of, name in self.together[leader]:
+        for device in devices:
+            for of, name in self.together[device]:
                 if of == self.resource and name in self.states:
                     names.add(name)
         return frozenset(names)

@@ -312,7 +312,7 @@ class Ledger:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # Without a transaction, SQLite raises an error.
+            with contextlib.suppress(sqlite3.Error):  # ROLLBACK fails if no transaction is open.
                 connection.execute("ROLLBACK")
             with contextlib.suppress(sqlite3.Error):
                 connection.close()

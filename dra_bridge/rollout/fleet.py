@@ -54,7 +54,7 @@ _BEFORE: Final = msgspec.json.Decoder(Before)
 class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as the node's agent reports it. pods: the pods for which the device's claims are reserved.
 
-    known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is not
+    known: whether the report has the present holder. health: "" if unknown. withheld: why the device is not
     offered, "" if it is offered or this is unknown. admins: claims with only administrative access to the device.
     """
 

@@ -94,7 +94,7 @@ class ServerFeatures:
         body = in_version(_probe_body(pool, unknown), version)
         try:
             kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
-        except InvalidError as error:  # API servers before 1.35 refuse the test's slice.
+        except InvalidError as error:  # API servers before 1.35 refuse the probe's slice.
             logger.debug("the API server refused the dry run of a slice: %s", error)
             # A refused dry run shows nothing about features whose fields the server would drop. So these features count
             # as present until the response to a real write lacks their fields.

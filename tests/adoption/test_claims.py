@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deviceplugin.testing import FakePod
+from deviceplugin.testing import FakePod, PodFailedError
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
@@ -127,6 +127,53 @@ def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:
     assert {one.container for one in edits.device_nodes} == {"/dev/inside-g0", "/dev/inside-GPU-1::0", "/dev/ctl"}
     assert [(one.host, one.container, one.readonly) for one in edits.mounts] == [(str(scene.where), "/opt/lib", True)]
     assert set(edits.cdi) == {f"vendor.example/gadget={name}" for name in ("g0", "GPU-1::0", "all")}
+
+
+OTHER, OTHER_D = "example.com/terminal", "terminal.example.com"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool) -> None:
+    """While a claim has the node from the plugin, neither a pod nor a claim gets it from the other resource."""
+    scene.node.server.create(device_class(OTHER, OTHER_D))
+    adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
+    other = {"name": OTHER, "driver": OTHER_D, "devices": [{"path": "/dev/tty"}]}
+    scene.write_config(adopted, other)
+    agent = scene.agent()
+    scene.vendor(resource(nodes=[["/dev/tty", "/dev/tty", "rw"]], control=[["/dev/ptmx", "/dev/ptmx", "rw"]]))
+    scene.wait_offered(2)
+    scene.node.wait_allocatable(OTHER, 1)
+    first, second = scene.pod("first").wait_running(), scene.pod("second").wait_running()
+    scene.node.wait_allocatable(OTHER, 0)
+    if restart:
+        agent.kill()
+        scene.agent()
+        scene.wait_log(f"{OTHER}: registered as")
+    with pytest.raises(PodFailedError):
+        scene.node.run_pod("third", {OTHER: 1})
+    first.delete()
+    scene.write_config(adopted, {**other, "dra": {"share": "all"}})
+    waiting = scene.node.start_pod("fourth", template={OTHER_D: 1})
+    scene.wait_log("are the same hardware")
+    assert waiting.phase == "Pending"
+    second.delete()
+    waiting.wait_running()
+
+
+def test_a_node_that_a_pod_has_from_another_resource(scene: Scene) -> None:
+    """The plugin's response shows that the device is held: the claim is not prepared before the pod has ended."""
+    adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
+    scene.write_config(adopted, {"name": OTHER, "devices": [{"path": "/dev/tty"}]})
+    scene.agent()
+    scene.vendor(resource("g0", nodes=[["/dev/tty", "/dev/tty", "rw"]]))
+    scene.wait_offered(1)
+    first = scene.node.run_pod("first", {OTHER: 1})
+    second = scene.pod("second")
+    scene.wait_log("are the same hardware")
+    scene.wait_offered(0)
+    assert second.phase == "Pending"
+    first.delete()
+    second.wait_running()
 
 
 def test_slices_have_what_consumers_look_for(scene: Scene) -> None:

@@ -152,6 +152,54 @@ def test_a_device_that_was_listed_beside_a_held_one_is_another(node: Node) -> No
     assert node.kubelet.run_pod("third", {RESOURCE: 1}).device_ids == ("x",)
 
 
+OTHER = "example.com/terminal"
+SHARED: dict[str, Any] = {"nodes": [["/dev/tty", "/dev/tty", "rw"]], "control": [["/dev/ptmx", "/dev/ptmx", "rw"]]}
+
+
+@pytest.fixture
+def listed_twice(node: Node) -> Node:
+    """A node whose agent lists the node of the plugin's devices g0 and g1 under another resource as well."""
+    node.write_config(
+        {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
+    )
+    node.adopt(resource(**SHARED))
+    node.kubelet.wait_allocatable(OTHER, 1)
+    return node
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_node_that_another_resource_lists_as_well(listed_twice: Node, restart: bool) -> None:
+    """While a pod has the node from the plugin, no pod gets it from the other resource; both plugin's devices do."""
+    kubelet = listed_twice.kubelet
+    first, second = (kubelet.run_pod(name, {RESOURCE: 1}) for name in ("first", "second"))
+    kubelet.wait_allocatable(OTHER, 0)
+    if restart:
+        listed_twice.agents[-1].kill()
+        listed_twice.agent()
+        listed_twice.wait_log(f"{OTHER}: registered as")
+    with pytest.raises(PodFailedError):
+        kubelet.run_pod("third", {OTHER: 1})
+    first.delete()
+    with pytest.raises(PodFailedError):
+        kubelet.run_pod("fourth", {OTHER: 1})
+    second.delete()
+    kubelet.wait_allocatable(OTHER, 1)
+    kubelet.run_pod("fifth", {OTHER: 1})
+
+
+def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None:
+    """The plugin's response shows that an id stands for a held device: Allocate is refused, and the id is withheld."""
+    kubelet = listed_twice.kubelet
+    first = kubelet.run_pod("first", {OTHER: 1})
+    for count, name in ((1, "second"), (0, "third")):
+        with pytest.raises(PodFailedError, match="are the same hardware"):
+            kubelet.run_pod(name, {RESOURCE: 1})
+        kubelet.wait_allocatable(RESOURCE, count)
+    first.delete()
+    kubelet.wait_allocatable(RESOURCE, 2)
+    kubelet.run_pod("fourth", {RESOURCE: 2})
+
+
 def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
     """A plugin whose path is put back while the agent runs is alone with the kubelet, and pods keep what they have."""
     vendor = node.adopt()

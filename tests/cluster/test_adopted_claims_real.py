@@ -396,6 +396,47 @@ def test_a_held_device_comes_back_under_another_id(
     scene.after = 2
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("a", "claim"), ("b", "limits")),
+        (("a", "claim"), ("b", "claim")),
+        (("a", "limits"), ("b", "limits")),
+        (("b", "limits"), ("a", "claim")),
+        (("b", "limits"), ("a", "limits")),
+        (("b", "claim"), ("a", "limits")),
+    ],
+)
+def test_a_node_that_another_resource_lists_as_well(
+    scene: Scene, first: tuple[str, str], then: tuple[str, str]
+) -> None:
+    """A plugin gives the node for resource a, and the agent lists the node for resource b: one holder at a time."""
+    cluster, shares, ways = scene.cluster, {"claim": "all", "limits": "none"}, dict([first, then])
+    make = {"claim": scene.claimer, "limits": scene.pod}
+    scene.nodes("a", 1)
+    path = {"path": f"{locks.NODES}/a/*"}
+    scene.serve(adopted("a", shares[ways["a"]]), witnesses.resource("b", shares[ways["b"]], devices=[path]))
+    vendor = Vendor(scene, "a")
+    vendor.directory = DIRECTORY
+    vendor.start()
+    for letter, way in ways.items():
+        if way == "claim":
+            scene.agents.wait_offered(1, f"{letter}.example.net")
+        else:
+            cluster.wait_allocatable(named(letter), 1)
+    held = make[first[1]]("held", first[0])
+    scene.running(held)
+    scene.before = 1
+    second = make[then[1]]("second", then[0])
+    scene.observe(10)
+    assert second.phase in ("Pending", "Failed")
+    held.delete()
+    held.wait_gone()
+    if second.phase == "Failed":  # The kubelet admitted it before it had the list without the device.
+        second = make[then[1]]("third", then[0])
+    scene.running(second)
+
+
 @pytest.mark.lengthy
 def test_moves_under_churn(cards: Bridge) -> None:
     """Pods of both kinds churn while devices move, through kubelet restarts, kills of the agent and an outage."""

@@ -197,7 +197,7 @@ class Session:
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return, for each UUID of a GPU or partition, the load in base units.
+        """Return, for each UUID of a GPU or partition, its measured values (such as memory, in base units) by name.
 
         Values that are not reported are left out.
         """
