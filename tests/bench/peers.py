@@ -25,6 +25,7 @@ import stat
 import statistics
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -97,9 +98,12 @@ def times(text: str) -> Times:
 
 
 def cpu_of(process: int) -> float:
-    """Return the CPU seconds that a process has used so far."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Return the CPU seconds that a process has used so far, ended threads included.
+
+    The times in /proc/PID/stat are too coarse, because a small program uses less than two ticks in a round. So this
+    function reads the CPU clock of the other process (Linux, clock_getcpuclockid(3)), in nanoseconds.
+    """
+    return time.clock_gettime((~process << 3) | 2)
 
 
 class ImageBridge(Bridge):
