@@ -108,6 +108,10 @@ class HardwareIndex:
         """Return the keys of the devices that have this identity token."""
         return frozenset(self._by_token.get(token, ()))
 
+    def having_any(self, tokens: Iterable[str]) -> frozenset[DeviceKey]:
+        """Return the keys of the devices that have one of these identity tokens."""
+        return frozenset(key for token in tokens for key in self._by_token.get(token, ()))
+
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
         """Return, for each (scope, counter set, counter), the capacity of the counter.
 

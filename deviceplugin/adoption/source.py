@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import grpc.aio
@@ -14,6 +15,7 @@ from deviceplugin import looked_at
 from deviceplugin.adoption.answers import AnswerError, edits_of, nodes_of
 from deviceplugin.adoption.plugins import VendorCallError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import Tokens, numbers_of
 from deviceplugin.kubelet.device_list import DeviceIds, Entry
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
@@ -301,9 +303,11 @@ class AdoptedEndpoint(Endpoint):
         except VendorCallError as error:
             raise Refusal(error.code, "plugin", self._words(error)) from error
         if nodes := await self.source.opened(nodes_of(answer), ids):
+            listed = self._register.hardware().having_any(nodes)
             try:
-                opening = reach(self.resource, list(ids), nodes, self._register.view())
-                why = await self._register.store.do(opening)
+                why = await self._register.decide(listed, partial(reach, self.resource, tuple(ids), nodes))
+            except DeviceConflictError as error:
+                why = str(error)
             except LedgerError as error:
                 raise self._unrecorded(error) from error
             if why:

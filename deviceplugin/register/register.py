@@ -310,8 +310,7 @@ class Register:
         """Return the listed devices whose hardware is the hardware that was last granted under this kubelet id."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
-        found = {key for token in tokens for key in hardware.having(token)}
-        return frozenset(key for key in found if identity.agree(tokens, hardware.tokens(key)))
+        return frozenset(key for key in hardware.having_any(tokens) if identity.agree(tokens, hardware.tokens(key)))
 
     def held_twice(self) -> frozenset[DeviceKey]:
         """Return the devices whose holders together have more than the whole device."""

@@ -201,13 +201,15 @@ class ClaimDevices:
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a reserved claim with its Prepare response, if each device is still the reserved hardware.
 
-        Raises ClaimError if a device is other hardware now, or if the register does not grant the device any more.
+        The listed devices whose nodes a vendor's plugin gave to the claim are verified too. Raises ClaimError if a
+        device is other hardware now, or if the register does not grant the device any more.
         """
+        opened = frozenset[str]().union(*(device.identity.reached for device in record.devices))
         try:
             await self.register.verify_granted(record.held)
         except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self.grant(ref, record, operations.prepare, ())
+        await self.grant(ref, record, operations.prepare, self.register.hardware().having_any(opened))
 
     async def grant(
         self,
