@@ -185,7 +185,7 @@ class OrphanedClaims:
         stable = directory is not None and time.time_ns() - directory.modified_ns > _TICK
         self._directory = directory if stable else None
         try:
-            self._files = claim_files.read_all(self.cdi_directory, served)
+            self._files = claim_files.read_all(self._own, served)
         except OSError as error:
             self._files = error
 
@@ -241,7 +241,7 @@ class OrphanedClaims:
             for driver in others:
                 if _is_ours(claim, driver):
                     who = f"claim {claim.title} through driver {driver}, which is not served here"
-                    lost.append(f"there is no file of {who}, in {cdi.own_directory(self.cdi_directory)}")
+                    lost.append(f"there is no file of {who}, in {self._own}")
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
         unknown, why = (f"{_UNKNOWN}: {those[0]}" if those else "" for those in (problems, lost))

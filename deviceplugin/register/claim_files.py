@@ -5,7 +5,7 @@ From such a file, the agent knows the devices that a claim holds, even after the
 needs no CDI edits. On most nodes, `cdi.own_directory` is in memory, so a reboot removes the files together with the
 containers.
 
-The argument `directory` of `read_all` is the directory of CDI specs, which contains `cdi.own_directory`.
+The argument `directory` of `read_all` is `cdi.own_directory` of the directory of CDI specs.
 """
 
 from __future__ import annotations
@@ -80,16 +80,15 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
     Raises OSError if the directory exists and cannot be read. If a claim's file cannot be read, `devices` of its
     `ClaimFile` is None.
     """
-    own = cdi.own_directory(directory)
     try:
-        names = sorted(os.listdir(own))
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return ()
     files = []
     for name in names:
         if (named := _FILE.fullmatch(name)) and named["driver"] not in without:
             try:
-                with open(os.path.join(own, name), "rb") as file:
+                with open(os.path.join(directory, name), "rb") as file:
                     files.append(decode(file.read(), named["driver"], named["uid"]))
             except FileNotFoundError:
                 continue  # The file was removed after the directory was listed.

@@ -456,7 +456,7 @@ class ClaimFiles:
 
     def read(self) -> list[ClaimFile]:
         """Return the agent's files of this driver's claims; blocks. Raises OSError if the directory cannot be read."""
-        return [file for file in claim_files.read_all(self._store.directory) if file.driver == self._driver]
+        return [file for file in claim_files.read_all(self._own.directory) if file.driver == self._driver]
 
     def path(self, uid: str) -> str:
         """Return the path of the agent's own file of a claim."""

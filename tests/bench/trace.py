@@ -71,11 +71,11 @@ class Size(NamedTuple):
 
 
 LIMITS: Final = {
-    "Allocate": Size(98, 25),
-    "NodePrepareResources": Size(171, 36),
+    "Allocate": Size(97, 24),
+    "NodePrepareResources": Size(170, 35),
     "NodeUnprepareResources": Size(95, 21),
     "move": Size(131, 29),
-    "evidence": Size(256, 40),
+    "evidence": Size(255, 39),
 }
 """The maximum sizes of the paths, which tests/test_trace.py checks. A change that shortens a path should lower its
 limit."""

@@ -57,7 +57,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     """With all that it says of each device, and the same bytes whatever the order of its pods."""
     other = made("2", "2nd.example.com", devices=(), pods=frozenset())
     put(tmp_path, made(), other)
-    assert set(claim_files.read_all(str(tmp_path))) == {made(), other}
+    assert set(claim_files.read_all(str(own(tmp_path)))) == {made(), other}
     assert claim_files.encode(made(pods=frozenset({"p1", "p2"}))) == claim_files.encode(made())
     assert (made().title, made(name="").title) == ("ml/train", "1")
 
@@ -70,7 +70,7 @@ def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
     (own(tmp_path) / f".{D}_2.left.over").write_bytes(b"")
     assert sorted(os.listdir(tmp_path)) == ["deviceplugin", f"{D}-claim_1.json"]
     assert sorted(os.listdir(own(tmp_path))) == sorted([f"{D}_1.claim", "allocations", f".{D}_2.left.over"])
-    assert claim_files.read_all(str(tmp_path)) == (made(),)
+    assert claim_files.read_all(str(own(tmp_path))) == (made(),)
     assert CdiStore(D, str(tmp_path)).list() == ClaimFileStore(D, str(tmp_path)).list() == {"1"}
     assert not (own(tmp_path) / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"
     assert ClaimFileStore(D, str(tmp_path)).remove("1")
@@ -95,7 +95,7 @@ def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: 
     """Its name tells the driver and the claim; the other files are read all the same."""
     put(tmp_path, made("3"))
     (own(tmp_path) / f"{D}_1.claim").write_bytes(text)
-    found = {file.uid: file for file in claim_files.read_all(str(tmp_path))}
+    found = {file.uid: file for file in claim_files.read_all(str(own(tmp_path)))}
     assert found == {"1": ClaimFile(driver=D, uid="1"), "3": made("3")}
     assert found["1"].devices is None
 
@@ -104,15 +104,15 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     """A directory in its place, and a link that leads nowhere, are no files of claims that ended."""
     (own(tmp_path) / f"{D}_1.claim").mkdir(parents=True)
     (own(tmp_path) / f"{D}_2.claim").symlink_to(own(tmp_path) / f"{D}_2.claim")
-    assert [(file.uid, file.devices) for file in claim_files.read_all(str(tmp_path))] == [("1", None), ("2", None)]
+    assert [(file.uid, file.devices) for file in claim_files.read_all(str(own(tmp_path)))] == [("1", None), ("2", None)]
 
 
 def test_a_directory_that_is_not_there_has_no_files(tmp_path: Path) -> None:
     """One that is there and cannot be read proves nothing."""
-    assert claim_files.read_all(str(tmp_path / "none")) == ()
+    assert claim_files.read_all(str(own(tmp_path / "none"))) == ()
     (tmp_path / "deviceplugin").write_bytes(b"")
     with pytest.raises(OSError, match="Not a directory"):
-        claim_files.read_all(str(tmp_path))
+        claim_files.read_all(str(own(tmp_path)))
 
 
 @given(st.binary() | st.builds(lambda at: claim_files.encode(made())[:at], st.integers(0, 400)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from deviceplugin.cdi import own_directory
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import claim_files
@@ -163,7 +164,7 @@ class ServedDriver:
     @property
     def own(self) -> dict[str, ClaimFile]:
         """The claims' own files by UID."""
-        return {file.uid: file for file in claim_files.read_all(str(self.cdi))}
+        return {file.uid: file for file in claim_files.read_all(own_directory(str(self.cdi)))}
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
         """Return what containers with these CDI ids get."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deviceplugin.cdi import own_directory
 from deviceplugin.device import Device
 from deviceplugin.register import claim_files
 from deviceplugin.register.records import State
@@ -124,7 +125,7 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) ->
         for pod in pods:
             await asyncio.to_thread(pod.wait_running, 60)
         await here.bridge.drivers[D].claims.pods.running()
-        (file,) = claim_files.read_all(here.bridge.node.drivers.cdi_directory)
+        (file,) = claim_files.read_all(own_directory(here.bridge.node.drivers.cdi_directory))
         assert file.pods == {pod.uid for pod in pods}
 
 
