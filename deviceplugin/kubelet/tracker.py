@@ -95,7 +95,7 @@ class HolderTracker:
         self.pods: Final = PodReader(
             paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint, boot=boot_id()
         )
-        self._names = PodNames(paths.pod_log_dir)
+        self.names: Final = PodNames(paths.pod_log_dir)
         self._register = register
         self.looks: Final = Looks("the kubelet's files")
         """Runs all reads of the kubelet's checkpoint and claim state, and of the pods' cgroups."""
@@ -168,10 +168,10 @@ class HolderTracker:
         if socket is not None and time.time() - socket.modified_ns / 1e9 > READMISSION:
             self._admitting_since = -math.inf
         self._begun = self._former = frozenset(allocation.pod_uid for allocation in self.snapshot.held)
-        await self._names.update(self._begun)
+        await self.names.update(self._begun)
         self._note_problem(seen)
         with contextlib.suppress(LookTimeoutError):
-            if problem := await self._names.looks.at("pod names", self._names.missing):
+            if problem := await self.names.looks.at("pod names", self.names.missing):
                 _LOG.warning("%s", problem)
 
     @property
@@ -230,7 +230,7 @@ class HolderTracker:
         if not pending:
             return begun
         named = frozenset[Allocation]().union(*(file.allocations for file in seen.checkpoints))
-        pods = self._names.logs(seen.pods.candidates - {self.pods.own_pod})
+        pods = self.names.logs(seen.pods.candidates - {self.pods.own_pod})
         possible = holders.possible_holders(pending, named, self._answer, pods)
         for pod_uid, resource, device_id in sorted({(one.pod_uid, *one[2:]) for one in possible}):
             why = "it was granted shortly before an agent's or the kubelet's end, and no checkpoint names its pod"
@@ -337,7 +337,7 @@ class HolderTracker:
         allocations = frozenset(of_ids(self._known_or(read), resource, device_ids))
         uids = {allocation.pod_uid for allocation in allocations}
         # The kubelet and the runtime create a pod's log and pod directories after the pod's admission.
-        begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
+        begun = self._begun | self.names.known.keys() | self.names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
         # A short-lived pod may have ended, and its directories may be gone, before any scan saw the pod. So a pod
         # without directories counts as in admission for only ADMISSION seconds after the grant.
@@ -416,17 +416,17 @@ class HolderTracker:
 
     def title(self, pod_uid: str) -> str:
         """Return a pod's namespace and name if both are known, else its UID."""
-        return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
+        return "/".join(self.names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
         """Return these pods, with the names from the kubelet's log directories. This method blocks for a short time."""
-        return self._names.pods(uids)
+        return self.names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
         """Return, for each held id of a resource, the containers that hold it, with the known names of pods."""
         return {
             device_id: frozenset(
-                PodContainer(*self._names.known.get(holder.pod_uid, ("", "")), holder.container, holder.pod_uid)
+                PodContainer(*self.names.known.get(holder.pod_uid, ("", "")), holder.container, holder.pod_uid)
                 for holder in allocations
             )
             for device_id, allocations in self.snapshot.of(resource).items()
@@ -518,7 +518,7 @@ class HolderTracker:
         self._live = frozenset(filter(seen.pods.may_run, pods))
         self._begun = pods & (self._begun | (before.pods.running or frozenset()))
         self.unknown.update(holders.unknown(now.held, seen, asked=asked))
-        await self._names.update(pods)
+        await self.names.update(pods)
         # Evidence of a former kubelet does not show which pods the present kubelet has admitted.
         current = kubelet == self._kubelet
         now = replace(now, active=self._active(now, listed, asked=asked) if current else self.snapshot.active)
@@ -592,7 +592,7 @@ class HolderTracker:
         return report
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
-        names = await self._names.now(running)
+        names = await self.names.now(running)
         # If two running pods have the same name, one of them was deleted by force. The response does not show which of
         # the two is active, so neither counts.
         counts = Counter(names.values())

@@ -83,7 +83,7 @@ def agent() -> None:
             for n in range(200)
         }
         running.tracker.snapshot = HolderSnapshot(time.monotonic(), held=held)
-        running.tracker._names.known = {
+        running.tracker.names.known = {
             one.pod_uid: ("team-a", f"train-{n}-7c9f8b6d5-x2x4z") for n, one in enumerate(held)
         }
         assert "deviceplugin.metrics.collectors" not in sys.modules
