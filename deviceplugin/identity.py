@@ -182,6 +182,15 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
     return now
 
 
+def tokens_by_number(paths: Mapping[str, str], sysfs: str = ROOT) -> dict[str, Tokens]:
+    """Return, for each device number, the number's token and the present tokens of its hardware, place and port.
+
+    Blocks. paths: for each number, a path that leads to its device node.
+    """
+    reader = HardwareReader(sysfs)
+    return {number: frozenset({number}) | _hardware({number: path}, reader) for number, path in paths.items()}
+
+
 def moved(numbers: Collection[str], granted: Tokens, sysfs: str = ROOT) -> Tokens:
     """Return those of `numbers` (device numbers) that, as sysfs shows, no longer belong to the granted hardware.
 
@@ -206,6 +215,16 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
         return bool(common)
     mine, theirs = ({found[1] for found in map(_HARDWARE.fullmatch, of) if found} for of in (tokens, other))
     return not (mine and theirs and mine.isdisjoint(theirs))
+
+
+def belongs(node: Collection[str], granted: Tokens) -> bool:
+    """Return whether a device node is a node of the granted hardware.
+
+    node: the node's tokens, from `tokens_by_number`. granted: the tokens of the granted hardware. If these include the
+    whole USB device or PCI function, not only a component such as an interface, each node of it belongs to it.
+    """
+    whole = {f"{token.partition('#')[0]}#" for token in node if "#" in token}
+    return agree(whole.union(node), granted)
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:

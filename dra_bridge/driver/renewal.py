@@ -4,6 +4,10 @@ A CDI file contains device numbers, and the runtime does not read the host path.
 with the numbers in the file. A USB stick that is unplugged and plugged in again has other numbers than before, and
 another stick may get its former number.
 
+A claim keeps the device nodes that it was prepared with. If the configuration gives a device other nodes, claims that
+have the device do not get these. A node of the granted hardware that has another number now, or that comes with the
+hardware, such as the node of a USB device in another port, is written into the file (`identity.belongs`).
+
 A number that a claim's devices do not have any more is removed from the file at once (`Prepared.stale`). Containers
 that were started before can still open the node with this number, until all of them have ended
 (`deviceplugin.kubelet.containers.restarted`). A number of a node that another holder can open is not written into the
@@ -24,7 +28,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -33,7 +37,19 @@ from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey
-from deviceplugin.identity import Identity, NodeKind, Tokens, agree, moved, node_token, reachable, shown, tokens_now
+from deviceplugin.identity import (
+    Identity,
+    NodeKind,
+    Tokens,
+    agree,
+    belongs,
+    moved,
+    node_token,
+    reachable,
+    shown,
+    tokens_by_number,
+    tokens_now,
+)
 from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register.identification import leave, renew
 from deviceplugin.register.records import Claim, LedgerError
@@ -54,20 +70,26 @@ SETTLED: Final = 1.0
 (container-device-interface 1.0, cache.go: watch)."""
 
 
+_Entry = Mapping[str, Any]
+"""An entry of a device node in a CDI spec."""
+
+
 @dataclass(slots=True)
 class _DevicesNow:
     """The present state of the devices of one request.
 
-    nodes: the CDI entries of the devices' nodes. own: for each device, its identity tokens (such as device numbers)
-    that no other device has. former: tokens of the nodes that belonged to the devices until now; these nodes are
-    removed from the spec, unless they are also in `nodes`. known: the devices' tokens in the register. lost: device
-    numbers in the register that are not in the spec, and that the devices do not have now. away: whether a device is
-    unplugged or is other hardware now, or its nodes cannot be read or are newer than the inventory.
+    nodes: the CDI entries of the present nodes that belong to the granted hardware. own: for each device, its identity
+    tokens (such as device numbers) that no other device has, without those of other hardware. former: tokens of the
+    nodes that belonged to the devices until now. gone: those of `former` whose numbers now belong to other hardware or
+    to none; their nodes are removed from the spec. known: the devices' tokens in the register. lost: device numbers in
+    the register that are not in the spec, and that the devices do not have now. away: whether a device is unplugged or
+    is other hardware now, or its nodes cannot be read or are newer than the inventory.
     """
 
-    nodes: list[dict[str, Any]] = field(default_factory=list)
+    nodes: list[_Entry] = field(default_factory=list)
     own: dict[DeviceKey, Tokens] = field(default_factory=dict)
     former: Tokens = frozenset()
+    gone: Tokens = frozenset()
     known: Tokens = frozenset()
     lost: Tokens = frozenset()
     away: bool = False
@@ -77,7 +99,7 @@ class _DevicesNow:
         """The tokens of those nodes that only these devices have."""
         return reachable(frozenset[str]().union(*self.own.values()))
 
-    def given(self, before: Tokens, *, refused: bool) -> list[dict[str, Any]]:
+    def given(self, before: Tokens, *, refused: bool) -> list[_Entry]:
         """Return the entries of device nodes for the CDI file.
 
         before: the tokens (device numbers) of the device nodes in the present CDI file. refused: whether the register
@@ -245,22 +267,33 @@ class ClaimRenewal:
                 self._waiting.add(claim.uid)
                 of.away = True
                 continue
-            of.nodes += nodes
-            of.own[key] = listed
+            before = _entries(prepared.spec, answer.request)
+            named = device.identity in granted.tokens - reachable(granted.tokens)
+            own, other = _of_granted(nodes, granted.tokens, before, named=named)
+            its = frozenset[str]().union(*(node.tokens for node in own))
+            of.nodes += [node.entry for node in own if not _renamed(node.entry, before)]
+            of.own[key] = listed.difference(*(node.tokens - its for node in other))
             had = reachable(granted.tokens) | granted.reached
+            if missing := had & numbers - its:
+                of.gone |= missing if named else await self._moved(missing, granted)
             if lost := had - granted.left - numbers - prepared.stale:
-                of.lost |= await self._files.reading.at("renew", moved, lost, granted.tokens, brief=True)
+                of.lost |= await self._moved(lost, granted)
             of.former |= had
             of.known |= had - granted.left
             followed.add(key)
         for key in keys - followed:
             granted = _granted(claim, key, boot)
             if had := (reachable(granted.tokens) | granted.reached) & numbers:
-                stale = await self._files.reading.at("renew", moved, had, granted.tokens, brief=True)
+                stale = await self._moved(had, granted)
                 for request in _requests(prepared.spec, stale):
                     of = found.setdefault(request, _DevicesNow(away=True))
                     of.former |= stale
+                    of.gone |= stale
         return found, error
+
+    async def _moved(self, numbers: Tokens, granted: Identity) -> Tokens:
+        """Return those of `numbers` that, as sysfs shows, no longer belong to the granted hardware."""
+        return await self._files.reading.at("renew", moved, numbers, granted.tokens, brief=True)
 
     async def look_left(self, uid: str) -> bool:
         """Record that a claim's stale device numbers are unused, if all containers that could open them have ended.
@@ -309,7 +342,10 @@ def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Coll
     before = _numbers(prepared.spec)
     nodes = {request: of.given(before, refused=request in refused) for request, of in found.items()}
     former = frozenset[str]().union(*(of.former for of in found.values()))
-    spec = with_nodes(prepared.spec, nodes, former)
+    gone = frozenset[str]().union(
+        *(of.gone | _replaced(_entries(prepared.spec, request), of) for request, of in found.items())
+    )
+    spec = with_nodes(prepared.spec, nodes, former, gone)
     after = _numbers(spec)
     dropped = (before - after) & former
     away = {
@@ -342,18 +378,63 @@ def _encoded(prepared: Prepared) -> str:
     return msgspec.json.encode(prepared, order="deterministic").decode()
 
 
-def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
-    """Return the CDI entries of a device's nodes, and the device's identity. Blocks. Raises CdiError."""
-    described = cdi.described(device.container_edits.device_nodes)
-    return [node for of in described.values() for node in of], tokens_now(device)
+class _Node(NamedTuple):
+    """A present device node of a device. entry: its entry in a CDI spec. tokens: see `tokens_by_number`."""
+
+    entry: _Entry
+    tokens: Tokens
 
 
-def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
+def _looked_at(device: Device) -> tuple[list[_Node], Tokens]:
+    """Return the device nodes of a device, and the device's identity. Blocks. Raises CdiError."""
+    entries = [
+        (node.host, entry) for node, of in cdi.described(device.container_edits.device_nodes).items() for entry in of
+    ]
+    tokens = tokens_by_number({number: host for host, entry in entries if (number := _token(entry))})
+    return [_Node(entry, tokens.get(_token(entry), frozenset())) for _, entry in entries], tokens_now(device)
+
+
+def _of_granted(
+    nodes: Sequence[_Node], granted: Tokens, before: Sequence[_Entry], *, named: bool
+) -> tuple[Sequence[_Node], Sequence[_Node]]:
+    """Return the nodes that belong to the granted hardware, and the other nodes.
+
+    The configuration can have given a device other nodes since the claim was prepared. granted: the tokens of the
+    granted hardware. before: the request's entries in the claim's CDI spec. If sysfs does not show a node's hardware,
+    the node belongs to the granted hardware if one of these entries has the same paths. named: whether the source
+    identifies the device by a text; then all nodes whose hardware sysfs does not show belong to the granted hardware.
+    """
+    paths = {(entry["path"], entry.get("hostPath")) for entry in before}
+
+    def belong(node: _Node) -> bool:
+        known = len(node.tokens) > 1
+        same = (node.entry["path"], node.entry.get("hostPath")) in paths
+        return belongs(node.tokens, granted) or (not known and (named or same))
+
+    own = [node for node in nodes if belong(node)]
+    return own, [node for node in nodes if node not in own]
+
+
+def _renamed(node: _Entry, before: Sequence[_Entry]) -> bool:
+    """Return whether a node is in `before` only at another path."""
+    paths = {entry["path"]: _token(entry) == _token(node) for entry in before}
+    return node["path"] not in paths and any(paths.values())
+
+
+def _replaced(before: Sequence[_Entry], now: _DevicesNow) -> Tokens:
+    """Return the numbers of the devices in `before` at paths at which the devices have other numbers now."""
+    at = {node["path"]: _token(node) for node in now.nodes}
+    had = {entry["path"]: _token(entry) for entry in before}
+    return now.former & {number for path, number in had.items() if at.get(path, number) != number}
+
+
+def with_nodes(spec: str, nodes: Mapping[str, Sequence[_Entry]], held: Tokens, gone: Tokens) -> str:
     """Return `spec`, a CDI spec that `claim_files.build` has made, with the present nodes of the devices.
 
     If the nodes have not changed, the text stays the same. nodes: for each request, the present nodes, as `described`
-    returns them. held: the tokens of the nodes that belonged to the devices until now. Such a node stays in the spec
-    only if it is one of the present nodes. All other nodes stay unchanged.
+    returns them. held: the tokens of the nodes that belonged to the devices until now; only such nodes are replaced by
+    present nodes with the same path and another number. gone: the tokens of nodes that are removed. All other nodes
+    stay unchanged.
     """
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)
@@ -361,10 +442,10 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
         if (now := nodes.get(claim_files.request_of(device["name"]))) is not None:
             edits = device["containerEdits"]
             former = {node["path"]: node for node in edits.get("deviceNodes", ())}
-            other = {path for path, node in former.items() if _token(node) not in held}
-            paths = other | {node["path"] for node in now}
-            after = {path: node for path, node in former.items() if path in paths}
-            after |= {node["path"]: dict(node) for node in now if node["path"] not in other}
+            paths = {node["path"]: _token(node) for node in now}
+            after = {path: node for path, node in former.items() if path in paths or _token(node) not in gone}
+            kept = {path for path, node in after.items() if _token(node) not in held or _token(node) == paths.get(path)}
+            after |= {node["path"]: dict(node) for node in now if node["path"] not in kept}
             edits["deviceNodes"] = list(after.values())
             if not after:
                 del edits["deviceNodes"]
@@ -373,7 +454,7 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
     return spec if after_all == before else after_all.decode()
 
 
-def _token(node: Mapping[str, Any]) -> str:
+def _token(node: _Entry) -> str:
     """Return the identity token (type and number) of a device node in a CDI spec; "" for a pipe."""
     kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
     kind = kinds.get(node.get("type", ""))
@@ -389,6 +470,14 @@ def _by_request(spec: str) -> dict[str, Tokens]:
         its = {_token(node) for node in device["containerEdits"].get("deviceNodes", ())} - {""}
         tokens[request] = tokens.get(request, frozenset()) | its
     return tokens
+
+
+@functools.lru_cache(maxsize=256)
+def _entries(spec: str, request: str) -> Sequence[_Entry]:
+    """Return the entries of the device nodes in a CDI spec for a request."""
+    devices = msgspec.json.decode(spec)["devices"]
+    edits = [device["containerEdits"] for device in devices if claim_files.request_of(device["name"]) == request]
+    return [node for each in edits for node in each.get("deviceNodes", ())]
 
 
 def _numbers(spec: str) -> Tokens:

@@ -77,20 +77,49 @@ async def test_a_file_follows_what_is_the_same_device(
     keeping.cancel()
 
 
+@pytest.mark.parametrize("change", ["more", "fewer", "renamed", "read-only"])
 @pytest.mark.parametrize("stick", ["by-path"], indirect=True)
-async def test_a_file_names_all_nodes_that_a_device_has_now(here: ServedDriver, stick: Stick) -> None:
-    """Those that have come are added, a path that the device has no more is left out."""
-    await here.give("1", "d0")
-    (answer,) = (await here.prepared("1")).devices
+async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_others(
+    here: ServedDriver, stick: Stick, change: str
+) -> None:
+    """A node that its device gets is not given to the claim, and none is taken from it."""
     other = stick.link.with_name("y")
     other.symlink_to("/dev/ptmx")
-    more = Device("d0", nodes=[str(stick.link), DeviceNode(str(other), "/dev/y")], edits=stick.device.edits)
-    await identity.publish(here.inventory, [more], {})
+    x, y = DeviceNode(str(stick.link)), DeviceNode(str(other), "/dev/y")
+    now = {
+        "more": [x, y],
+        "fewer": [x],
+        "renamed": [DeviceNode(str(stick.link), "/dev/x")],
+        "read-only": [DeviceNode(str(stick.link), permissions="r")],
+    }[change]
+
+    async def publish(nodes: list[DeviceNode]) -> None:
+        await identity.publish(here.inventory, [Device("d0", nodes=nodes, edits=stick.device.edits)], {})
+
+    await publish([x, y] if change == "fewer" else [x])
+    await here.give("1", "d0")
+    (answer,) = (await here.prepared("1")).devices
+    had, claims = here.edits(*answer.cdi_ids), dict(here.async_ledger.snapshot.claims)
+    for nodes in (now, [y]):  # [y] has at most a part of the granted nodes.
+        await publish(nodes)
+        assert not await here.driver.renewal.renew("1")
+        assert here.edits(*answer.cdi_ids) == had
+        assert here.async_ledger.snapshot.claims == claims
+
+
+@pytest.mark.parametrize("stick", ["by-id"], indirect=True)
+async def test_a_file_has_all_nodes_of_a_device_that_its_source_identifies(here: ServedDriver) -> None:
+    """The source lists other nodes under the same identity, and sysfs shows the hardware of none."""
+    name = identity.port("usb:1-2")
+    await identity.publish(here.inventory, [Device("d0", nodes=["/dev/tty"], identity=name)], {})
+    await here.give("1", "d0")
+    (answer,) = (await here.prepared("1")).devices
+    await identity.publish(here.inventory, [Device("d0", nodes=["/dev/ptmx", "/dev/tty"], identity=name)], {})
     assert await here.driver.renewal.renew("1")
-    assert numbers(here, *answer.cdi_ids) == {str(stick.link): TTY, "/dev/null": "char:1:3", "/dev/y": PTMX}
-    less = Device("d0", nodes=[str(other)], edits=stick.device.edits)
-    await identity.publish(here.inventory, [less], {})
-    assert not await here.driver.renewal.renew("1"), "it has nothing in common with what was granted"
+    assert numbers(here, *answer.cdi_ids) == {"/dev/tty": TTY, "/dev/ptmx": PTMX}
+    await identity.publish(here.inventory, [Device("d0", nodes=["/dev/ptmx"], identity=name)], {})
+    assert await here.driver.renewal.renew("1")
+    assert numbers(here, *answer.cdi_ids) == {"/dev/ptmx": PTMX}
 
 
 @pytest.mark.parametrize("stick", ["by-path"], indirect=True)

@@ -253,6 +253,42 @@ async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, stic
     await here.driver.close()
 
 
+async def test_a_node_of_the_granted_stick_that_comes_later_is_added(tmp_path: Path, sticks: Sticks) -> None:
+    """A driver makes a node for a component of the stick; the claim has the whole stick, so it gets this node too."""
+    (usb,) = sticks.plug(A=0)
+    component = tmp_path / "sys/devices/usb1/1-A/1-A:1.0/ttyUSB0"
+    component.mkdir(parents=True)
+    here = await served_driver(tmp_path, devices=[usb])
+    await identity.publish(here.inventory, [usb], {})
+    here.claims.add(claim("1", result("a")))
+    await here.prepared("1")
+    more = Device("a", nodes=[*usb.nodes, NODES[1]])
+    await identity.publish(here.inventory, [more], {})
+    assert not await here.driver.renewal.renew("1"), "nothing shows that the other node is of this stick"
+    assert numbers(here, "1") == {TTY}
+    (tmp_path / "sys/dev/char" / NUMBERS[1]).symlink_to("../../devices/usb1/1-A/1-A:1.0/ttyUSB0")
+    await identity.publish(here.inventory, [more], {})
+    assert await here.driver.renewal.renew("1")
+    assert numbers(here, "1") == {TTY, PTMX}
+    (tmp_path / "sys/dev/char" / NUMBERS[1]).unlink()
+    await identity.publish(here.inventory, [usb], {})
+    assert await here.driver.renewal.renew("1")
+    assert numbers(here, "1") == {TTY}, "a number that sysfs shows no more is removed"
+    await here.end()
+
+
+async def test_a_claim_of_a_group_follows_its_own_sticks_alone(here: ServedDriver, sticks: Sticks) -> None:
+    """The configuration gives stick B to the device of claim 1 as well, then both sticks swap their numbers."""
+    a, b = sticks.plug(A=0, B=1)
+    await publish(here, [Device("a", nodes=[*a.nodes, *b.nodes])])
+    assert (numbers(here, "1"), numbers(here, "2")) == ({TTY}, {PTMX})
+    sticks.plug(A=1, B=0)
+    await publish(here, [Device("a", nodes=[*a.nodes, *b.nodes])])
+    assert (numbers(here, "1"), numbers(here, "2")) == (set(), set())
+    assert (reaches(here, "1"), reaches(here, "2")) == ({TTY}, {PTMX})
+    check(here)
+
+
 async def test_administrative_access_follows_a_device(here: ServedDriver, sticks: Sticks) -> None:
     """It waits for nobody, but it never leads to another device."""
     here.claims.add(claim("3", result("a", adminAccess=True)))
