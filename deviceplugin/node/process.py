@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -85,7 +86,7 @@ class ConfigFile:
         # `content` is from before the parsing, so that a change during the parsing is noticed at the next comparison.
         content = _content(path)
         try:
-            return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
+            return cls(path, lock, content, _load(path, lock), kept=kept, vendors=vendors)
         except config.ConfigError as error:
             try:
                 former = config.load(kept, lock) if kept is not None else None
@@ -345,14 +346,37 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _content(path: Path) -> bytes | None:
-    looked_at.at(path)
+    """Return the content of a regular file; None if there is no such file, or if it cannot be read. Blocks."""
     from deviceplugin.config import MAX_BYTES
 
     try:
+        if not stat.S_ISREG(looked_at.stat(path).st_mode):
+            return None  # `open` of a pipe without a writer does not return.
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
-    except OSError:
+    except (OSError, ValueError):  # A path with a NUL raises ValueError.
         return None
+
+
+def _load(path: Path, lock: Lock) -> Config:
+    """Read and parse the config file of an agent, which is read again and again. Blocks.
+
+    Raises ConfigError, also for a pipe or socket: a pipe can be read only once, and `open` waits for the writer.
+    """
+    from deviceplugin import config
+    from deviceplugin.config.document import file_error
+
+    kind = None
+    with contextlib.suppress(OSError, ValueError):  # A path with a NUL raises ValueError.
+        kind = _UNREADABLE.get(stat.S_IFMT(looked_at.stat(path).st_mode))
+    if kind is None:
+        return config.load(path, lock)
+    why = f"is a {kind}, which an agent cannot read again; write the config into a regular file"
+    raise file_error(str(path), why)
+
+
+_UNREADABLE: Final = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+"""The types of files that are no config file of an agent, and their names in messages."""
 
 
 async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
@@ -361,11 +385,9 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     If the content is invalid, the old config stays in use. If the last change could not be applied completely for a
     reason that may pass, all resources are served anew.
     """
-    from deviceplugin import config
-
     path, current = file.path, file.config
     try:
-        wanted = await file.looks.until_answered("config file", config.load, path, file.lock, timeout=LONG)
+        wanted = await file.looks.until_answered("config file", _load, path, file.lock, timeout=LONG)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
         same = {} if file.again else before

@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -744,6 +746,33 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     config.write_text(text(a=2))
     assert (await process_module.take_changed(taking, refused)).refused == ""
     assert taken == [load(config)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+async def test_a_pipe_in_the_place_of_the_file_is_refused(config: Path, tmp_path: Path, kind: str) -> None:
+    """`open` of a pipe waits for a writer, so it is not opened; what was read before is served until a file is back."""
+    file, taken = process_module.ConfigFile.read(config, OPEN), list[Config]()
+    program = Taking(taken.append, agent := Agent([source()], Paths(tmp_path)))
+    following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
+    config.unlink()
+    with contextlib.ExitStack() as stack:
+        if kind == "socket":
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(config))
+        elif kind == "device":
+            config.symlink_to("/dev/null")
+        else:
+            os.mkfifo(config)
+            stack.callback(lambda: os.close(os.open(tmp_path / "opened", os.O_RDWR)))  # It ends an `open` that waits.
+            os.link(config, tmp_path / "opened")
+        why = f"{config}: is a {kind}, which an agent cannot read again; write the config into a regular file"
+        await until(lambda: agent.config_error == f"the config file is refused, nothing is changed: {why}")
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            process_module.ConfigFile.read(config, OPEN)
+        config.unlink()
+        config.write_text(text(a=2))
+        await until(lambda: taken == [load(config)])
+        assert agent.config_error == ""
+        following.cancel()
 
 
 async def test_a_file_that_takes_long_to_read_is_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
