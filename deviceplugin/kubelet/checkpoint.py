@@ -212,6 +212,8 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
         return "", {}, ()
     paths = tuple(map(attrgetter("host_path"), message.devices))
     devices: dict[str, Wanted] = {}
+    # The nodes of CDI devices are not in the response.
+    opened = None if message.cdi_devices else frozenset(paths).union(map(attrgetter("host_path"), message.mounts))
     try:
         value = _DECODER.decode(message.annotations.get(annotation(resource), ""))
         for name, device in value.devices.items():
@@ -219,7 +221,7 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
                 parse_quantity(quantity)
             amount = Amount(device.part, device.takes, device.scope)
             its = identified(device.tokens, value.boot)
-            devices[name] = Wanted((resource, device.device), its, amount, value.since)
+            devices[name] = Wanted((resource, device.device), its, amount, value.since, opened)
     except (msgspec.MsgspecError, NamingError):
         return "", {}, paths
     return value.boot, devices, paths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from deviceplugin.adoption.source import AdoptedSource
@@ -18,6 +18,7 @@ from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.register import question
 from deviceplugin.register.copies import AllocationCopies
 from deviceplugin.register.question import Use, View, uncertain_uses
+from deviceplugin.register.records import Allocation
 from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
 from deviceplugin.tasks import in_time
 
@@ -138,6 +139,15 @@ class NodeEvidence(RegisterHost):
     def _read_others(self, served: frozenset[str]) -> None:
         self._copies.read()
         self.claims.refresh(served)
+
+    def granted_paths(self, allocations: Collection[Allocation]) -> frozenset[str] | None:
+        """Return the host paths in the AllocateResponses of these allocations; None if these are not known."""
+        paths: set[str] = set()
+        for allocation in allocations:
+            if (grant := self.tracker.granted(allocation)) is None or grant.paths is None:
+                return None
+            paths |= grant.paths
+        return frozenset(paths) if allocations else None
 
     async def keep_copies(self) -> None:
         """Write copies of the allocations after each change, until cancelled (see `AllocationCopies`)."""

@@ -15,6 +15,7 @@ from deviceplugin.exclusion import other_hardware, titled
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, reachable, same_hardware, shown
 from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, refusal, wanted_use
 from deviceplugin.register.records import (
+    NONE,
     Allocation,
     AllocationRecord,
     Amount,
@@ -27,26 +28,32 @@ from deviceplugin.register.records import (
 )
 
 
-def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
+def adopt(
+    identities: Mapping[RecordKey, Identity], boot: str, at_paths: Mapping[AllocationRecord, Tokens] = NONE
+) -> Operation[None]:
     """For each holder's record without an identity of this boot, record the present identity of the device.
 
     A recorded identity that consists of all nodes of an AllocateResponse is replaced as well, if it includes a node of
     the device. The device nodes to which the device's paths lead now are recorded as nodes that a holder from Allocate
-    can open, because the runtime resolves the paths of the AllocateResponse at each start of the container. For a
-    prepared claim no such nodes are recorded, because its containers can open only the nodes in the claim's CDI file
-    (`renew`).
+    can open, because the runtime resolves the paths of the AllocateResponse at each start of the container. at_paths:
+    for allocations whose AllocateResponse lacks some of these paths, the tokens at the paths of the response
+    (`deviceplugin.register.opened`). For a prepared claim no such nodes are recorded, because its containers can open
+    only the nodes in the claim's CDI file (`renew`).
     """
 
-    def adopted(recorded: Identity, key: RecordKey, *, follows: bool = True) -> Identity:
+    def adopted(recorded: Identity, key: RecordKey, opened: Tokens | None = None, *, follows: bool = True) -> Identity:
         now = identities.get(key, UNIDENTIFIED)
         known = not now.says_more_than(recorded) or not same_hardware(now.in_boot(boot), recorded.in_boot(boot))
         identity = recorded if known else now
+        if opened is not None:
+            now = msgspec.structs.replace(now, tokens=now.tokens & opened)
         return identity.reaching(now) if follows else identity
 
     def decide(state: RegisterSnapshot) -> Decision[None]:
         changes = []
         for name, allocation in state.allocations.items():
-            identity = adopted(allocation.identity, (allocation.resource, allocation.device))
+            key = (allocation.resource, allocation.device)
+            identity = adopted(allocation.identity, key, at_paths.get(allocation) if at_paths else None)
             if identity != allocation.identity:
                 changes.append(Change("allocations", name, replace(allocation, identity=identity)))
         for name, claim in state.claims.items():

@@ -100,13 +100,15 @@ class View:
 class Wanted(NamedTuple):
     """A requested or granted device, with its identity and the amount at the request or grant.
 
-    since: the time of the grant (Unix seconds); 0.0 before the grant, or if the time is unknown.
+    since: the time of the grant (Unix seconds); 0.0 before the grant, or if the time is unknown. paths: the host paths
+    of device nodes and mounts in the AllocateResponse; None if they are not known.
     """
 
     key: DeviceKey
     identity: Identity
     amount: Amount
     since: float = 0.0
+    paths: frozenset[str] | None = None
 
 
 def allocation_unit(resource: str, device_id: str) -> tuple[str, ...]:

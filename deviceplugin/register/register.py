@@ -33,7 +33,7 @@ from deviceplugin.exclusion import (
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory, InventorySnapshot
-from deviceplugin.register import identification, operations
+from deviceplugin.register import identification, opened, operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
 from deviceplugin.register.question import (
     HOOK,
@@ -105,6 +105,10 @@ class RegisterHost:
 
     async def reread(self, *, checkpoint: bool = True) -> None:
         """Read the files for `foreign_uses` again. checkpoint: whether to read the kubelet's checkpoint as well."""
+
+    def granted_paths(self, allocations: Collection[Allocation]) -> frozenset[str] | None:
+        """Return the host paths in the AllocateResponses of these allocations; None if these are not known."""
+        return None
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why the holder of a device is not known yet; "" if it is known."""
@@ -491,19 +495,20 @@ class Register:
         Raises DeviceConflictError if a device is not the granted device, or if another holder has the device;
         LookTimeoutError if a read of the device's paths hangs; the store's errors.
         """
-        services, hardware = self.listed.served, self.listed.now()
+        services, hardware, records = self.listed.served, self.listed.now(), self.snapshot.allocations
         fixed: list[DeviceKey] = []
         moving: dict[str, dict[str, Device]] = {}
         whole, plain = set[str](), set[str]()
         for name, device_id in ids.items():
-            key = (resource, device_id)
+            key, record = (resource, device_id), records.get((resource, name))
             if device_id not in services[resource].inventory.snapshot.devices:
                 if not (renamed := sorted(self.same_as(resource, name))):
-                    await self._check_away(resource, name, key)
+                    await opened.check_away(services[resource].inventory, record, self.boot)
                     continue
                 key = renamed[0]
             device = services[key[0]].inventory.snapshot.devices[key[1]]
-            nodes = device.nodes if identity.is_usb(hardware.tokens(key)) else device.links
+            paths = opened.granted_paths(record, self._host.granted_paths, begun) if record is not None else None
+            nodes = opened.started(device, usb=identity.is_usb(hardware.tokens(key)), paths=paths)
             if not nodes:
                 fixed.append(key)
                 continue
@@ -517,16 +522,9 @@ class Register:
         for of, devices in moving.items():
             present |= await identity.read(services[of].inventory.looks, "start", devices)
         if present:
-            opened = identification.StartNodes(present, frozenset(whole), frozenset(plain))
-            if why := await self.store.do(identification.start(resource, opened, self.view(), begun)):
+            at_start = identification.StartNodes(present, frozenset(whole), frozenset(plain))
+            if why := await self.store.do(identification.start(resource, at_start, self.view(), begun)):
                 raise DeviceConflictError(why)
-
-    async def _check_away(self, resource: str, name: str, key: DeviceKey) -> None:
-        """Raise DeviceConflictError if an unlisted device no longer has a device number that its grant recorded."""
-        if (allocation := self.snapshot.allocations.get((resource, name))) is not None:
-            tokens, looks = allocation.identity.in_boot(self.boot), self.listed.served[resource].inventory.looks
-            if lost := await looks.at("start", identity.moved, identity.reachable(tokens), tokens, brief=True):
-                raise DeviceConflictError(f"{titled(key)} is away, and {shown(lost)} is no longer its device number")
 
     # Evidence.
 
@@ -540,7 +538,9 @@ class Register:
         keys.update(key for claim in state.claims.values() for key in claim.held)
         identities = {key: identified(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
         if identities:
-            await self.store.do(identification.adopt(identities, self.boot))
+            inventories = {name: served.inventory for name, served in self.listed.served.items()}
+            at_paths = await opened.tokens_at_paths(state, identities, inventories, self._host.granted_paths)
+            await self.store.do(identification.adopt(identities, self.boot, at_paths))
         self._adopted = now
 
     async def observe(self, seen: Mapping[str, KubeletSnapshot]) -> Mapping[str, operations.Observed]:

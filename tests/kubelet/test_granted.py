@@ -20,9 +20,9 @@ R = "example.com/r"
 BOOT = "boot"
 TAKES = (("gpu", "memory", "5"),)
 SINCE = 1.5
-A = Wanted((R, "a"), identified(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE, SINCE)
-B = Wanted((R, "b"), identified(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES), SINCE)
-C = Wanted((R, "c"), UNIDENTIFIED, WHOLE, SINCE)
+A = Wanted((R, "a"), identified(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE, SINCE, frozenset())
+B = Wanted((R, "b"), identified(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES), SINCE, frozenset())
+C = Wanted((R, "c"), UNIDENTIFIED, WHOLE, SINCE, frozenset())
 NOTHING = Wanted((R, ""), UNIDENTIFIED, UNKNOWN)
 
 
@@ -93,7 +93,10 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
         response.annotations[annotation(R)] = value
     number = os.stat(node).st_rdev
     tokens = identified(frozenset({f"char:{os.major(number)}:{os.minor(number)}"}), BOOT, sure=False)
-    expected = (A if value == "another boot" else NOTHING)._replace(identity=tokens)
+    paths = frozenset({str(node), "/dev/null", "/dev/no-such", "/etc/hostname"})
+    expected = (
+        A._replace(identity=tokens, paths=paths) if value == "another boot" else NOTHING._replace(identity=tokens)
+    )
     assert granted(kept(response), R, "a", BOOT) == expected
 
 

@@ -1355,4 +1355,6 @@ async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
     kept = base64.b64encode(response.SerializeToString()).decode()
     record = served.register.snapshot.allocations[R, "a"]
     assert record.identity == identified(frozenset({"x"}), served.register.boot)
-    assert granted(kept, R, "a", served.register.boot) == Wanted((R, "a"), record.identity, record.amount, record.since)
+    paths = frozenset[str]()
+    wanted = Wanted((R, "a"), record.identity, record.amount, record.since, paths)
+    assert granted(kept, R, "a", served.register.boot) == wanted
