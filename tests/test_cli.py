@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: what it prints where, and its exit status."""
+"""The command line `deviceplugin`: its output and its exit status."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bad(tmp_path: Path) -> Path:
 
 
 def usage(*argv: str) -> int:
-    """Run a command line that argparse ends; return its status."""
+    """Run a command line that ends with SystemExit; return its status."""
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     code = caught.value.code
@@ -47,7 +47,7 @@ def usage(*argv: str) -> int:
 
 
 def in_process_of_its_own(*argv: str, after: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command line in an interpreter of its own, with `after` run at the end."""
+    """Run a command line in a process of its own, and then the code `after`."""
     code = f"import sys\nfrom deviceplugin.cli import main\nstatus = main({list(argv)!r})\n{after}\nsys.exit(status)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
@@ -56,13 +56,13 @@ def in_process_of_its_own(*argv: str, after: str = "") -> subprocess.CompletedPr
 
 
 def test_good_file_is_said_to_be_good(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`validate` says of each good file that it is, and ends with 0."""
+    """`validate` reports each valid file, and ends with 0."""
     assert cli.main(["validate", str(good), "--config", str(good)]) == 0
     assert capsys.readouterr().out == f"{good}: good, 1 resource\n" * 2
 
 
 def test_bad_file_is_explained(good: Path, bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`validate` explains what is wrong on standard error, goes on with the next file, and ends with 2."""
+    """`validate` explains an invalid file on standard error, goes on with the next file, and ends with 2."""
     assert cli.main(["validate", str(bad), str(good)]) == 2
     said = capsys.readouterr()
     assert said.out == f"{good}: good, 1 resource\n"
@@ -82,7 +82,7 @@ def test_validate_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", ["validate", "schema"])
 def test_checks_load_no_grpc(good: Path, command: str) -> None:
-    """Checking a file needs neither gRPC nor an event loop nor Kubernetes."""
+    """`validate` and `schema` load neither gRPC, asyncio, aiohttp, watchdog nor rich."""
     argv = [command, str(good)] if command == "validate" else [command]
     heavy = "print([name for name in ('grpc', 'asyncio', 'aiohttp', 'watchdog', 'rich') if name in sys.modules])"
     done = in_process_of_its_own(*argv, after=heavy)
@@ -94,7 +94,7 @@ def test_checks_load_no_grpc(good: Path, command: str) -> None:
 
 
 def test_devices_are_shown_in_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`devices` prints what would be served now as aligned columns, and below what is worth telling."""
+    """`devices` prints the devices that `run` would serve now in aligned columns, and notes below the table."""
     (tmp_path / "alias").symlink_to("/dev/null")
     (tmp_path / "unhealthy").write_text("sim-1 too hot\n")
     file = tmp_path / "config.yaml"
@@ -168,7 +168,7 @@ def test_devices_are_given_to_programs(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_devices_of_a_bad_file_are_not_listed(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`devices` of a file that cannot be used explains it and ends with 2."""
+    """`devices` explains an invalid file and ends with 2."""
     assert cli.main(["devices", "--config", str(bad)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -178,7 +178,7 @@ def test_devices_of_a_bad_file_are_not_listed(bad: Path, capsys: pytest.CaptureF
 def test_source_that_never_lists_is_said(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A resource whose devices cannot be listed is said, the others are shown, and the status is 1."""
+    """A resource whose devices cannot be listed is reported, and the status is 1."""
 
     async def stuck(_: Any) -> Any:
         raise TimeoutError
@@ -203,7 +203,7 @@ def test_terminal_gets_a_table(good: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_a_table_fits_into_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Paths are whole, below their devices where they do not fit; into a file each device has one line."""
+    """On a terminal, long paths are on lines of their own, not cut; in a file, each device has one line."""
     places = [tmp_path / f"a-device-directory-with-a-long-name/serial-number-{number}-of-a-port" for number in (1, 2)]
     places[0].parent.mkdir()
     for place in places:
@@ -225,7 +225,7 @@ def test_a_table_fits_into_the_terminal(
 
 @pytest.mark.parametrize("command", ["devices", "validate"])
 def test_output_that_is_full_is_said(good: Path, command: str) -> None:
-    """Where the output cannot be written, a line says so, and the status is 1."""
+    """If the output cannot be written, one line reports it, and the status is 1."""
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "deviceplugin", command, str(good)],
@@ -241,7 +241,7 @@ def test_output_that_is_full_is_said(good: Path, command: str) -> None:
 
 
 def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
-    """Output into a pipe that is closed ends quietly, with 0."""
+    """Output into a closed pipe ends without a message, with 0."""
     code = f"from deviceplugin.cli import main\nimport sys\nsys.exit(main(['devices', '--config', {str(good)!r}]))"
     reading, writing = os.pipe()
     os.close(reading)
@@ -256,7 +256,7 @@ def test_reader_that_leaves_early_is_no_error(good: Path) -> None:
 def test_devices_of_a_file_or_of_standard_input(
     argv: list[str], good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`devices` takes its file as `validate` does, and `-` is standard input."""
+    """`devices` takes its file as an argument or with `--config`, and `-` is standard input."""
     with good.open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert cli.main(["devices", *(word.format(good) for word in argv)]) == 0
@@ -264,7 +264,7 @@ def test_devices_of_a_file_or_of_standard_input(
 
 
 def test_validate_notes_what_is_no_device_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A path to a plain file is served as a mount, and simulated devices have no nodes: both validate with a note."""
+    """Paths to plain files and simulated devices are valid; `validate` notes that they have no device node."""
     for number in range(5):
         (tmp_path / f"file{number}").touch()
     file = tmp_path / "config.yaml"
@@ -317,7 +317,7 @@ def test_completion_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_completion_completes(tmp_path: Path) -> None:
-    """Bash completes commands, options and files by it."""
+    """In bash the printed script completes commands, options and files."""
     pytest.importorskip("shtab")
     script = in_process_of_its_own("completion", "bash").stdout
     (tmp_path / "a-file").touch()
@@ -331,7 +331,7 @@ def test_completion_completes(tmp_path: Path) -> None:
 
 
 def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without shtab the extra that has it is named."""
+    """Without shtab the error names the extra that installs it."""
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 2
     advice = f"pip install '.[cli]' in the repository, or pip install 'deviceplugin-{VERSION}-py3-none-any.whl[cli]'"
@@ -340,7 +340,7 @@ def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["devices", "--help"]])
 def test_help_tells_the_exit_status(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Help ends with 0 and says what the exit status means."""
+    """Help ends with 0 and explains the exit status."""
     assert usage(*argv) == 0
     assert "exit status: 0 success" in capsys.readouterr().out
 
@@ -360,14 +360,14 @@ def test_help_tells_the_exit_status(argv: list[str], capsys: pytest.CaptureFixtu
     ],
 )
 def test_wrong_usage_is_said(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wrong usage is said on standard error, with status 2."""
+    """Wrong usage is reported on standard error, with status 2."""
     assert usage(*argv) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hold", [[], ["--hold"]])
 def test_demo_is_run(hold: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`demo` runs the demo, holding if asked to, and ends with its status."""
+    """`demo` runs the demo, passes `--hold` on, and ends with the demo's status."""
     held: list[bool] = []
 
     def main(hold: bool) -> int:
@@ -380,7 +380,7 @@ def test_demo_is_run(hold: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control-C ends a command without a traceback, with a shell's status for it."""
+    """Control-C ends a command without a traceback, with status 130."""
 
     def interrupted(hold: bool) -> int:
         raise KeyboardInterrupt
@@ -402,7 +402,7 @@ def test_options_of_an_authors_plugin() -> None:
 
 
 def test_relative_places_are_below_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Relative paths are made absolute, an empty one is wrong usage."""
+    """Relative paths become absolute; an empty path is wrong usage."""
     monkeypatch.chdir(tmp_path)
     assert options_of(["--kubelet-root", "k"]).paths.plugins == tmp_path / "k" / "device-plugins"
     with pytest.raises(SystemExit, match="2"):
@@ -410,7 +410,7 @@ def test_relative_places_are_below_the_working_directory(monkeypatch: pytest.Mon
 
 
 def test_defaults_of_an_authors_plugin() -> None:
-    """Without options the kubelet is where kubelets are, and no metrics are served."""
+    """Without options the kubelet's directories are the usual ones, and no metrics are served."""
     options = options_of([])
     assert str(options.paths.plugins) == "/var/lib/kubelet/device-plugins"
     assert str(options.paths.pod_resources) == "/var/lib/kubelet/pod-resources/kubelet.sock"
@@ -419,7 +419,7 @@ def test_defaults_of_an_authors_plugin() -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`run` with a file that cannot be used explains it, as a block or as a line of JSON, and ends with 2."""
+    """`run` explains an invalid file, as text or as a line of JSON, and ends with 2."""
     assert cli.main(["run", "--config", str(bad), "--log-format", log_format]) == 2
     error = capsys.readouterr().err
     if log_format == "json":
@@ -431,7 +431,7 @@ def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureF
 
 
 def test_file_beyond_its_options_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`run` refuses a file that names a command or a host path; `validate` and `devices` say which options it takes."""
+    """`run` refuses commands and host paths that no option allows; `validate` and `devices` name the options."""
     file = tmp_path / "config.yaml"
     (tmp_path / "link").symlink_to("/proc/version")
     file.write_text(
@@ -451,19 +451,21 @@ def test_file_beyond_its_options_is_not_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines()[0] == own
     assert cli.main(["devices", str(file)]) == 0
     assert capsys.readouterr().err.splitlines() == [f"{own} --allow-host-path=/proc/version"]
-    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1  # it comes to the kubelet
+    assert (
+        cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1
+    )  # the file is accepted, and the kubelet's directory is not
     assert "File name too long" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["run/x", "/run/../etc", "/./x", ""])
 def test_host_paths_that_are_allowed_are_whole_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A prefix that means another place than it says is wrong usage."""
+    """A path for --allow-host-path must be absolute and without . and .. components."""
     assert usage("run", "--config", "x", f"--allow-host-path={path}") == 2
     assert "is not an absolute path without . and .." in capsys.readouterr().err
 
 
 def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`run` without access to the kubelet's directory says so, and ends with 1; root is refused too long names only."""
+    """`run` without access to the kubelet's directory reports it and ends with 1. A too long name fails for root, too."""
     assert cli.main(["run", "--config", str(good), "--kubelet-root", f"/{'x' * 300}"]) == 1
     errors = capfd.readouterr().err
     assert "device-plugins: File name too long; the agent needs write access to the kubelet's" in errors
@@ -482,7 +484,7 @@ def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
     lines = [json.loads(line) for line in errors.splitlines()]
-    # watchdog itself logs an error if its thread is just ending.
+    # watchdog itself logs an error if its thread is about to end.
     assert {line["level"] for line in lines if not line["logger"].startswith("watchdog")} == {"info"}, errors
     said = [line["msg"] for line in lines]
     assert said[0] == f"version {VERSION} starts on node {node_name()}: config file {good}"
@@ -492,7 +494,7 @@ def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet)
 
 
 def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two resources over one node validate, with a word about what that means; what is excluded does not count."""
+    """Two resources with one device node are valid, with a warning; an excluded device causes none."""
     (tmp_path / "node").touch()
     (tmp_path / "link").symlink_to("node")
     file = tmp_path / "config.yaml"
@@ -515,7 +517,7 @@ def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytes
 
 
 def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two devices that have a node in common, and others of their own, may only share it."""
+    """If two devices share a node and have others of their own, the warning says where the shared node belongs."""
     entries = []
     for name in ("first", "second"):
         (tmp_path / name).touch()
@@ -531,7 +533,7 @@ def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytes
 def test_validate_notes_a_share_beyond_the_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], share: object, *, noted: bool
 ) -> None:
-    """Of simulated devices the number is known: a share beyond it is all of them."""
+    """A share above the number of simulated devices is valid, with a note."""
     file = tmp_path / "config.yaml"
     devices = "[simulated: {count: 8}]"
     text = f"resources: [{{name: a.b/c, driver: a.b, dra: {{share: {share}}}, devices: {devices}}}]"

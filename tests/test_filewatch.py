@@ -1,4 +1,4 @@
-"""Hints that something in a directory changed."""
+"""Watches of directories, which give hints that something in a directory changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Hints = frozenset[type[events.FileSystemEvent]]
 
 
 def inotify_instances() -> int:
-    """How many inotify instances this process has."""
+    """Return the number of inotify instances of this process."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed by a thread since it was listed
@@ -40,7 +40,7 @@ def inotify_instances() -> int:
 
 @pytest.fixture
 async def watcher() -> AsyncIterator[Watcher]:
-    """A watcher of the test's own, whose inotify instances have ended when the test has."""
+    """A watcher of the test's own; after the test its inotify instances must have ended."""
     before = inotify_instances()
     yield Watcher()
     await until(lambda: inotify_instances() <= before)
@@ -48,7 +48,7 @@ async def watcher() -> AsyncIterator[Watcher]:
 
 @pytest.fixture
 async def watching(watcher: Watcher) -> AsyncIterator[Watching]:
-    """Give a function that watches directories."""
+    """Return a function that watches directories."""
     watches = []
 
     def watch(*directories: Path, hints: Hints = filewatch.NAMES, gather: Gather = AT_ONCE) -> Watch:
@@ -61,7 +61,7 @@ async def watching(watcher: Watcher) -> AsyncIterator[Watching]:
 
 
 async def in_flight(watch: Watch) -> Watch:
-    """Wait until all is watched, and take all hints that are on their way; return the watch."""
+    """Wait until all directories are watched, and take all pending hints; return the watch."""
     await until(lambda: all(place.watched for place in watch.places.values()))
     while await watch.wait(0.05):
         pass
@@ -73,7 +73,7 @@ async def until_looked_at(watch: Watch, renew: float = filewatch.RENEW) -> None:
     await in_flight(watch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filewatch, "RENEW", renew)
-        for _ in range(2):  # one that is on its way may have begun before
+        for _ in range(2):  # a look that is under way may have begun before
             looks = {place: place.next_look for place in watch.places.values()}
             async with asyncio.timeout(LONG):
                 while any(place.next_look == look for place, look in looks.items()):
@@ -82,13 +82,13 @@ async def until_looked_at(watch: Watch, renew: float = filewatch.RENEW) -> None:
 
 
 async def watched_at(watch: Watch, directory: Path) -> None:
-    """Wait until the one directory of a watch is watched at another one: itself, or its nearest ancestor."""
+    """Wait until the watch's only directory is watched at this path: its own, or its nearest existing ancestor's."""
     await until(lambda: [place.at for place in watch.places.values() if place.watched] == [str(directory)])
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory that is there."""
+    """An existing directory."""
     (made := tmp_path / "d").mkdir()
     return made
 
@@ -109,13 +109,13 @@ async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_pat
 
 
 async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) -> None:
-    """Without a hint the wait ends with its time, and says so."""
+    """Without a hint, the wait ends after its time and returns False."""
     watch = await in_flight(watching(tmp_path))
     assert not await watch.wait(0.01)
 
 
 async def test_hints_are_gathered_but_for_those_that_do_not_wait(watching: Watching, tmp_path: Path) -> None:
-    """What comes in short order is one hint, at its end; a name that does not wait is one at once, also in a rename."""
+    """Hints in quick succession are one hint; a name with the suffix `.sock` gives a hint at once, also by a rename."""
     late, soon = (watching(tmp_path, gather=Gather(seconds, ".sock")) for seconds in (3600.0, 0.01))
     await in_flight(late)
     await in_flight(soon)
@@ -131,7 +131,7 @@ async def test_hints_are_gathered_but_for_those_that_do_not_wait(watching: Watch
 
 
 async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Path) -> None:
-    """A file that is written to is a hint for whoever asked for writes."""
+    """A write to a file is a hint only for a watch with NAMES_AND_WRITES."""
     file = tmp_path / "f"
     file.write_text("1")
     names, writes = watching(tmp_path), watching(tmp_path, hints=filewatch.NAMES_AND_WRITES)
@@ -146,7 +146,7 @@ async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Pat
 async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory(
     watching: Watching, tmp_path: Path, first: bool
 ) -> None:
-    """Also where it is only the parent of what others watch; and these hear of no write."""
+    """A watch with NAMES_AND_WRITES gets writes, and a watch with NAMES none, also if both watch one directory."""
     (tmp_path / "d").mkdir()
     file = tmp_path / "a"
     file.touch()
@@ -174,7 +174,7 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
 
 
 async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
-    """Any number of changes before a wait are one hint."""
+    """Any number of changes before a wait give one hint."""
     watch = await in_flight(watching(tmp_path))
     for number in range(50):
         (tmp_path / str(number)).touch()
@@ -184,7 +184,7 @@ async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
 
 
 async def test_directory_that_is_made_again(watching: Watching, directory: Path) -> None:
-    """A directory that is deleted and made again is watched again, by way of its parent."""
+    """A directory that is deleted and created again is watched again, by a watch of its parent."""
     watch = await in_flight(watching(directory))
     for _ in range(3):
         shutil.rmtree(directory)
@@ -199,7 +199,7 @@ async def test_directory_that_is_made_again(watching: Watching, directory: Path)
 async def test_directory_that_is_replaced_between_looks(
     watching: Watching, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that is another one now (another inode under the same name) is watched from the next wait on."""
+    """A directory that is replaced by another of the same name is watched after the next look."""
     monkeypatch.setattr(filewatch, "CHECK", 0.0)
     watch = await in_flight(watching(directory))
     directory.rename(tmp_path / "old")
@@ -212,7 +212,7 @@ async def test_directory_that_is_replaced_between_looks(
 async def test_the_parent_of_a_directory_that_is_there_is_not_watched(
     watching: Watching, directory: Path, tmp_path: Path
 ) -> None:
-    """Files that come and go beside the directory cost nothing; its parent counts while it is not there."""
+    """The parent of a directory is watched only while the directory does not exist."""
     watch = watching(directory)
     await watched_at(watch, directory)
     directory.rmdir()
@@ -224,7 +224,7 @@ async def test_the_parent_of_a_directory_that_is_there_is_not_watched(
 async def test_directory_that_comes_while_its_parent_begins_to_be_watched(
     watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is watched though nothing said that it came."""
+    """A directory that is created just before the watch of its parent begins is watched without an event."""
     directory = tmp_path / "d"
     add = InotifyFD.add_callback
 
@@ -238,7 +238,7 @@ async def test_directory_that_comes_while_its_parent_begins_to_be_watched(
 
 
 async def test_link_that_leads_elsewhere(watching: Watching, directory: Path, tmp_path: Path) -> None:
-    """A directory behind a symbolic link that is replaced is watched from the next hint on."""
+    """After a symbolic link to a watched directory is replaced, the new target is watched."""
     (other := tmp_path / "other").mkdir()
     (link := tmp_path / "link").symlink_to(directory)
     watch = await in_flight(watching(link, tmp_path))
@@ -250,7 +250,7 @@ async def test_link_that_leads_elsewhere(watching: Watching, directory: Path, tm
 
 
 async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Path) -> None:
-    """Nothing of the path need exist: each part that appears is a hint, and in the end the directory is watched."""
+    """A path that does not exist may be watched: its creation is a hint, and the new directory is watched."""
     directory = tmp_path / "a" / "b" / "c"
     watch = await in_flight(watching(directory))
     directory.mkdir(parents=True)
@@ -261,7 +261,7 @@ async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Pat
 
 
 async def test_what_lies_beside_is_no_hint(watching: Watching, directory: Path, tmp_path: Path) -> None:
-    """Names beside the directory, in its parent, are nobody's concern."""
+    """Changes beside the directory, in its parent, are no hints."""
     watch = await in_flight(watching(directory))
     (tmp_path / "other").touch()
     (tmp_path / "dd").mkdir()
@@ -283,7 +283,7 @@ async def test_set_changes_what_is_watched(watching: Watching, tmp_path: Path) -
 
 
 async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> None:
-    """A hint can be given by hand, from any thread, before or during a wait."""
+    """`wake` gives a hint from any thread, before or during a wait."""
     watch = await in_flight(watching(tmp_path))
     await asyncio.to_thread(watch.wake)
     assert await watch.wait(LONG)
@@ -293,7 +293,7 @@ async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> N
 
 
 async def test_hint_is_not_lost_when_a_wait_is_cancelled(watching: Watching, tmp_path: Path) -> None:
-    """A cancelled wait takes no hint along."""
+    """A cancelled wait does not lose a hint."""
     watch = await in_flight(watching(tmp_path))
     waiting = asyncio.create_task(watch.wait(LONG))
     await asyncio.sleep(0)
@@ -308,7 +308,7 @@ async def test_hint_is_not_lost_when_a_wait_is_cancelled(watching: Watching, tmp
 async def test_relative_path_is_watched(
     watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool
 ) -> None:
-    """A relative path is one below the working directory, whether it is there or not."""
+    """A relative path is relative to the working directory, whether it exists or not."""
     monkeypatch.chdir(tmp_path)
     if there:
         (tmp_path / "d").mkdir()
@@ -318,7 +318,7 @@ async def test_relative_path_is_watched(
 
 
 async def test_closed_watch_hears_nothing(watching: Watching, tmp_path: Path) -> None:
-    """A closed watch gets no hints; others on the same directory still do."""
+    """A closed watch gets no hints; another watch of the directory still does."""
     one, two = watching(tmp_path), watching(tmp_path)
     one.close()
     one.close()
@@ -329,7 +329,7 @@ async def test_closed_watch_hears_nothing(watching: Watching, tmp_path: Path) ->
 
 
 async def test_all_watches_share_one_inotify_instance(watching: Watching, tmp_path: Path) -> None:
-    """A hundred directories take one inotify instance: a machine has 128 for a user."""
+    """Watches of a hundred directories share one inotify instance: the limit is 128 per user."""
     before = inotify_instances()
     for number in range(100):
         (tmp_path / str(number)).mkdir()
@@ -338,7 +338,7 @@ async def test_all_watches_share_one_inotify_instance(watching: Watching, tmp_pa
 
 
 async def test_instance_ends_with_the_last_watch(watcher: Watcher, tmp_path: Path) -> None:
-    """A process that watches nothing has no instance, and gets one when it watches again."""
+    """The inotify instance ends with the last watch; the next watch makes a new one."""
     before = inotify_instances()
     for _ in range(2):
         with watcher.watch([str(tmp_path)]) as watch:
@@ -351,7 +351,7 @@ async def test_instance_ends_with_the_last_watch(watcher: Watcher, tmp_path: Pat
 
 
 def refusing(number: int) -> Callable[..., Any]:
-    """Return a system call that fails."""
+    """Return a function that raises OSError with this number."""
 
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -361,7 +361,7 @@ def refusing(number: int) -> Callable[..., Any]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is tried again after milliseconds."""
+    """Failed watches are tried again after 10 ms."""
     monkeypatch.setattr("deviceplugin.backoff.Backoff.next", lambda backoff: 0.01)
     monkeypatch.setattr(filewatch, "CHECK", 0.01)
 
@@ -399,7 +399,10 @@ async def test_what_cannot_be_watched_is_read_again(
     cause: UnwatchedCause,
     words: str,
 ) -> None:
-    """Waits end after the time that their users say; one line names the cause, and hints come once it is gone."""
+    """A directory that cannot be watched is reported once with the cause; waits end after `unwatched` seconds.
+
+    Once the cause is gone, the directory is watched and gives hints.
+    """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(*call, refusing(number) if number else lambda *_, **__: False)
     watch, other = watching(tmp_path), watching(tmp_path / "d")
@@ -424,7 +427,7 @@ async def test_what_cannot_be_watched_is_read_again(
 
 
 def test_a_full_table_of_files_is_no_lack_of_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EMFILE of a process that can open no file at all is not the limit of inotify."""
+    """EMFILE means a lack of inotify instances, or of files if no other file can be opened either."""
     error = OSError(errno.EMFILE, "")
     assert UnwatchedCause.of(error) is UnwatchedCause.INSTANCES
     monkeypatch.setattr(os, "eventfd", refusing(errno.EMFILE))
@@ -432,7 +435,7 @@ def test_a_full_table_of_files_is_no_lack_of_instances(monkeypatch: pytest.Monke
 
 
 async def test_no_instance_is_lost_while_files_run_out(watcher: Watcher, watching: Watching, tmp_path: Path) -> None:
-    """Where there is a file left for the instance and none for what it needs beside, it does not stay open."""
+    """If the process can open one file only, no inotify instance stays open, and the cause is FILES."""
     instances, limits = inotify_instances(), resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     fillers: list[int] = []
@@ -458,7 +461,7 @@ async def test_queue_that_overflows(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What the kernel has dropped is found by the next look or reading, and events come again."""
+    """After an overflow of the inotify queue, the next look finds the changed directories; hints come again."""
     monkeypatch.setattr(filewatch, "CHECK", 0.0)
     goes_on = threading.Event()
     read = InotifyFD.read_events
@@ -471,7 +474,7 @@ async def test_queue_that_overflows(
     watches = [await in_flight(watching(one)) for one in (directory, late_comer, tmp_path)]
     monkeypatch.setattr(InotifyFD, "read_events", late)
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
-    # Two events each. A read that is under way takes some from the queue, as many as fit into watchdog's buffer.
+    # Two events each. A read that is under way takes as many events as fit into watchdog's buffer.
     for number in range(limit // 2 + 2100):
         (file := tmp_path / f"{number}").touch()
         file.unlink()
@@ -481,7 +484,7 @@ async def test_queue_that_overflows(
     goes_on.set()
     await until(lambda: "Inotify queue overflowed" in caplog.text)
     for watch, watched in zip(watches, (directory, late_comer, tmp_path), strict=True):
-        await until_looked_at(watch, renew=0.0)  # the directory that was made anew may have the former one's number
+        await until_looked_at(watch, renew=0.0)  # the new directory may have the inode number of the former one
         assert [place.at for place in watch.places.values()] == [str(watched)]
         (watched / "f").touch()
         assert await watch.wait(LONG)
@@ -492,7 +495,7 @@ async def test_queue_that_overflows(
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-    """Give a function after which whoever looks at a directory, or one below, waits until the test ends."""
+    """Return a function after which `os.stat` of a directory, or of a path below it, blocks until the test ends."""
     hung: list[str] = []
     over = threading.Event()
     stat = os.stat
@@ -508,7 +511,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]
 
 
 def looking() -> int:
-    """How many threads begin to watch something."""
+    """Return the number of threads that begin to watch something."""
     return sum(thread.name.startswith("watch:") for thread in threading.enumerate())
 
 
@@ -521,7 +524,7 @@ async def test_directory_that_hangs_holds_up_its_own_watch_alone(
     caplog: pytest.LogCaptureFixture,
     hanging: Callable[[Path], None],
 ) -> None:
-    """Loop, other watches and new ones go on, one thread waits however many want the directory, and it is reported."""
+    """A hanging directory blocks one thread in all and no other watch, and is reported with the cause SILENT."""
     monkeypatch.setattr(filewatch, "CHECK", 0.01)
     monkeypatch.setattr(unwatched, "SILENT", 0.2)
     (slow := tmp_path / "slow").mkdir()
@@ -559,7 +562,10 @@ async def test_file_system_that_ceases_to_answer_just_before_it_is_watched(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Other directories are read again meanwhile, and another instance watches them; the first one ends in the end."""
+    """A file system hangs in `inotify_add_watch`: a new instance watches the other directories.
+
+    The blocked instance ends once the file system answers.
+    """
     monkeypatch.setattr(unwatched, "SILENT", 0.2)
     (slow := tmp_path / "slow").mkdir()
     before = await in_flight(watching(directory))
@@ -604,7 +610,7 @@ async def test_file_system_that_ceases_to_answer_just_before_it_is_watched(
 async def test_directory_that_answers_late(
     watching: Watching, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hints come from then on, and the first one says so."""
+    """A directory whose watch begins late gives hints from then on, and a hint that it is watched."""
     entered, answers = threading.Event(), threading.Event()
     add = InotifyFD.add_callback
 
@@ -628,7 +634,7 @@ async def test_directory_that_answers_late(
 async def test_no_file_operation_in_the_loop(
     watching: Watching, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever may wait for a file system is done in other threads."""
+    """All file operations run in threads outside the event loop."""
     loop = threading.get_ident()
     calls: set[tuple[str, bool]] = set()
 
@@ -656,5 +662,5 @@ async def test_no_file_operation_in_the_loop(
 
 
 async def test_shared_watcher_is_one() -> None:
-    """A loop has one watcher."""
+    """An event loop has one shared watcher."""
     assert filewatch.shared() is filewatch.shared()

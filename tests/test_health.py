@@ -1,4 +1,4 @@
-"""Rules of health against a model written in another way, and the probes that look."""
+"""The rules of health, compared with a model, and the probes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
 
 
 def model(history: str, rules: HealthRules) -> Health:
-    """What follows from a history, by searching it: F a fault, G a good look, g one too soon after a fault,
-    B a bad look, U one that told nothing.
+    """The expected health for a history, found by regular expressions.
+
+    F: a fault, G: a good probe, g: a good probe too soon after a fault, B: a bad probe, U: an unreadable probe.
     """
     telling = history.replace("U", "")
     while broken := re.search(rf"F|^B|B{{{rules.failures}}}", telling):
@@ -50,7 +51,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("FGGGBBU"), st.floats(0, 30, allow_n
 def test_health_follows_its_rules_whatever_is_seen(
     events: list[tuple[str, float]], failures: int, successes: int, quiet: float | None
 ) -> None:
-    """Any row of looks and faults leads where a model of the rules, searching the history, says."""
+    """For any sequence of probes and faults, the health is that of the model."""
     rules = HealthRules(failures, successes, quiet)
     course, history, now, fault = HealthHistory(), "", 0.0, None
     for kind, wait in events:
@@ -75,25 +76,25 @@ def follow(rules: HealthRules, *looks: Verdict) -> list[Health]:
 
 
 def test_few_bad_looks_change_nothing_and_many_do() -> None:
-    """Bad looks count in a row; a good one in between begins anew."""
+    """A device becomes unhealthy after `failures` bad probes in a row; a good probe restarts the count."""
     rules = HealthRules(failures=2)
     assert follow(rules, GOOD, BAD, GOOD, BAD, BAD)[1:] == [Health.HEALTHY] * 3 + [Health.UNHEALTHY]
 
 
 def test_first_look_counts_by_itself() -> None:
-    """A device that was never seen well is not offered on the strength of a threshold."""
+    """The first probe of a device decides alone, whatever the thresholds are."""
     assert follow(HealthRules(failures=9), BAD) == [Health.UNHEALTHY]
     assert follow(HealthRules(successes=9), GOOD) == [Health.HEALTHY]
 
 
 def test_what_cannot_be_read_is_unknown_but_does_not_absolve() -> None:
-    """An unreadable look makes a healthy device unknown, and leaves an unhealthy one unhealthy."""
+    """An unreadable probe makes a healthy device unknown, and leaves an unhealthy device unhealthy."""
     assert follow(HealthRules(), GOOD, UNREADABLE, GOOD) == [Health.HEALTHY, Health.UNKNOWN, Health.HEALTHY]
     assert follow(HealthRules(), BAD, UNREADABLE) == [Health.UNHEALTHY] * 2
 
 
 def test_worst_opinion_wins() -> None:
-    """Unhealthy goes before unknown, unknown before healthy, each with its own words."""
+    """`worst` prefers unhealthy to unknown and unknown to healthy, each with its own message."""
     assert worst((Health.HEALTHY, ""), (Health.UNKNOWN, "a"), (Health.UNHEALTHY, "b")) == (Health.UNHEALTHY, "b")
     assert worst((Health.HEALTHY, ""), (Health.UNKNOWN, "a")) == (Health.UNKNOWN, "a")
 
@@ -122,8 +123,9 @@ happenings = st.lists(
 def test_health_of_gpus_follows_the_rules_through_a_day(
     happened: list[tuple[int, int, Any]], failures: int, successes: int, quiet: float | None
 ) -> None:
-    """24 hours of XIDs, pulled and plugged GPUs, lost ones, reloads and hangs: each GPU's reported health is
-    at every look what the model says of that GPU's own history since it was plugged in, and no other's.
+    """24 hours of XIDs, removed, added and lost GPUs, driver reloads and hangs, compared with the model.
+
+    At every scan the reported health of each GPU is that of the model for the GPU's own history since it was added.
     """
     now = 0.0
     rules = HealthRules(failures, successes, quiet)
@@ -180,13 +182,13 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
                 histories.setdefault(name, "")
                 judge(name, verdict)
         reported = {device.id: device.health for device in source.devices()}
-        # What is long past has no say, and need not be searched again: cut where the model starts anew.
+        # Shorten long histories whose beginning no longer matters, to keep the search fast.
         histories = {name: cut(history, rules) for name, history in histories.items()}
         assert reported == {name: model(history, rules) for name, history in histories.items()}
 
 
 def cut(history: str, rules: HealthRules) -> str:
-    """Shorten a history whose end is long and good: only its end matters then."""
+    """Return only the end of a long history that ends with enough good probes."""
     longest = max(rules.failures, rules.successes) + 1
     if len(history) > 50 and history.endswith("G" * longest) and model(history, rules) is Health.HEALTHY:
         return "G" * longest
@@ -197,7 +199,7 @@ def cut(history: str, rules: HealthRules) -> str:
 
 
 def test_open_probe_tells_missing_from_forbidden_from_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is not there is bad, one without the right to open it tells nothing, a busy one is good."""
+    """A missing node is bad, a node without the right to open it is unreadable, and a busy node is good."""
     node = tmp_path / "node"
     device = Device("a", nodes=[str(node)])
     assert open_probe(device) == (BAD, f"{node} cannot be opened: No such file or directory")
@@ -219,7 +221,7 @@ def test_open_probe_tells_missing_from_forbidden_from_busy(tmp_path: Path, monke
 
 
 def test_open_probe_opens_as_far_as_the_permissions_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node is opened for reading, writing or both as containers may, never blocking, never as a terminal."""
+    """A node is opened with the access of its permissions, non-blocking, and not as a controlling terminal."""
     node = tmp_path / "node"
     node.touch()
     seen = []
@@ -237,7 +239,10 @@ def test_open_probe_opens_as_far_as_the_permissions_go(tmp_path: Path, monkeypat
 
 
 def test_command_probe_tells_by_its_status(tmp_path: Path) -> None:
-    """0 is good, 75 tells nothing, another status is bad with the command's last line; it knows its device."""
+    """Status 0 is good, 75 is unreadable, other statuses are bad with the last line of output.
+
+    The command gets the device's id and nodes as arguments and in environment variables.
+    """
     script = tmp_path / "check"
     script.write_text('#!/bin/sh\necho first; echo "$1 $2 $DEVICE_ID $DEVICE_NODES"; exit $(cat "$0.status")\n')
     script.chmod(0o755)
@@ -253,10 +258,10 @@ def test_command_probe_tells_by_its_status(tmp_path: Path) -> None:
 
 
 def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
-    """A probe past its time is bad, and nothing of it is left running."""
+    """A probe command past its timeout is bad, and is killed with its child processes."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    # The child holds the fifo open for writing: its end is the reader's end of file.
+    # The child holds the fifo open for writing: when the child ends, the reader gets the end of file.
     probe = command_probe(["/bin/sh", "-c", f"(exec 3>{fifo}; sleep 1000) & sleep 1000"], 0.2)
     ended = threading.Event()
 
@@ -271,7 +276,7 @@ def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -
 
 
 def test_command_may_say_more_than_there_is_memory() -> None:
-    """The end of what it says is kept, and one that talks for ever is killed at its time."""
+    """Only the end of a probe's output is kept, and a command that prints without end is killed at its timeout."""
     tracemalloc.start()
     try:
         talker = command_probe(["/bin/sh", "-c", "head -c 100000000 /dev/zero; echo; echo last; exit 3"], 60)
@@ -285,7 +290,7 @@ def test_command_may_say_more_than_there_is_memory() -> None:
 
 
 async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
-    """A hanging look is bad after its time, is not begun again while it hangs, and others go on."""
+    """A hanging probe is bad after its timeout and is not started again; probes of other devices go on."""
     free, looked = threading.Event(), []
 
     def probe(device: Device) -> tuple[Verdict, str]:
@@ -307,7 +312,7 @@ async def test_probe_that_hangs_keeps_only_its_own_device_waiting() -> None:
 
 
 async def test_probes_that_hang_take_only_so_many_threads() -> None:
-    """When as many looks hang as are made at once, no more are begun, and what was not looked at is unknown."""
+    """When as many probes hang as may run at once, no more are started; the other devices are unreadable."""
     free = threading.Event()
     begun = []
 
@@ -328,7 +333,7 @@ async def test_probes_that_hang_take_only_so_many_threads() -> None:
 
 
 async def test_look_that_nobody_waits_for_any_more_tells_nothing_while_it_has_time() -> None:
-    """A look that was given up before its time was over is not begun again, and its device is not called bad."""
+    """A probe whose check was cancelled before the timeout is not started again, and its device is unreadable."""
     free, begun = threading.Event(), threading.Event()
 
     def probe(device: Device) -> tuple[Verdict, str]:
@@ -350,7 +355,7 @@ async def test_look_that_nobody_waits_for_any_more_tells_nothing_while_it_has_ti
 async def test_first_look_that_takes_long_counts_when_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow probe's device is listed as unknown and stays so through other changes, until the probe has told."""
+    """A device with a slow first probe is listed as unknown until the probe ends, also when other devices appear."""
     monkeypatch.setattr(configured, "FIRST_PROBE", 0.2)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/a").touch()
@@ -380,7 +385,7 @@ async def test_first_look_that_takes_long_counts_when_it_is_over(
 
 
 async def test_probe_that_fails_by_itself_tells_nothing() -> None:
-    """An error of the probe is not the device's."""
+    """A probe that raises an exception is unreadable, not bad."""
 
     def probe(device: Device) -> tuple[Verdict, str]:
         raise ZeroDivisionError
@@ -389,8 +394,9 @@ async def test_probe_that_fails_by_itself_tells_nothing() -> None:
 
 
 async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`health: {probe: {command}}` makes any source's device unhealthy after so many failures, and healthy after
-    so many successes; a broken one is warned of.
+    """A configured probe command makes a device unhealthy after `failures` bad probes.
+
+    The device is healthy again after `successes` good ones; the unhealthy device is logged.
     """
     caplog.set_level("DEBUG")
     for name in ("a", "b"):
@@ -421,7 +427,7 @@ async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplo
 
 
 async def test_device_that_is_broken_at_first_sight_is_never_offered(tmp_path: Path) -> None:
-    """The first list of a resource with a probe already carries its verdict."""
+    """The first list of a resource with a probe has the result of the first probe."""
     (tmp_path / "a").touch()
     text = f"""
         resources:
@@ -435,7 +441,7 @@ async def test_device_that_is_broken_at_first_sight_is_never_offered(tmp_path: P
 
 
 async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> None:
-    """`probe: open` works for devices that are files, too."""
+    """`probe: open` works for devices that are no device nodes, here a fifo."""
     node = tmp_path / "a"
     os.mkfifo(node)
     text = f"resources: [{{name: example.com/x, devices: [{{path: {node}}}], health: {{probe: open}}}}]"
@@ -446,7 +452,7 @@ async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> Non
 
 
 async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
-    """The first probe is of the same nodes as later ones: those of the device, not the resource's `nodes`."""
+    """The first probe gets the same nodes as later ones: the device's own, without the resource's `nodes`."""
     node, log = tmp_path / "a", tmp_path / "log"
     node.symlink_to("/dev/null")
     command = f"echo $DEVICE_NODES >>{log}; test $(wc -l <{log}) = 1"
@@ -465,7 +471,7 @@ async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
 
 
 async def test_missing_host_directory_of_a_mount_makes_no_device_unhealthy(tmp_path: Path) -> None:
-    """The mounts of a resource are not the device's: no probe of it, not even the first, looks at them."""
+    """Probes ignore the mounts of a resource: a missing host directory makes no device unhealthy."""
     node = tmp_path / "a"
     node.touch()
     text = f"""

@@ -1,4 +1,4 @@
-"""Choosing devices that go well together."""
+"""The choice of devices that are close to each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deviceplugin.topology import (
 )
 
 PATIENT = 60.0
-"""Seconds for a search: its answer is judged here, not how soon a busy machine finds it."""
+"""Seconds for a search: the tests check the answer and not the time that a busy machine needs."""
 
 preferred = functools.partial(topology.preferred, deadline=PATIENT)
 
@@ -39,7 +39,7 @@ def sims(*numbers: int) -> list[str]:
 
 
 def scores(count: int, level: Callable[[int, int], float]) -> Scores:
-    """Scores of gpu0, gpu1 and so on; level: of two numbers, the lower first."""
+    """Scores of gpu0, gpu1 and so on. level: returns the score of two numbers, the lower first."""
     return {frozenset((f"gpu{one}", f"gpu{other}")): level(one, other) for one, other in combinations(range(count), 2)}
 
 
@@ -48,7 +48,7 @@ def gpus(*numbers: int) -> list[str]:
 
 
 def tree(*levels: tuple[int, int], last: int = Link.CROSS_CPU) -> Callable[[int, int], float]:
-    """Blocks of consecutive devices, from the inside out: how many, and the score within."""
+    """Scores of blocks of consecutive devices. levels: pairs of block size and score, the smallest block first."""
 
     def level(one: int, other: int) -> float:
         return next((score for size, score in levels if one // size == other // size), last)
@@ -80,7 +80,7 @@ TOPOLOGIES: dict[str, tuple[int, Scores]] = {
 def reference(
     available: Collection[str], must_include: Collection[str], size: int, score: Mapping[frozenset[str], float]
 ) -> list[str]:
-    """The docstring of `preferred`, word by word, by brute force."""
+    """The docstring of `preferred`, implemented word by word, by brute force."""
     required = sorted(set(must_include), key=natural)
     free = sorted(set(available) - set(required), key=natural)
     missing = min(size - len(required), len(free))
@@ -126,7 +126,7 @@ def requests(draw: st.DrawFn, most: int) -> tuple[list[str], list[str], int, Sco
     )
     known = draw(st.lists(st.sampled_from(values), min_size=count * count, max_size=count * count))
     score = {frozenset((ids[a], ids[b])): known[a * count + b] for a, b in combinations(range(count), 2)}
-    if draw(st.booleans()):  # blocks of alike devices
+    if draw(st.booleans()):  # blocks of devices with equal scores
         block = draw(st.integers(1, count))
         score = {
             frozenset((ids[a], ids[b])): known[a // block * count + b // block]
@@ -138,17 +138,17 @@ def requests(draw: st.DrawFn, most: int) -> tuple[list[str], list[str], int, Sco
 
 
 class TestPreferred:
-    """The set with the highest total, which leaves the best remainder, with the smallest ids."""
+    """`preferred` returns the set with the highest total that leaves the best remainder, and of these the smallest ids."""
 
     @given(requests(8))
     @settings(max_examples=6 * settings().max_examples)
     def test_it_is_what_the_docstring_says(self, request: tuple[list[str], list[str], int, Scores]) -> None:
-        """Up to 8 devices, any scores, any request: the same as by brute force."""
+        """With up to 8 devices, any scores and any request, the result is that of brute force."""
         assert preferred(*request) == reference(*request)
 
     @pytest.mark.parametrize("name", [name for name, (count, _) in TOPOLOGIES.items() if count <= 8])
     def test_known_machines(self, name: str) -> None:
-        """On machines that people own, whatever is free."""
+        """On real machines with up to 8 GPUs and any free devices, the result is that of brute force."""
         count, score = TOPOLOGIES[name]
         random_ = random.Random(name)
         for _ in range(40):
@@ -170,7 +170,7 @@ class TestPreferred:
         ],
     )
     def test_sixteen(self, name: str, size: int) -> None:
-        """With 16 devices the total, what is left and the ids are those that brute force finds."""
+        """With 16 devices, the result is that of brute force."""
         random_ = random.Random(f"{name} {size}")
         made = {
             "any": lambda _a, _b: random_.random(),
@@ -182,7 +182,10 @@ class TestPreferred:
         assert preferred(ids, (), size, score) == reference(ids, (), size, score)
 
     def test_ties_among_sixteen_are_broken_by_what_is_left_in_the_end(self) -> None:
-        """Of two islands, 9 and 7, four come from the 7: three more fours are left either way, but 9 stay whole."""
+        """Of two islands of 9 and 7, four devices come from the island of 7.
+
+        Either choice leaves three more sets of four; this choice leaves the island of 9 whole.
+        """
         score = scores(16, lambda a, b: 100 if (a < 9) == (b < 9) else 10)
         assert (
             preferred(gpus(*range(16)), (), 4, score)
@@ -191,21 +194,21 @@ class TestPreferred:
         )
 
     def test_the_best_fit_is_taken(self) -> None:
-        """A pair comes from where a pair is left, a single device from a broken pair."""
+        """A pair is taken where a pair is left, and a single device from a broken pair."""
         score = TOPOLOGIES["2 sockets"][1]
         assert preferred(gpus(0, 1, 2, 3, 4, 5), (), 2, score) == gpus(4, 5)
         assert preferred(gpus(0, 1, 2, 3, 4, 6, 7), (), 1, score) == gpus(4)
         assert preferred(gpus(0, 1, 2, 3), ["gpu2"], 2, score) == gpus(2, 3)
 
     def test_natural_order_decides_in_the_end(self) -> None:
-        """Where all are alike the smallest ids are taken, 2 before 10."""
+        """Among sets of equal scores the smallest ids in natural order are taken: 2 comes before 10."""
         count, score = TOPOLOGIES["DGX-2"]
         for size in range(1, count + 1):
             assert preferred(gpus(*range(count)), (), size, score) == gpus(*range(size))
         assert preferred(gpus(10, 9, 12, 2), (), 2, {}) == gpus(2, 9)
 
     def test_numa_scores_make_it_compact(self) -> None:
-        """With NUMA nodes alone, one node is used if it can be, the fuller one if both can."""
+        """With NUMA scores only, one node is used if it has enough devices; if several have, the one with the fewest."""
         numa = {f"gpu{number}": (0,) if number < 5 else (1,) for number in range(8)}
         score = numa_scores(numa)
         assert score[frozenset(gpus(0, 1))] == Link.SAME_CPU
@@ -235,7 +238,7 @@ class TestPreferred:
     @example(["a", "b", "c"], [], 2, {frozenset("ab"): math.nan, frozenset("bc"): math.inf, frozenset("ac"): -math.inf})
     @example(["a", "b", "c"], [], 2, {frozenset("ab"): 10**400, frozenset("bc"): -(10**400), frozenset("ac"): 1e-300})
     def test_it_never_raises(self, available: list[str], must: list[str], size: int, score: Scores) -> None:
-        """Any input gives the required ones and as many others as there can be, in order, each once."""
+        """For any input the result has the required devices and as many others as possible, sorted, without duplicates."""
         chosen = preferred(available, must, size, score)
         assert set(must) <= set(chosen) <= {*available, *must}
         assert len(chosen) == max(len(set(must)), min(size, len({*available, *must})))
@@ -245,7 +248,7 @@ class TestPreferred:
     def test_the_order_of_the_input_does_not_matter(
         self, request: tuple[list[str], list[str], int, Scores], random_: random.Random
     ) -> None:
-        """Shuffled, repeated, as sets: the same answer."""
+        """Order and duplicates of the input do not change the result."""
         available, must, size, score = request
         pairs = list(score.items())
         random_.shuffle(pairs)
@@ -253,7 +256,7 @@ class TestPreferred:
         assert preferred(others, must[::-1], size, dict(pairs)) == preferred(set(available), tuple(must), size, score)
 
     def test_fractions_are_told_apart(self) -> None:
-        """Scores need not be whole, nor of one magnitude; huge and tiny ones are compared by size."""
+        """Scores may be fractions and differ in magnitude; huge and tiny scores are compared by value."""
         assert preferred("abc", (), 2, {frozenset("ab"): 0.1, frozenset("bc"): 0.10000001}) == ["b", "c"]
         assert preferred("abc", (), 2, {frozenset("ab"): 1 << 200, frozenset("bc"): (1 << 200) + (1 << 180)}) == [
             "b",
@@ -262,7 +265,7 @@ class TestPreferred:
         assert preferred("abc", (), 2, {frozenset("ab"): 1e-9, frozenset("bc"): 2e-9}) == ["b", "c"]
 
     def test_the_shortcuts_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With and without trying single sets first, the remainder is the same."""
+        """The search with and without shortcuts for single sets gives the same result."""
         cases = [(name, size) for name in ("16 in a torus", "16 on 4 switches", "DGX-1V") for size in (1, 2, 3, 4)]
         quick = [preferred(gpus(*range(15)), ["gpu3"][: size - 1], size, TOPOLOGIES[name][1]) for name, size in cases]
         monkeypatch.setattr(topology, "BUDGET", -1)
@@ -272,7 +275,7 @@ class TestPreferred:
 
 
 def climb(ids: Sequence[str], size: int, score: Scores, random_: random.Random, starts: int) -> float:
-    """The best total of many random sets, each improved by the best swaps until none helps."""
+    """Return the best total of many random sets, each improved by the best swaps until no swap helps."""
     rows = [[score.get(frozenset((one, other)), 0) for other in ids] for one in ids]
     best = -math.inf
     for _ in range(starts):
@@ -294,12 +297,12 @@ def climb(ids: Sequence[str], size: int, score: Scores, random_: random.Random, 
 
 
 class TestMany:
-    """More than 16 devices: a search, as good as a patient one."""
+    """With more than 16 devices a search replaces brute force."""
 
     @pytest.mark.parametrize("count", [17, pytest.param(32, marks=pytest.mark.explore), 64])
     @pytest.mark.parametrize("kind", ["any", "sparse", "tree", "islands"])
     def test_it_is_nearly_the_best_known(self, kind: str, count: int) -> None:
-        """At least 0.98 of what many random starts find, and what is required is kept."""
+        """The search reaches 0.98 of the best total of many random starts, and keeps the required devices."""
         random_ = random.Random(f"{kind} {count}")
         places = sorted(random_.sample(range(2 * count), count))
         by_tree = tree((4, 60), (8, 40), (32, 20))
@@ -323,21 +326,21 @@ class TestMany:
             assert {"gpu5", "gpu11"} <= set(kept)
 
     def test_alike_devices_are_counted(self) -> None:
-        """64 devices on 4 switches are few sets, looked at completely: the best fit again."""
+        """64 devices on 4 switches give few different sets: the search tries all of them and finds the best fit."""
         score = scores(64, lambda a, b: 50 if a % 4 == b % 4 else 10)
         available = [f"gpu{number}" for number in range(64) if number not in (1, 2, 5, 6, 9)]
         assert preferred(available, (), 13, score) == gpus(*range(13, 64, 4))
         assert preferred(available, (), 14, score) == gpus(*range(10, 64, 4))
 
     def test_a_hidden_clique_is_found(self) -> None:
-        """Twelve devices that are all close, among 64 of which every third pair is."""
+        """The search finds twelve devices that are all close to each other, among 64 with a third of all pairs close."""
         random_ = random.Random(3)
         hidden = set(random_.sample(range(64), 12))
         score = scores(64, lambda a, b: 100 if {a, b} <= hidden else random_.choice((0, 0, 100)))
         assert preferred(gpus(*range(64)), (), 12, score) == sorted(gpus(*hidden), key=natural)
 
     def test_hundreds_and_thousands(self) -> None:
-        """Beyond a matrix: sets that grow from the closest devices."""
+        """Requests among 300 and 10,000 devices: sets grow from the closest devices."""
         ids = gpus(*range(300))
         score = scores(300, lambda a, b: 50 if a // 6 == b // 6 else 10)
         for size in (1, 4, 6, 12, 290):
@@ -361,13 +364,13 @@ class TestMany:
         assert len(preferred(ids, gpus(0), 299, worse | {frozenset(gpus(3, 4)): -math.inf})) == 299
 
     def test_a_deadline_that_is_over_still_gives_a_set(self) -> None:
-        """Without any time left the first set is the answer."""
+        """With a deadline of 0 s the first set that is found is the result."""
         score = scores(40, lambda a, b: (a * b) % 7)
         assert len(preferred(gpus(*range(40)), ["gpu3"], 9, score, deadline=0)) == 9
 
 
 class Day:
-    """A day of pods that come and go, the same for every rule."""
+    """A sequence of pods that start and end, the same for every rule."""
 
     def __init__(self, count: int, score: Scores) -> None:
         self.ids = gpus(*range(count))
@@ -376,7 +379,7 @@ class Day:
     def mean(
         self, rule: Callable[[frozenset[str], int], frozenset[str]], seed: int, sizes: Sequence[int], load: float
     ) -> float:
-        """The mean score of what was given; load: how many of the events are requests."""
+        """Return the mean score of the allocated sets. load: the share of requests among the events."""
         random_, free, held, given = random.Random(seed), frozenset(self.ids), list[frozenset[str]](), list[float]()
         for _ in range(3000):
             if random_.random() < load:
@@ -390,7 +393,7 @@ class Day:
         return sum(given) / len(given)
 
     def partition(self) -> Callable[[frozenset[str], int], frozenset[str]]:
-        """The rule to compare with: the best partition of all that is free, and of it the best set."""
+        """Return the rule to compare with: the best partition of all free devices, and the best set of this partition."""
         total = self.total
 
         @cache
@@ -408,7 +411,7 @@ class Day:
 
 
 class TestDay:
-    """Over a day of requests and releases, what is given is no worse than by the best partition."""
+    """Over many requests and releases, the mean score is no worse than that of the best partition."""
 
     SMALL = (
         "DGX-1V",
@@ -420,7 +423,7 @@ class TestDay:
     )
 
     def worst(self, machine: tuple[int, Scores], streams: Sequence[Sequence[int]]) -> float:
-        """The lowest mean, at low and high load, as a part of the mean that the partition gives."""
+        """Return the lowest mean at low to high load, divided by the mean of the partition rule."""
         count, score = machine
         day = Day(count, score)
         partition = day.partition()
@@ -434,14 +437,14 @@ class TestDay:
 
     @pytest.mark.parametrize("name", SMALL)
     def test_requests_of_all_sizes(self, name: str) -> None:
-        """On every machine, if single devices are among what is asked for."""
+        """The mean is no worse on any machine, if the requests include single devices."""
         assert (
             self.worst(TOPOLOGIES[name], ((1, 2, 4, 8), range(1, 9), (1, 2), (1, 2, 3, 4), (1, 1, 1, 2, 2, 4)))
             >= 1 - 1e-9
         )
 
     def test_machines_that_nobody_built(self) -> None:
-        """With any scores, on average; on a single one the best partition may be a little better."""
+        """With random scores the mean is no worse on average, and at most 5 % worse on a single machine."""
         ratios = []
         for seed in range(6):
             random_ = random.Random(seed)
@@ -452,24 +455,24 @@ class TestDay:
 
     @pytest.mark.parametrize("name", SMALL)
     def test_requests_of_one_size_or_two(self, name: str) -> None:
-        """Without single devices, too, but for the hybrid cube mesh.
+        """The mean is no worse for requests of one or two sizes without single devices, except on the hybrid cube mesh.
 
-        There the highest total that comes first takes one of the two closest pairs out of four
-        devices of which the next request would rather have had both halves of a ring.
+        On this machine the highest total of a request takes one of the two closest pairs among four devices, and the
+        next request would score higher with both halves of a ring.
         """
         worst = self.worst(TOPOLOGIES[name], ((2,), (3,), (4,), (2, 4), (2, 3), (2, 4, 8)))
         assert worst >= (0.97 if name == "DGX-1V" else 1 - 1e-9)
 
 
 class TestPolicies:
-    """What makes replicas go well together."""
+    """The policies that choose among replicas."""
 
     ids = tuple(f"gpu{device}::{replica}" for device in range(4) for replica in range(3))
     physical: Mapping[str, str] = {one: one.partition("::")[0] for one in ids}
     score = TOPOLOGIES["4 in pairs"][1]
 
     def test_links_takes_replicas_of_different_devices(self) -> None:
-        """Closest devices first; a second replica of a device only when all have given one."""
+        """`links` takes the closest devices, and a second replica of a device only after one replica of each."""
         assert links(self.ids, (), 2, self.score, self.physical) == ["gpu0::0", "gpu1::0"]
         assert links(self.ids, ["gpu2::1"], 2, self.score, self.physical) == ["gpu2::1", "gpu3::0"]
         assert len({self.physical[one] for one in links(self.ids, (), 4, self.score, self.physical)}) == 4
@@ -483,7 +486,7 @@ class TestPolicies:
         assert links(gpus(0, 2, 3), (), 2, self.score, {}) == gpus(2, 3)
 
     def test_packed_fills_up_a_device(self) -> None:
-        """The device with the fewest free replicas that fits, the required one's first."""
+        """`packed` takes the device with the fewest free replicas that are enough, and the required device first."""
         free = [one for one in self.ids if one not in ("gpu1::0", "gpu2::0", "gpu2::2")]
         assert packed(free, (), 1, self.physical) == ["gpu2::1"]
         assert packed(free, (), 2, self.physical) == ["gpu1::1", "gpu1::2"]
@@ -491,7 +494,7 @@ class TestPolicies:
         assert packed(self.ids, (), 4, self.physical) == ["gpu0::0", "gpu0::1", "gpu0::2", "gpu1::0"]
 
     def test_distributed_spreads_over_devices(self) -> None:
-        """The device that is used least each time, counting what is chosen now."""
+        """`distributed` takes each replica from the least used device, counting the replicas already chosen."""
         free = [one for one in self.ids if one not in ("gpu0::0", "gpu2::0", "gpu2::2")]
         assert distributed(free, (), 1, self.physical) == ["gpu1::0"]
         assert distributed(free, (), 3, self.physical) == ["gpu0::1", "gpu1::0", "gpu3::0"]
@@ -499,7 +502,7 @@ class TestPolicies:
         assert distributed(self.ids, (), 12, self.physical) == list(self.ids)
 
     def test_none_takes_the_smallest_ids(self) -> None:
-        """Natural order and nothing else."""
+        """`none` takes the smallest ids in natural order."""
         assert choose("none", sims(10, 9, 2), sims(10), 2) == sims(2, 10)
 
     @given(
@@ -521,16 +524,16 @@ class TestPolicies:
         assert chosen == choose(policy, available[::-1], must * 2, size, score=self.score, physical=physical)
 
     def test_an_unknown_policy_is_an_error(self) -> None:
-        """The one thing that a caller can get wrong."""
+        """An unknown policy raises ValueError."""
         with pytest.raises(ValueError, match="best"):
             choose("best", (), (), 1)
 
 
 class TestArranged:
-    """An order whose front is good to take from."""
+    """`arranged` orders devices so that the first ones of the order are close."""
 
     def test_blocks_are_close(self) -> None:
-        """Aligned blocks of 2 and 4 are the best sets of these sizes."""
+        """Aligned blocks of 2 and 4 in the order are the best sets of these sizes."""
         mixed = [0, 4, 1, 5, 2, 6, 3, 7]
         score = scores(8, lambda a, b: SWITCHES(mixed.index(a), mixed.index(b)))
         order = arranged(gpus(*range(8)), score)
@@ -541,7 +544,7 @@ class TestArranged:
             assert amount(order[start : start + 2], score) == 50
 
     def test_any_number(self) -> None:
-        """All devices, each once, also where there is nothing to go by."""
+        """The order has each device once, also without scores."""
         score = scores(13, lambda a, b: (a * b) % 5)
         assert sorted(arranged(gpus(*range(13)), score), key=natural) == gpus(*range(13))
         assert arranged(gpus(10, 2, 1), {}) == gpus(1, 2, 10)
@@ -549,34 +552,34 @@ class TestArranged:
 
 
 class TestNumaCompact:
-    """NUMA alone: few nodes, best fit, natural order, any size."""
+    """`numa_compact` uses few NUMA nodes, the best fit, and natural order."""
 
     def test_ids_are_compared_naturally(self) -> None:
-        """Runs of digits count by value, however long they are."""
+        """Digits in ids are compared by their value, at any length."""
         assert sorted(["sim-10", "sim-2", "sim-02", "sim", "9" * 5000, "3a"], key=natural) == [
             "3a", "9" * 5000, "sim", "sim-02", "sim-2", "sim-10",
         ]  # fmt: skip
 
     def test_the_node_with_the_fewest_free_devices_that_fits_is_used(self) -> None:
-        """Best fit keeps the larger node whole for a larger request."""
+        """The node with the fewest free devices that are enough is used, which keeps the larger node whole."""
         devices = {f"sim-{n}": (0,) if n < 8 else (1,) for n in range(12)}
         assert numa_compact(devices, list(devices), [], 4) == sims(8, 9, 10, 11)
         assert numa_compact(devices, list(devices), [], 5) == sims(0, 1, 2, 3, 4)
 
     def test_the_nodes_of_required_devices_come_first(self) -> None:
-        """A required device draws the others to its node, as far as that reaches."""
+        """Other devices are taken from the node of a required device first."""
         devices = {f"sim-{n}": (0,) if n < 8 else (1,) for n in range(12)}
         assert numa_compact(devices, list(devices), ["sim-11"], 3) == sims(8, 9, 11)
         assert numa_compact(devices, list(devices), ["sim-11"], 6) == sims(0, 1, 8, 9, 10, 11)
 
     def test_unknown_numa_comes_last(self) -> None:
-        """Devices without a node are taken when nothing else is left, or when nobody has one."""
+        """Devices without a NUMA node are taken only when no other device is left."""
         devices: dict[str, tuple[int, ...]] = {"sim-1": (), "sim-5": (1,), "sim-7": (0,)}
         assert numa_compact(devices, ["sim-1", "sim-5", "sim-7", "new"], [], 3) == ["new", "sim-5", "sim-7"]
         assert numa_compact({}, sims(10, 9, 2), [], 2) == sims(2, 9)
 
     def test_a_device_near_two_nodes_counts_for_both(self) -> None:
-        """Such a device fills up either of its nodes."""
+        """A device of two NUMA nodes counts for both."""
         devices: dict[str, tuple[int, ...]] = {"sim-0": (0,), "sim-1": (0, 1), "sim-2": (1,), "sim-3": (1,)}
         assert numa_compact(devices, list(devices), [], 2) == sims(0, 1)
         assert numa_compact(devices, list(devices), [], 3) == sims(1, 2, 3)
@@ -598,7 +601,7 @@ class TestNumaCompact:
     def test_it_uses_as_few_nodes_as_there_can_be(
         self, devices: dict[str, list[int]], available: list[str], must: list[str], size: int
     ) -> None:
-        """Any input: the required, as many as asked, in order; no more nodes than needed if each device has one."""
+        """The result has as few NUMA nodes as possible, if each device has one node and no device is required."""
         chosen = numa_compact(devices, available, must, size)
         assert set(must) <= set(chosen) <= {*available, *must}
         assert len(chosen) == max(len(set(must)), min(size, len({*available, *must})))

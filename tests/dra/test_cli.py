@@ -1,4 +1,4 @@
-"""The command line of the bridge, as a user meets it: what it prints where, what it writes, its exit status."""
+"""The command line of the bridge: its output, the objects that it writes, and its exit status."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ SHARE = f"{D}/dra-share"
 BEFORE = f"{D}/dra-share-before"
 SINCE = 1_700_000_000
 WAIT = 60.0
-"""Seconds after which a program is taken to hang; on a loaded machine its start alone takes ten."""
+"""Seconds after which a program counts as hung. On a loaded machine the start alone takes ten seconds."""
 
 
 @dataclass
 class FakeAgent:
-    """A node and what its agent tells; it does at once what it is asked for, but for held devices.
+    """A node and the report of its agent. The agent makes requested moves at once, except moves of held devices.
 
-    held: holders by device. deaf: it takes nothing in.
+    held: the holder of each held device. deaf: the agent ignores requests.
     """
 
     server: FakeApiServer
@@ -76,27 +76,27 @@ class FakeAgent:
 
     @property
     def told(self) -> str:
-        """What it says in its Lease that it was asked for."""
+        """The requested share that the agent has reported in its Lease."""
         told = progress.read(D, [self.server.get("leases", self.node, NAMESPACE)])
         return "" if told is None else told.requested
 
     @property
     def moving(self) -> bool:
-        """Whether it has told of moves, or is to hear of another share yet."""
+        """Whether a device is in a move, or the agent has not read the requested share yet."""
         if set(self.states.values()) - {State.PLUGIN, State.DRA}:
             return True
-        with contextlib.suppress(KeyError):  # the Node may be away
+        with contextlib.suppress(KeyError):  # the Node object may be deleted
             return self.said != self.annotations.get(SHARE)
         return False
 
     def ask(self, **annotations: str) -> None:
-        """Put annotations on the Node, dra_share for the driver's."""
+        """Set the annotations of the Node; the keyword dra_share stands for the annotation DRIVER/dra-share."""
         node = self.server.get("nodes", self.node)
         node["metadata"]["annotations"] = {f"{D}/{key.replace('_', '-')}": text for key, text in annotations.items()}
         self.server.replace(node)
 
     def work(self) -> None:
-        """Do what can be done of what is asked for, and tell of it."""
+        """Make the moves that the requested share needs and that no holder prevents, and report them."""
         asked = self.annotations.get(SHARE)
         share = parse_requested(asked or "none")
         dra, there = (State.DRA, State.TO_DRA), [n for n, s in self.states.items() if s in (State.DRA, State.TO_DRA)]
@@ -112,7 +112,7 @@ class FakeAgent:
         self.tell(asked)
 
     def tell(self, requested: str | None = None) -> None:
-        """Write the Lease with the report, and the slice if there is to be one."""
+        """Write the Lease with the report. Write the slice if the driver has one, else delete it."""
         counts: dict[str, int] = {}
         for state in self.states.values():
             counts[state.value] = counts.get(state.value, 0) + 1
@@ -142,14 +142,14 @@ class FakeAgent:
                 "devices": [{"name": name} for name, state in self.states.items() if state is State.DRA],
             },
         }
-        with contextlib.suppress(KeyError):  # the Node may be away
+        with contextlib.suppress(KeyError):  # the Node object may be deleted
             if body["spec"]["devices"] or progress.pool_annotation(D) in self.annotations:
                 self.write("resourceslices", body)
             elif any(one["metadata"]["name"] == f"{self.node}-s" for one in self.server.objects()):
                 self.server.delete("resourceslices", f"{self.node}-s")
 
     def write(self, plural: str, body: dict[str, Any]) -> None:
-        """Make an object, or replace it."""
+        """Create an object, or replace it if it exists."""
         there = {one["metadata"]["name"] for one in self.server.objects(plural)}
         (self.server.replace if body["metadata"]["name"] in there else self.server.create)(body)
 
@@ -163,12 +163,12 @@ class FakeFleet:
     agents: dict[str, FakeAgent] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while agents work: a Node is replaced between two of their steps."""
+    """Held while an agent works, and while a test replaces the Node of an agent."""
     most: int = 0
-    """How many nodes were in the move at once, at the most."""
+    """The highest number of nodes that were in a move at the same time."""
 
     def agent(self, node: str, *, share: str = "", **options: Any) -> FakeAgent:
-        """Add a node; share: what its agent has heard of."""
+        """Add a node. share: request this share, and wait until the agent has reported it."""
         agent = self.agents[node] = FakeAgent(self.server, node, **options)
         if share:
             agent.ask(dra_share=share)
@@ -176,7 +176,7 @@ class FakeFleet:
         return agent
 
     def loop(self) -> None:
-        """Let the agents work whenever something is written."""
+        """Let the agents work after each request to the API server, or every 0.05 s."""
         seen = -1
         while not self.over.is_set():
             with self.server.log_condition:
@@ -185,7 +185,7 @@ class FakeFleet:
                 seen = len(self.server.log)
             for agent in list(self.agents.values()):
                 with self.lock:
-                    if not agent.deaf:  # whoever removes its Node makes it deaf first
+                    if not agent.deaf:  # a test that removes a Node makes its agent deaf first
                         self.most = max(self.most, sum(one.moving for one in list(self.agents.values())))
                         agent.work()
 
@@ -215,7 +215,7 @@ class Ran:
 
 @pytest.fixture
 def bridge(nodes: FakeFleet, capsys: pytest.CaptureFixture[str], logs_restored: None) -> Callable[..., Ran]:
-    """Return what runs a command line against the API server of these nodes."""
+    """Return a function that runs a command line against the API server of these nodes."""
 
     def run(*argv: str) -> Ran:
         try:
@@ -229,7 +229,7 @@ def bridge(nodes: FakeFleet, capsys: pytest.CaptureFixture[str], logs_restored: 
 
 
 def claimed(nodes: FakeFleet, *names: str) -> None:
-    """Add nodes whose devices are all on the DRA side, and whose agents do nothing any more."""
+    """Add nodes whose devices are all on the DRA side, and whose agents ignore further requests."""
     for name in names:
         agent = nodes.agent(name, share="all")
         with nodes.lock:
@@ -261,7 +261,7 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("command", ["validate", "devices", "schema"])
 def test_commands_of_the_other_program_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever looks for them here is told where they are."""
+    """A command of `deviceplugin` that is given to `dra-bridge` is an error, which names `deviceplugin COMMAND`."""
     assert cli.main([command, "x"]) == 2
     assert f"; deviceplugin {command} reads the same config files" in capsys.readouterr().err
 
@@ -290,7 +290,7 @@ def test_missing_extra_is_named(argv: list[str]) -> None:
 def test_broken_kubeconfigs_are_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
 ) -> None:
-    """A kubeconfig that cannot be used is named, with the field if it is one field's fault; the status is 2."""
+    """The error names a kubeconfig that cannot be used, and the field if one field is wrong; the exit status is 2."""
     file = tmp_path / "kubeconfig"
     if change.startswith(("certificate", "client")):
         cluster, user = (change, "") if change.startswith("certificate") else ("insecure-skip-tls-verify: true", change)
@@ -322,7 +322,7 @@ CONFIG = f"resources:\n  - name: {R}\n    driver: {D}\n    devices:\n      - sim
 
 @pytest.mark.parametrize("content", [None, "resources: 5\n"])
 def test_manifests_of_a_bad_config(file: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
-    """A config that is missing or wrong is said, and nothing is printed; the status is 2."""
+    """The error names a config file that is missing or invalid; nothing is printed, and the exit status is 2."""
     file.unlink()
     if content is not None:
         file.write_text(content)
@@ -356,7 +356,7 @@ def test_manifests_of_a_bad_config(file: Path, capsys: pytest.CaptureFixture[str
 def test_wrong_options_of_manifests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], why: str
 ) -> None:
-    """What no API server or kubelet would take is wrong usage; the message says what would be right."""
+    """An option value that an API server or kubelet would refuse is wrong usage; the message says what is valid."""
     with pytest.raises(SystemExit) as caught:
         cli.main(["manifests", "--config", str(tmp_path), *options])
     assert caught.value.code == 2
@@ -364,14 +364,14 @@ def test_wrong_options_of_manifests(
 
 
 def test_node_selector_with_two_values_of_a_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No node has both: neither is left out without a word."""
+    """No node has two values of one label, so two selectors for one label are wrong usage."""
     selectors = ["--node-selector", "a=b", "--node-selector", "a=c"]
     assert cli.main(["manifests", "--config", str(tmp_path), *selectors]) == 2
     assert "--node-selector gives two values for one label" in capsys.readouterr().err
 
 
 def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For an author's file there is no ConfigMap; resources and drivers are those that it gives to `run`."""
+    """For an author's own agent there is no ConfigMap; resources and drivers are the ones given to `run`."""
     example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
     assert cli.main(["manifests", "--source", str(example), "--command", "python3 '/app/my agent.py'"]) == 0
     out, err = capsys.readouterr()
@@ -389,7 +389,7 @@ def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_manifests_of_an_own_agent_with_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Probes speak TLS where the agent does, and the files that `run` names are said to be missing in the pod."""
+    """Probes use HTTPS if the agent has a certificate; a message names the files that the pod needs as mounts."""
     file = tmp_path / "agent.py"
     file.write_text(
         "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
@@ -403,7 +403,7 @@ def test_manifests_of_an_own_agent_with_a_certificate(tmp_path: Path, capsys: py
 
 
 def test_manifests_of_an_own_agent_that_writes_to_sysfs(capsys: pytest.CaptureFixture[str]) -> None:
-    """A hook can write to the devices' directories if asked for, or to another one; what that means is said."""
+    """`--writable-sys` mounts /sys/devices, or named directories below /sys, and a message says what this permits."""
     example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
     command = ["manifests", "--source", str(example), "--command", "x", "--writable-sys"]
     assert cli.main(command) == 0
@@ -421,7 +421,7 @@ def test_manifests_of_an_own_agent_that_writes_to_sysfs(capsys: pytest.CaptureFi
 
 
 def parse_options(arguments: list[str]) -> str | None:
-    """Return the metrics address of an agent's arguments; an own agent takes no others than these."""
+    """Return the metrics address of an agent's arguments, which are options of `run` only."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_run_options(parser)
     address: str | None = parser.parse_args(arguments).metrics_address
@@ -454,7 +454,7 @@ def parse_options(arguments: list[str]) -> str | None:
 def test_manifests_of_a_file_that_is_no_agent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
 ) -> None:
-    """What gives no sources with drivers to `dra_bridge.run` is an error, and nothing is served or printed."""
+    """A file that passes no sources with drivers to `dra_bridge.run` is an error, and no manifest is printed."""
     file = tmp_path / "agent.py"
     if text is not None:
         file.write_text(text)
@@ -468,7 +468,7 @@ def test_manifests_of_a_file_that_is_no_agent(
 
 
 def test_manifests_say_why_the_agent_is_privileged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The reason is printed beside the manifests; who knows better has it left out."""
+    """The reason for a privileged agent is printed beside the manifests; `--privileged never` makes it unprivileged."""
     file.write_text("resources: [{name: a/b, devices: [path: /dev/x], health: {probe: open}}]\n")
     command = ["manifests", "--config", str(file)]
     assert cli.main(command) == 0
@@ -484,7 +484,7 @@ def test_manifests_say_why_the_agent_is_privileged(file: Path, capsys: pytest.Ca
 
 
 def test_manifests_for_a_root_without_room(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A kubelet's directory in which no driver's socket has room is said, as the agent would."""
+    """A kubelet directory whose path is too long for the sockets of drivers is an error, and nothing is printed."""
     assert cli.main(["manifests", "--config", str(file), "--kubelet-root", "/" + "x" * 100]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -492,7 +492,7 @@ def test_manifests_for_a_root_without_room(file: Path, capsys: pytest.CaptureFix
 
 
 def test_manifests_say_what_is_mounted_widely(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A path in /run has the agent see the sockets of container runtimes; a path below is no reason to say so."""
+    """A device in /run makes the agent see all of /run, and a message says so; a device below /run/fpga does not."""
     for path, said in (("/run/fpga*", "the agent sees all of /run: "), ("/run/fpga/*", "")):
         file.write_text(f"resources: [{{name: a/b, devices: [path: {path}]}}]\n")
         assert cli.main(["manifests", "--config", str(file)]) == 0
@@ -502,7 +502,7 @@ def test_manifests_say_what_is_mounted_widely(file: Path, capsys: pytest.Capture
 
 
 def test_files_that_the_metrics_need_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A certificate or token lies in no image: whoever applies the manifests is told what to mount."""
+    """A message names the certificate and token files to mount; with `--metrics-port 0` there is no message."""
     file.write_text(CONFIG + "metrics: {certificate: /tls/a.pem, key: /tls/a.pem, token: /tls/token}\n")
     assert cli.main(["manifests", "--config", str(file)]) == 0
     assert "into the DaemonSet's container, from a Secret say: /tls/a.pem, /tls/token\n" in capsys.readouterr().err
@@ -514,7 +514,7 @@ def test_files_that_the_metrics_need_are_named(file: Path, capsys: pytest.Captur
 
 
 def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Each device has its side, state, holder and since when; what claims hold is as the API server has it."""
+    """Status shows side, state, holder and time of each device; the holders by claim come from the API server."""
     nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"}, share="all")
     nodes.server.create(allocated_claim("c", D, "n1", "gpu-1", "q"))
     ran = bridge("status", "-o", "json")
@@ -525,7 +525,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
     (resource,) = node["resources"]
     assert resource["counts"] == {"to-dra": 1, "dra": 2}
     assert [(one["name"], one["side"], one["state"], one["holder"], one["pods"]) for one in resource["devices"]] == [
-        ("gpu-0", "plugin", "to-dra", None, []),  # no agent is there to be asked
+        ("gpu-0", "plugin", "to-dra", None, []),  # no agent runs on the node, so `pods` is empty
         ("gpu-1", "dra", "dra", "claim default/c", ["q"]),
         ("gpu-2", "dra", "dra", None, []),
     ]
@@ -544,7 +544,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
 
 
 def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Holders and health are the agent's of now, whatever the slice says; what claims hold is the API server's."""
+    """Holders and health come from the agents, in spite of the slice; the holders by claim come from the API server."""
     nodes.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
     nodes.server.create(agent_pod("n1"))
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
@@ -585,7 +585,7 @@ def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 
 def test_status_begins_with_problems_of_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """An agent that is not ready, or has refused a config file, is named above the table; the exit status is 1."""
+    """An agent that is not ready, or that has refused a config file, is named above the table; the exit status is 1."""
     answer = {
         "holdersKnown": True,
         "resources": [],
@@ -607,7 +607,7 @@ def test_status_begins_with_problems_of_agents(nodes: FakeFleet, bridge: Callabl
 
 
 def test_nothing_of_a_cluster_reaches_the_terminal_raw(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """What anybody may write into an object or answer cannot move the cursor, colour or reorder what is printed."""
+    """Control characters in objects and in answers of agents are printed escaped: they cannot move the cursor."""
     evil = "\x1b[2J\x1b[31m\r\n\u202ereversed"
     nodes.agent("n1", held={"gpu-0": f"pod default/p{evil}"}, share="all")
     nodes.server.create(agent_pod("n1"))
@@ -628,7 +628,7 @@ def test_nothing_of_a_cluster_reaches_the_terminal_raw(nodes: FakeFleet, bridge:
 
 
 def test_status_names_classes_that_take_the_resource(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A second DeviceClass with our extended resource sends pods elsewhere; who may not list them is told nothing."""
+    """Status warns of two DeviceClasses with one extended resource. Without the right to list them, it does not warn."""
     nodes.agent("n1")
     for name in ("ours", "theirs"):
         spec = {"extendedResourceName": R}
@@ -641,7 +641,7 @@ def test_status_names_classes_that_take_the_resource(nodes: FakeFleet, bridge: C
 
 
 def test_status_of_some_nodes(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Only the nodes and the driver that are named are shown, in an order for people."""
+    """Only the named nodes and the named driver are shown; n9 comes before n10."""
     for node in ("n10", "n9", "n8"):
         nodes.agent(node)
     shown = json.loads(
@@ -652,7 +652,7 @@ def test_status_of_some_nodes(nodes: FakeFleet, bridge: Callable[..., Ran]) -> N
 
 @pytest.mark.parametrize(("options", "of"), [([], ""), (["--node", "n1"], " of node n1"), (["-o", "json"], "")])
 def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
-    """Where no agent tells anything, it is an error that says what was looked for."""
+    """Without a report of an agent, status fails and names the annotation that it looked for."""
     nodes.server.create(node_body("n1"))
     ran = bridge("status", *options)
     assert (ran.status, ran.out) == (1, "")
@@ -661,7 +661,7 @@ def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], o
 
 @pytest.mark.parametrize("command", [["status"], ["uninstall", "--driver", D]], ids=lambda command: command[0])
 def test_a_driver_that_nobody_has(nodes: FakeFleet, bridge: Callable[..., Ran], command: list[str]) -> None:
-    """It is an error that names those that there are, and nothing is removed."""
+    """A driver that no node has is an error, which names the drivers that exist; no Lease is deleted."""
     nodes.agent("n1")
     ran = bridge(*command, "--driver", "gpu.example.org")
     assert (ran.status, ran.out) == (1, "")
@@ -674,13 +674,13 @@ def test_a_driver_that_nobody_has(nodes: FakeFleet, bridge: Callable[..., Ran], 
     "command", [["status"], ["uninstall", "--driver", D], ["migrate", "n1", "--driver", D, "--unset"]]
 )
 def test_unreachable_server(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A kubeconfig that is not there is said in a line, with the status of wrong usage."""
+    """A kubeconfig file that does not exist is reported, with status 2."""
     assert cli.main([*command, "--kubeconfig", str(tmp_path / "none")]) == 2
     assert "cannot reach an API server" in capsys.readouterr().err
 
 
 def test_server_that_does_not_answer_is_said_once(nodes: FakeFleet) -> None:
-    """The error is the command's one line, and names the address and the kubeconfig that has it."""
+    """The error is one line, and names the address and the kubeconfig with this address."""
     text = nodes.kubeconfig.read_text().replace(nodes.server.url, "http://127.0.0.1:1")
     nodes.kubeconfig.write_text(text)
     command = [sys.executable, "-m", "dra_bridge", "status", "--kubeconfig", str(nodes.kubeconfig)]
@@ -695,7 +695,7 @@ def test_server_that_does_not_answer_is_said_once(nodes: FakeFleet) -> None:
 def test_empty_environment_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty $KUBECONFIG is none; that it is empty is said."""
+    """An empty $KUBECONFIG counts as unset; the error says that it is empty."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", "")
     assert cli.main(["status"]) == 2
@@ -706,7 +706,7 @@ def test_empty_environment_is_said(
 
 
 def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], file: Path) -> None:
-    """The slices of a config's drivers or of named ones go, on one node or on all."""
+    """The slices of a config's drivers or of named drivers are removed, on one node or on all."""
     claimed(nodes, "n1", "n2")
     assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
     assert [one["metadata"]["name"] for one in nodes.server.objects()] == ["n2-s"]
@@ -720,7 +720,7 @@ def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], 
 
 
 def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], file: Path) -> None:
-    """The commands that remove what is left behind name every kind that `manifests` prints."""
+    """The printed `kubectl delete` commands cover every kind that `manifests` prints."""
     out = bridge("uninstall", "--config", str(file)).out
     commands = [line.partition("  #")[0].split() for line in out.splitlines() if "kubectl delete" in line]
     deleted = {kind for words in commands for kind in words[-1].split(",")}
@@ -730,7 +730,7 @@ def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], fi
 
 
 def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """An agent that runs publishes its slices again, and who uses claims needs one: --force goes on all the same."""
+    """While an agent runs, or a claim is allocated, uninstall refuses; --force removes the slices with a warning."""
     for name in ("n1", "n2", "n3"):
         claimed(nodes, name)
     for name in ("n1", "n2"):
@@ -756,7 +756,7 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
 
 
 def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """It removes nothing; whether agents run is all the same, and claims that have devices are named, with status 1."""
+    """--check removes nothing and ignores running agents; it names claims that have devices, with status 1."""
     claimed(nodes, "n1")
     nodes.server.create(agent_pod("n1"))
     ran = bridge("uninstall", "--driver", D, "--check")
@@ -771,13 +771,13 @@ def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[
 
 
 def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
-    """Without a driver, and with a config that cannot be used, nothing is removed and the status is 2."""
+    """Without a driver, and with a config that does not exist, the status is 2."""
     assert bridge("uninstall").status == 2
     assert bridge("uninstall", "--config", str(tmp_path / "none")).status == 2
 
 
 def test_uninstall_that_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """What the API server refuses is said, with status 1."""
+    """A refusal of the API server is reported, with status 1."""
     nodes.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message="no, you may not"))
     ran = bridge("uninstall", "--driver", D)
     assert ran.status == 1
@@ -788,7 +788,7 @@ def test_uninstall_that_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 
 def test_run_with_a_bad_config(file: Path, nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """`run` with a config that cannot be used ends with 2 and says why."""
+    """`run` with an invalid config ends with status 2, and the error names the file."""
     file.write_text("resources: 5\n")
     ran = bridge("run", "--config", str(file))
     assert ran.status == 2
@@ -797,7 +797,7 @@ def test_run_with_a_bad_config(file: Path, nodes: FakeFleet, bridge: Callable[..
 
 @pytest.mark.usefixtures("read_here")
 def test_run_without_an_api_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None) -> None:
-    """An agent that no configuration tells where the API server is says so in a line and has touched nothing."""
+    """An agent that finds no API server in its configuration reports it in one line, and creates no directory."""
     file, root = tmp_path / "config.yaml", tmp_path / "kubelet"
     file.write_text(CONFIG)
     options = ["--kubeconfig", str(tmp_path / "none"), "--kubelet-root", str(root)]
@@ -830,7 +830,7 @@ def test_options_of_an_authors_agent(nodes: FakeFleet, logs_restored: None) -> N
 
 
 def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """With --wait it ends when all devices are where they should be; default removes the annotation."""
+    """With --wait the command ends when all devices have moved; --unset removes the annotation and returns the devices."""
     agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "50%", "--wait")
     assert ran.status == 0, ran
@@ -845,14 +845,14 @@ def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 
 def test_shares_are_written_as_they_are_read(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A number with a zero before it is the number."""
+    """A share with a leading zero is written without the zero."""
     agent = nodes.agent("n1", deaf=True)
     assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: share 2 requested\n"
     assert agent.annotations == {SHARE: "2"}
 
 
 def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """The word goes with the share; without one it is wrong usage."""
+    """`--force` adds the word force to the share; without a share it is wrong usage."""
     agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "100%", "--force", "--wait")
     assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: share all force requested")
@@ -862,7 +862,7 @@ def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None
 
 
 def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A timeout of nothing is wrong usage, before anything is written."""
+    """A timeout without --wait is wrong usage, and no annotation is written."""
     agent = nodes.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "2", "--timeout", "1")
     assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout needs --wait\n")
@@ -882,7 +882,7 @@ def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran])
     ],
 )
 def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
-    """A wrong share or node is said with status 2, slices that are not there with 1, before anything is written."""
+    """A wrong share or node is an error with status 2, a missing driver or agent one with 1; nothing is written."""
     agent = nodes.agent("n1", deaf=True)
     for name in ("bare", "old"):
         nodes.server.create(node_body(name))
@@ -890,7 +890,7 @@ def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], 
     body = {"metadata": {"name": "old-s"}, "spec": {"driver": D, "nodeName": "old", "pool": pool}}
     nodes.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
     ran = bridge("migrate", *argv)
-    missing = any(word in said for word in ("driver", "devices", "moves"))  # they may be there in a moment
+    missing = any(word in said for word in ("driver", "devices", "moves"))  # a driver or agent may appear later
     assert ran.status == (1 if missing else 2)
     assert said in ran.err
     assert agent.annotations == {}
@@ -898,7 +898,7 @@ def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], 
 
 
 def test_migrate_without_the_right(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Whoever may not write Nodes is told which right it takes."""
+    """Without the right to patch Nodes, the error names this right."""
     nodes.agent("n1")
     nodes.server.fail(lambda request: request.method == "PATCH", Fault(code=403, message="nodes is forbidden"))
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all")
@@ -907,7 +907,7 @@ def test_migrate_without_the_right(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 
 def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """After the timeout it says what each device waits for and who holds it, and ends with 1; the move goes on."""
+    """After the timeout the output names each device that waits, and its holder; the status is 1 and the move goes on."""
     agent = nodes.agent("n1", held={"gpu-2": "pod default/long"})
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.5")
     assert ran.status == 1
@@ -925,7 +925,7 @@ def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran
 def test_waiting_says_for_what(
     nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
+    """When no device has moved for a while, the output says once what a device waits for and which claim holds it."""
     monkeypatch.setattr(watched, "EXPLAIN", 0.2)
     agent = nodes.agent("n1", count=2, share="all")
     agent.held["gpu-1"] = "claim default/c"
@@ -935,7 +935,7 @@ def test_waiting_says_for_what(
 
 
 def test_a_rollout_goes_on_while_devices_are_held(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """With --continue-when-held a node whose devices stay held counts as waiting, and the others are moved."""
+    """With --continue-when-held a node with held devices counts as waiting, and the other nodes are moved."""
     nodes.agent("n1", held={"gpu-3": "pod default/p"})
     nodes.agent("n2")
     same = ("rollout", "--driver", D, "-l", "pool=gpu", "--timeout-per-node", "1", "--continue-when-held")
@@ -952,14 +952,14 @@ def test_a_rollout_goes_on_while_devices_are_held(nodes: FakeFleet, bridge: Call
 
 
 def test_a_node_without_an_answer_stops_such_a_rollout(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Only holders are waited for elsewhere: an agent that does not take the share in stops the rollout."""
+    """--continue-when-held applies only to held devices: an agent that does not read the share stops the rollout."""
     nodes.agent("n1", deaf=True)
     more = ("--timeout-per-node", "1", "--continue-when-held")
     assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *more).status == 1
 
 
 def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """It names the nodes that would begin together, and the devices that are held there, and writes nothing."""
+    """A dry run lists the nodes that would start together and their held devices, and writes nothing."""
     nodes.agent("n10")
     nodes.agent("n2", held={"gpu-3": "pod default/p"})
     nodes.agent("n1", share="all")
@@ -974,7 +974,7 @@ def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_dry_run_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
-    """Lines end between names, and the rest of a group of nodes is indented."""
+    """Line breaks are only between node names, and the continuation lines of a group are indented."""
     names = [f"ip-10-0-123-{number}.eu-central-1.compute.internal" for number in range(3)]
     for name in names:
         nodes.agent(name)
@@ -989,7 +989,7 @@ def test_a_dry_run_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
 def test_nodes_whose_devices_return_begin_at_a_pace(
     nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node for which it is too early begins later; the rollout lists the claims once, and not where none returns."""
+    """A node that the pace holds back starts later. The undo lists the claims once, the rollout to DRA never."""
     tried: list[float] = []
 
     def take(_: pace.Pace, now: float) -> bool:
@@ -1012,7 +1012,7 @@ def test_nodes_whose_devices_return_begin_at_a_pace(
 
 
 def test_a_rollout_survives_an_outage(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """An API server that is away for writes and lists, and then refuses until it has read its roles, costs it time."""
+    """The rollout retries writes that fail or are refused and lists that fail, and completes."""
     for number in (1, 2, 3):
         nodes.agent(f"n{number}")
 
@@ -1029,7 +1029,7 @@ def test_a_rollout_survives_an_outage(nodes: FakeFleet, bridge: Callable[..., Ra
 
 
 def test_migrate_of_a_dead_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """An agent that does not take the share in is asked after."""
+    """If the agent does not read the share before the timeout, the output asks whether the agent runs."""
     nodes.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
     assert ran.status == 1
@@ -1037,7 +1037,7 @@ def test_migrate_of_a_dead_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -
 
 
 def test_migrate_that_is_overruled(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """If somebody else asks for another share meanwhile, waiting ends with 1."""
+    """If another share is requested while the command waits, the command ends with status 1."""
     agent = nodes.agent("n1", deaf=True)
 
     def overrule() -> None:
@@ -1053,7 +1053,7 @@ def test_migrate_that_is_overruled(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 
 def test_migrate_interrupted(nodes: FakeFleet) -> None:
-    """Ctrl-C ends the waiting with 130 and says that the move goes on."""
+    """Ctrl-C ends the wait with status 130, and the output says that the requested share stays."""
     agent = nodes.agent("n1", deaf=True)
     with started(nodes, "migrate", "n1", "--driver", D, "--share", "all", "--wait") as process:
         nodes.wait_for(lambda: any(one.watch and "nodes" in one.path for one in nodes.server.log))
@@ -1066,7 +1066,7 @@ def test_migrate_interrupted(nodes: FakeFleet) -> None:
 
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What moves a terminal's cursor, erases and colours."""
+"""Terminal escape sequences, which move the cursor, erase or colour."""
 
 
 def on_a_terminal(
@@ -1076,9 +1076,9 @@ def on_a_terminal(
     rows: int = 24,
     interrupt: Callable[[str], bool] = lambda text: False,
 ) -> tuple[int, str]:
-    """Run a command line on a terminal of this size; return the exit status and what was printed, escapes included.
+    """Run a command line on a terminal of this size; return the exit status and the output, escapes included.
 
-    interrupt: returns whether to press Ctrl-C, once, by what was printed so far.
+    interrupt: called with the output so far; when it returns true, Ctrl-C is sent, once.
     """
     leader, follower = os.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -1100,7 +1100,7 @@ def on_a_terminal(
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_status_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
-    """Names of nodes, pods and resources are whole, and lines end between words."""
+    """Names of nodes, pods and resources are not shortened, and no line is longer than the terminal."""
     node, pod = "ip-10-0-123-45.eu-central-1.compute.internal", "pod ml-team/a-training-job-with-a-long-name-worker-0"
     nodes.agent(node, held={"gpu-0": pod}, share="all")
     status, text = on_a_terminal(nodes, "status", columns=columns)
@@ -1116,9 +1116,9 @@ def test_status_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
     ("count", "rows", "patience"), [(10, 10, 10), pytest.param(30, 24, 40, marks=pytest.mark.explore)]
 )
 def test_rollout_of_many_nodes_on_a_terminal(nodes: FakeFleet, count: int, rows: int, patience: int) -> None:
-    """What moves and how far all nodes are stays on the screen, and why it stopped is the last that is printed.
+    """The bar of all nodes and the moving nodes stay on the screen; the reason for the stop is printed last.
 
-    patience: seconds in which all other nodes are done, also where busier processes go first.
+    patience: seconds in which all other nodes must be done, also on a busy machine.
     """
     for number in range(count):
         nodes.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
@@ -1137,7 +1137,7 @@ def test_rollout_of_many_nodes_on_a_terminal(nodes: FakeFleet, count: int, rows:
 
 
 def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """--watch shows it in place, as much as the screen has room for, until it is interrupted."""
+    """--watch redraws the table in place, with as many lines as the screen has, until Ctrl-C; JSON is refused."""
     nodes.agent("n1", count=30, held={"gpu-0": "pod default/p"}, share="all")
     home = "\x1b[H\x1b[2J"
     status, text = on_a_terminal(nodes, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
@@ -1153,7 +1153,7 @@ def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 
 def test_status_again_and_again_into_a_pipe(nodes: FakeFleet) -> None:
-    """Each time has its time of day above it, and an API server that is away for a moment ends nothing."""
+    """Each table begins with a line with the time; one failed request to the API server does not end the command."""
     nodes.agent("n1")
     with started(nodes, "status", "--watch") as process:
         assert process.stdout is not None
@@ -1178,7 +1178,7 @@ def test_status_of_problems_alone(nodes: FakeFleet, bridge: Callable[..., Ran]) 
 
 
 def test_bars_do_not_outlive_an_interrupt(nodes: FakeFleet) -> None:
-    """On a terminal there are progress bars; at Ctrl-C they are erased: what stays on the terminal is what was said."""
+    """A terminal shows progress bars; Ctrl-C erases them, and the printed messages stay."""
     agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
     argv = ("migrate", "n1", "--driver", D, "--share", "all", "--wait")
     status, text = on_a_terminal(nodes, *argv, interrupt=lambda text: "share all requested" in text and "━" in text)
@@ -1190,7 +1190,7 @@ def test_bars_do_not_outlive_an_interrupt(nodes: FakeFleet) -> None:
 
 
 def test_share_of_more_devices_than_there_are(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A number that no node has is taken, as devices may be added, and warned of."""
+    """A share above the number of devices is accepted, as devices may be added later, and causes a warning."""
     nodes.agent("n1", count=3)
     warning = f"warning: n1 has 3 {R}, the share is 99; all go to claims, also later ones"
     assert warning in bridge("migrate", "n1", "--driver", D, "--share", "99").out.splitlines()
@@ -1203,11 +1203,11 @@ def test_share_of_more_devices_than_there_are(nodes: FakeFleet, bridge: Callable
 
 
 def test_rollout_goes_node_after_node(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """At most so many nodes are in the move at once, in their natural order, and what was before is kept."""
+    """One node moves at a time, in natural order of names; the former share of each node is kept in an annotation."""
     for number in (10, 9, 1, 2):
         nodes.agent(f"n{number}")
     nodes.agents["n2"].ask(dra_share="1")
-    nodes.wait_for(lambda: nodes.agents["n2"].told == "1")  # one that moves already would be the first
+    nodes.wait_for(lambda: nodes.agents["n2"].told == "1")  # a node that moves already would be the first
     nodes.most = 0
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 0, ran
@@ -1236,7 +1236,7 @@ def failed_pod(node: str, name: str, limits: Mapping[str, str]) -> dict[str, Any
 
 
 def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A pod that fails while the last node finishes is noticed before all is said to be well."""
+    """A pod that fails while the last node finishes stops the rollout."""
     agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
 
     def fail() -> None:
@@ -1253,7 +1253,7 @@ def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[.
 
 
 def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """It lists failed and pending pods of the cluster, not the pods of each node; former failures stop nothing."""
+    """The rollout lists the failed pods of the cluster and not the pods of each node; it ignores earlier failures."""
     many = [f"n{number}" for number in range(1, FEW + 3)]
     for name in many:
         nodes.agent(name)
@@ -1275,23 +1275,23 @@ def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet,
     assert [line for line in ran.out.splitlines() if line.startswith("stopped")] == [
         "stopped: n3: pod default/late has failed (UnexpectedAdmissionError: no devices)"
     ]
-    assert not nodes.server.requests("GET", "/nodes/")  # The watch has them; a patch of a changed one is refused.
+    assert not nodes.server.requests("GET", "/nodes/")  # The watch has the Nodes.
     selectors = [request.query["fieldSelector"] for request in nodes.server.requests("GET", "/pods")]
     assert set(selectors) == {"status.phase=Pending,spec.nodeName!=", "status.phase=Failed"}
 
 
 def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Nodes that are as they should be are left alone."""
+    """A node with the requested share already is left alone."""
     agent = nodes.agent("n1", share="1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0
-    # Devices are on both sides: the node is marked, so that an autoscaler does not drain it.
+    # The node has devices on both sides, so it gets the mark that keeps an autoscaler from draining it.
     assert agent.annotations.keys() == {SHARE, SCALE_DOWN_DISABLED, f"{D}/dra-pool", f"{D}/dra-scale-down"}
     assert f"n1 stays marked {SCALE_DOWN_DISABLED}" in ran.out
 
 
 def test_rollout_over_nodes_without_an_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Nodes that no agent serves are named at the end, and the status is 1."""
+    """Nodes without an agent of the driver are named at the end, and the status is 1."""
     nodes.agent("n1")
     nodes.server.create(node_body("n2", labels={"pool": "gpu"}))
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
@@ -1301,7 +1301,7 @@ def test_rollout_over_nodes_without_an_agent(nodes: FakeFleet, bridge: Callable[
 
 
 def test_rollout_of_a_wrong_selector_or_driver(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A selector that no node has, and a driver that nobody has, are said with status 2."""
+    """A selector that matches no node is an error with status 2, a driver that no node has one with status 1."""
     nodes.agent("n1")
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=cpu")
     assert (ran.status, ran.err) == (2, "no node matches the selector 'pool=cpu'\n")
@@ -1311,7 +1311,7 @@ def test_rollout_of_a_wrong_selector_or_driver(nodes: FakeFleet, bridge: Callabl
 
 
 def test_rollout_interrupted(nodes: FakeFleet) -> None:
-    """Ctrl-C ends it with 130 and says how to go on; no other node is begun."""
+    """Ctrl-C ends the rollout with status 130 and a hint how to continue; no other node starts."""
     first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
     with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
         nodes.wait_for(lambda: SHARE in first.annotations)
@@ -1324,10 +1324,10 @@ def test_rollout_interrupted(nodes: FakeFleet) -> None:
 
 @pytest.mark.parametrize("option", [["--max-unavailable", "0"], ["--timeout-per-node", "soon"], ["--undo"]])
 def test_wrong_options_of_rollout(bridge: Callable[..., Ran], option: list[str]) -> None:
-    """Numbers that are none, and --undo together with --share, are wrong usage."""
+    """Invalid numbers, and --undo together with --share, are wrong usage."""
     assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *option).status == 2
 
 
 def test_age() -> None:
-    """Lengths of time are as kubectl shows them."""
+    """Ages are printed as kubectl prints them."""
     assert [age(seconds) for seconds in (-3, 5, 130, 7300, 200_000)] == ["0s", "5s", "2m", "2h", "2d"]

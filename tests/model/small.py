@@ -1,28 +1,27 @@
-"""A node with two devices, two pods and two claims, small enough to see all that can happen to it.
+"""A model of a node with two devices, two pods and two claims, small enough to visit all its states.
 
-A state is a tuple of small numbers; `successors` are all states that one step leads to: of the
-kubelet, the scheduler, the API server, the agent, or of fate. Whatever can be late is a step of
-its own, so that everything else may come in between. What the agent does is the real thing: the
-ledger's operations, the decision who holds a device (`deviceplugin.kubelet.holders`), the
-handover's evidence and its plan; only their disk and their sockets are missing.
+A state is a tuple of small numbers. `Small.successors` returns all states that one step leads to: a step of the
+kubelet, the scheduler, the API server or the agent, a crash, or time that passes. Whatever can be late is a step of its
+own, so that every other step can come in between. The agent's part is the product's code: the ledger's operations, the
+decision which pod or claim holds a device (`deviceplugin.kubelet.holders`), and the evidence and the plan of the
+handover. Only disk and sockets are missing.
 
-Faults are steps like any other: the kubelet restarts with what its checkpoint says; the checkpoint
-is lost or torn (a scan waits for the next one then); a pod is deleted by force while its container
-runs, and the kubelet gives its device away again; the kubelet forgets a prepared claim whose
-container runs. An ended pod stays in the checkpoint until the kubelet has forgotten it and then
-written the file; that it forgets nobody before its sources are ready is covered, since it may
-forget late at any time.
+Faults are steps too: the kubelet restarts with the contents of its checkpoint; the checkpoint is lost or torn (a scan
+then waits for the next one); a pod is deleted by force while its container runs, and the kubelet gives its device to
+another pod; the kubelet forgets a prepared claim whose container runs. An ended pod stays in the checkpoint until the
+kubelet has forgotten the pod and then written the file. The kubelet may forget a pod late at any time, which covers a
+kubelet that forgets no pod before its sources are ready.
 
-Who holds a device is judged by the containers that run.
+The holder of a device is the pod or claim whose container runs.
 
-What the model takes for granted:
+Assumptions of the model:
 - The kubelet records an answered Allocate within the time that a grant without a pod is kept (`tick`), or dies.
-- The kubelet gives a device that it counts as allocated to nobody else; the scheduler gives a
-  device to one claim at a time.
-- A pod that ends or is deleted before it has a cgroup never starts; so does one whose allocation
-  the kubelet lost before that.
-- A scan has recorded a pod as a holder before the pod is deleted by force, and before the checkpoint
-  that names it is lost (`Pod.recorded`). Until then nothing but the checkpoint tells whose device it is.
+- The kubelet gives a device that it counts as allocated to no second pod; the scheduler gives a device to one
+  claim at a time.
+- A pod that ends or is deleted before it has a cgroup never starts, nor does a pod whose allocation the kubelet
+  lost before that.
+- A scan has recorded a pod as a holder before the pod is deleted by force, and before the checkpoint that names it
+  is lost (`Pod.recorded`). Until then only the checkpoint names the holder of the device.
 - The ledger is not lost while a container runs that the kubelet, or its checkpoint, has forgotten.
 """
 
@@ -69,19 +68,19 @@ NAMES: Final = ("0", "1")
 STATES: Final = tuple(State)
 MINE: Final = Moving(D)
 ALONE: Final = View()
-"""Nothing but the register's own records."""
+"""A view with only the register's own records."""
 CONTAINER: Final = "c"
 VISIBLE: Final = frozenset({"kubepods"})
 SHOWN, OLD, RECENT = 1.0, 1000.0, 2000.0
 BEGUN, FORMER, LATER, NOW = 2, 1, 9, 10
-"""Places of the ledger's sequence: a gathering began; what was before and came after."""
+"""Sequence numbers of the ledger: FORMER before a gathering of evidence began (BEGUN), LATER after it."""
 
 
 class Device(NamedTuple):
-    """A device in the ledger: its record, and what its hold has besides holders.
+    """A device in the ledger: its record, and the fields of its allocation record except holders.
 
-    new: the record changed since a gathering began. fresh: a grant since then. pending, absent: of the hold;
-    absent 1: a scan missed its container, 2: and that is long ago.
+    new: the record changed since a gathering of evidence began. fresh: the device was granted since then. pending,
+    absent: fields of the allocation record; absent 1: a scan missed its container, 2: and that was long ago.
     """
 
     state: int
@@ -93,35 +92,39 @@ class Device(NamedTuple):
 
 
 class At(IntEnum):
-    """How far a pod is: there is none, the kubelet chose a device, Allocate was granted, the device manager has it in
-    memory, a process of it runs (also after it was deleted by force), it has ended.
+    """How far a pod is.
+
+    No pod, the kubelet chose a device, Allocate was granted, the device manager has the pod in memory, a process of the
+    pod runs (also after the pod was deleted by force), the pod has ended.
     """
 
     NONE, CHOSEN, ANSWERED, ADMITTED, RUNS, OVER = range(6)
 
 
 class InApi(IntEnum):
-    """A claim on the API server: nothing, the scheduler chose a device, it is allocated."""
+    """A claim on the API server: no claim, the scheduler chose a device, the claim is allocated."""
 
     NONE, CHOSEN, ALLOCATED = range(3)
 
 
 class OnNode(IntEnum):
-    """A claim on the node: nothing, reserved in the ledger, its file written, prepared, its container ended, its file
-    removed, granted with its answer and without a file (where no hook sets devices up), its container runs, its
-    container runs and the kubelet's claim state does not name the claim.
+    """The state of a claim on the node.
+
+    None, reserved in the ledger, its file written, prepared, its container ended, its file removed, granted with its
+    answer and without a file (if no hook sets devices up), its container runs, its container runs and the kubelet's
+    claim state does not name the claim.
     """
 
     NONE, RESERVED, WRITTEN, PREPARED, ENDED, REMOVED, GRANTED, RUNS, FORGOTTEN = range(9)
 
     @property
     def container_runs(self) -> bool:
-        """Whether a container of it runs."""
+        """Whether a container of the claim runs."""
         return self >= OnNode.RUNS
 
 
 class InLedger(IntEnum):
-    """A claim in the ledger: not there, reserved in memory, reserved on disk, prepared."""
+    """A claim in the ledger: absent, reserved in memory, reserved on disk, prepared."""
 
     NONE, IN_MEMORY, ON_DISK, PREPARED = range(4)
 
@@ -129,21 +132,21 @@ class InLedger(IntEnum):
 class Step(IntEnum):
     """How far the agent is in gathering evidence.
 
-    For moves to DRA: a checkpoint requested, the last one read, the first one read and another requested (only where a
-    write may be late), the ledger has the result. For moves to the plugin: the slice is accepted without the devices,
-    claims are listed.
+    For moves to DRA: a checkpoint is requested, the last one was read, the first one was read and another requested
+    (only if a write may be late), the ledger has the result. For moves to the plugin: the API server has accepted the
+    slice without the devices, claims are listed.
     """
 
     NONE, REQUESTED, READ, READ_FIRST, OBSERVED, WITHDRAWN, LISTED = range(7)
 
 
 class Pod(NamedTuple):
-    """A pod of the plugin side, for as long as anything names it.
+    """A pod of the plugin side, as long as the kubelet, the checkpoint or the ledger names it.
 
-    memory, file: the kubelet's device manager and its checkpoint name it. recorded: it is
-    a holder in the ledger. seen: checkpoints that a scan has read name it: 1 some of them, 2 all; after the scan, it
-    counts as held. draft: what a slow writer of the checkpoint is about to write names it. elsewhere: its processes are
-    in no cgroup that the agent sees.
+    memory, file: the kubelet's device manager and its checkpoint name the pod. recorded: the pod is a holder in the
+    ledger. seen: checkpoints that a scan has read name the pod: 1 some of them, 2 all of them; after the scan, the pod
+    counts as a holder. draft: a checkpoint that a slow writer is about to write names the pod. elsewhere: the pod's
+    processes are in no cgroup that the agent sees.
     """
 
     at: At = At.NONE
@@ -157,27 +160,27 @@ class Pod(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether a process of it runs."""
+        """Whether a process of the pod runs."""
         return self.at == At.RUNS
 
     @property
     def unrecorded(self) -> bool:
-        """Whether it may run and the ledger does not know it."""
+        """Whether the pod may run and the ledger does not know it."""
         return self.at in {At.ADMITTED, At.RUNS} and not self.recorded
 
     @property
     def forgotten(self) -> bool:
-        """Whether it may run, and the kubelet does not know of its device or its checkpoint does not."""
+        """Whether the pod may run, and the kubelet or its checkpoint does not know the pod's device."""
         return self.at in {At.ADMITTED, At.RUNS} and not (self.memory and self.file)
 
     @property
     def unlisted(self) -> bool:
-        """Whether it was granted its device and the kubelet has not written it to the checkpoint yet."""
+        """Whether the pod was granted its device and the kubelet has not written the pod to the checkpoint yet."""
         return self.at == At.ANSWERED or (self.at == At.ADMITTED and not (self.file or self.recorded))
 
 
 class Request(NamedTuple):
-    """A claim, and whether its file is there."""
+    """A claim, and whether its file exists."""
 
     api: InApi = InApi.NONE
     device: int = -1
@@ -187,10 +190,11 @@ class Request(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """How far the agent is in gathering evidence, and what it has found.
+    """How far the agent is in gathering evidence, and what evidence it has.
 
-    moving: the devices that move; of those in TO_DRA the ones that are shown Unhealthy. written: the kubelet has
-    written its checkpoint since the request. late: the scan began long ago. The rest are sets of devices, as pairs.
+    moving: the moving devices; of devices in TO_DRA only the ones that are shown Unhealthy. written: the kubelet has
+    written its checkpoint since the request. late: the scan began long ago. The other fields are sets of devices, as
+    pairs.
     """
 
     step: Step = Step.NONE
@@ -205,7 +209,7 @@ NOTHING: Final = (False, False)
 IDLE: Final = Stage()
 SCAN: Final = frozenset({Step.REQUESTED, Step.READ, Step.READ_FIRST, Step.OBSERVED})
 WAITING: Final = frozenset({Step.REQUESTED, Step.READ_FIRST})
-"""The steps of a scan, and those at which it waits for the kubelet to write its checkpoint."""
+"""The steps of a scan, and the steps at which a scan waits for the kubelet to write its checkpoint."""
 UNDONE: Final = {
     OnNode.RESERVED: OnNode.NONE,
     OnNode.WRITTEN: OnNode.NONE,
@@ -216,9 +220,11 @@ UNDONE: Final = {
 
 
 class SystemState(NamedTuple):
-    """All of it. sent: healthy devices as the agent said last, () without a listener. received: as
-    the kubelet has them. want: the devices in the slice that the agent wants, () before it has said.
-    slice: as the API server has it. writing: a slow writer of the checkpoint is at work.
+    """The state of the whole system.
+
+    sent: the healthy devices of the agent's last list, () without a listener. received: the healthy devices that the
+    kubelet knows. want: the devices in the slice that the agent wants, () before the agent has decided. slice: the
+    devices in the slice of the API server. writing: a slow writer of the checkpoint is at work.
     """
 
     devices: tuple[Device, ...]
@@ -251,11 +257,11 @@ def start(*states: State) -> SystemState:
     )
 
 
-# The ledger's own words and back.
+# Conversion between states and the ledger's records.
 
 
 def snapshot(system: SystemState) -> RegisterSnapshot:
-    """Return the state's ledger as the ledger knows it."""
+    """Return the state's ledger as a snapshot of the register."""
     devices: dict[tuple[str, str], DeviceRecord] = {}
     held: list[tuple[str, tuple[str, str], Record]] = []
     for name, device in zip(NAMES, system.devices, strict=True):
@@ -297,7 +303,7 @@ UNKNOWN: Final = len(STATES)
 
 
 def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
-    """Return the state with this ledger."""
+    """Return the state with the contents of this ledger."""
     scanning = system.stage.step in SCAN
     devices = []
     for name, moving in zip(NAMES, system.stage.moving, strict=True):
@@ -318,7 +324,7 @@ def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
 
 
 def in_ledger(claim: Claim | None) -> InLedger:
-    """Return how far the ledger has a claim."""
+    """Return the model's state of a claim in the ledger."""
     if claim is None:
         return InLedger.NONE
     if claim.result is not None:
@@ -327,13 +333,13 @@ def in_ledger(claim: Claim | None) -> InLedger:
 
 
 def named(now: RegisterSnapshot, uid: str, pod: Pod) -> bool:
-    """Return whether the ledger names a pod as a holder, be it by its container's name alone (a mutation)."""
+    """Return whether the ledger names a pod as a holder, also if only by its container's name (a mutation)."""
     hold = now.allocations.get((R, NAMES[pod.device])) if pod.at else None
     return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
 
 
 def kept(pod: Pod) -> Pod:
-    """Return the pod, or none where nothing names an ended one any more."""
+    """Return the pod, or an empty one if the pod has ended and neither kubelet, checkpoint nor ledger names it."""
     return Pod() if pod.at is At.OVER and not any(pod[2:-1]) else pod
 
 
@@ -348,7 +354,7 @@ def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
 
 
 def at_stage(system: SystemState, stage: Stage) -> SystemState:
-    """Return the state at another stage, what is remembered of the sequence and of a scan made to fit."""
+    """Return the state at another stage; marks that are about an earlier gathering of evidence are cleared."""
     begins = stage.step in {Step.NONE, Step.REQUESTED, Step.WITHDRAWN}
     has_read = stage.step in {Step.READ, Step.READ_FIRST, Step.OBSERVED}
     devices = tuple(
@@ -359,19 +365,19 @@ def at_stage(system: SystemState, stage: Stage) -> SystemState:
 
 
 ANY_FILE: Final = CheckpointVersion(frozenset(), {})
-"""Names no resource: of the kubelet's writers one is slow here."""
+"""A checkpoint without resources, whose writer may be slow."""
 FAULTS: Final = frozenset({"force", "lose", "claims"})
 """Faults: pods deleted by force, the checkpoint lost, the kubelet's claim state lost."""
 
 
 class Small:
-    """The steps of such a node, and what may go wrong with it.
+    """The steps of such a node, and its possible faults.
 
-    crashes: kubelet and agent may die. damage: the ledger may be lost. faults: see `FAULTS`. turns: moves may turn
-    round while evidence is gathered, though the handover does one after the other. cgroups: the tree is visible.
-    blind: the agent looks where only some of the kubelet's pods have their cgroups. slow: the kubelet may write a
-    checkpoint that it made up before others were written. reasons: why devices move is
-    remembered, which only the plan of moves asks for.
+    crashes: kubelet and agent may die. damage: the ledger may be lost. faults: see `FAULTS`. turns: moves may begin or
+    be reversed while evidence is gathered, though the handover does one after the other. cgroups: the cgroup tree is
+    visible. blind: the agent sees the cgroups of only some of the kubelet's pods. slow: the kubelet may write a
+    checkpoint whose contents are older than those of a checkpoint already written. reasons: the state has the reason of
+    a move, which only the plan of moves uses.
     """
 
     def __init__(
@@ -405,7 +411,7 @@ class Small:
     def do(
         self, system: SystemState, key: Hashable, operation: Callable[[], Operation[object]]
     ) -> tuple[object, SystemState]:
-        """Let the ledger decide what it has not decided yet. key: tells the operation from others."""
+        """Apply an operation of the ledger; the results are cached. key: identifies the operation."""
         holders_known = tuple((pod.device, pod.recorded) for pod in system.pods)
         asked = (system.devices, holders_known, system.claims, system.stage.step, system.stage.moving, key)
         known = self._known.get(asked)
@@ -428,10 +434,10 @@ class Small:
         )
         return answer, system._replace(devices=after.devices, pods=(one, two), claims=after.claims)
 
-    # All that may come next.
+    # All possible steps.
 
     def successors(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Return every step that is possible, and where it leads."""
+        """Yield every possible step with the state that it leads to."""
         yield from self.kubelet(system)
         yield from self.scheduler(system)
         if system.alive:
@@ -444,7 +450,7 @@ class Small:
         yield from self.fate(system)
 
     def kubelet(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Choose devices, keep what was given in memory and in the checkpoint, run pods; take in the list."""
+        """Steps of the kubelet: choose devices, record allocations, write checkpoints, run pods, receive the list."""
         taken = {pod.device for pod in system.pods if pod.at in {At.CHOSEN, At.ANSWERED} or pod.memory}
         more = sum(pod.at is not At.NONE for pod in system.pods) < self.pods
         for number, pod in enumerate(system.pods):
@@ -507,7 +513,7 @@ class Small:
         return system._replace(pods=(one, two), stage=stage)
 
     def scheduler(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Choose devices for claims from the slice, write it down however late; take claims away."""
+        """Steps of the scheduler: choose devices from the slice, write allocations however late, deallocate claims."""
         given = {claim.device for claim in system.claims if claim.api}
         more = sum(claim != Request() for claim in system.claims) < self.claims
         for number, claim in enumerate(system.claims):
@@ -518,11 +524,11 @@ class Small:
             elif claim.api is InApi.CHOSEN:
                 yield f"allocate c{number}", changed(system, number, api=InApi.ALLOCATED)
             elif claim.api is InApi.ALLOCATED:
-                # In whatever state it is here: a pod may be deleted by force.
+                # In any state on this node: a pod may be deleted by force.
                 yield f"deallocate c{number}", with_claim(system, number, gone(claim._replace(api=InApi.NONE)))
 
     def side(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Answer Allocate, unless a known holder runs; send the list."""
+        """Answer Allocate, which is refused if a recorded holder may run; send the list."""
         for number, pod in enumerate(system.pods):
             if pod.at is At.CHOSEN:
                 name = NAMES[pod.device]
@@ -539,12 +545,12 @@ class Small:
             yield "send", system._replace(sent=healthy)
 
     def healthy(self, system: SystemState) -> tuple[bool, bool]:
-        """Return what ListAndWatch shows."""
+        """Return the devices that ListAndWatch shows as healthy."""
         one, two = (d.state < UNKNOWN and STATES[d.state].healthy for d in system.devices)
         return one, two
 
     def driver(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Prepare and unprepare, in the driver's steps; clear up what nobody wants."""
+        """Prepare and unprepare claims, in the driver's steps; remove claims and files that are no longer needed."""
         for number, claim in enumerate(system.claims):
             uid = "01"[number]
             if claim.node is OnNode.NONE and claim.api is InApi.ALLOCATED:
@@ -600,7 +606,7 @@ class Small:
                 yield f"sweep c{number}", with_claim(system, number, gone(claim._replace(file=False)))
 
     def offering(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Say what the slice is to be; have it accepted."""
+        """Decide on the wanted slice, and let the API server accept it."""
         want = self.wanted(system)
         if system.want != want:
             yield "want", system._replace(want=want)
@@ -608,12 +614,12 @@ class Small:
             yield "accept", system._replace(slice=system.want)
 
     def wanted(self, system: SystemState) -> tuple[bool, bool]:
-        """Return what the slice is to be."""
+        """Return the devices of the wanted slice."""
         one, two = (d.state < UNKNOWN and STATES[d.state].offered for d in system.devices)
         return one, two
 
     def moves(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Begin a move, or turn one round."""
+        """Begin a move, or reverse one."""
         for name in self.names:
             for side in Side:
                 answer, after = self.do(
@@ -687,24 +693,24 @@ class Small:
             yield "commit to plugin", at_stage(after, IDLE)
 
     def withdrawn(self, system: SystemState, moving: Collection[str], free: Collection[str]) -> SystemState:
-        """Go on if the API server has taken the slice that the agent wants, without the devices."""
+        """Go on if the API server has accepted the slice that the agent wants, without the devices."""
         taken = bool(system.want) and system.want == system.slice
         accepted = [name for name in free if taken and not system.slice[int(name)]]
         return at_stage(system, Stage(Step.WITHDRAWN, flags(moving), first=flags(accepted))) if accepted else system
 
     def allocated(self, system: SystemState) -> Mapping[str, str]:
-        """Return what a list of claims says now."""
+        """Return the devices that a list of claims shows as allocated now."""
         return {NAMES[claim.device]: "default/c" for claim in system.claims if claim.api is InApi.ALLOCATED}
 
     def processes(self, system: SystemState) -> PodProcesses:
-        """Return of which pods processes run; pods of claims are named after these."""
+        """Return the pods with processes; the pod of claim N is called cN."""
         running = {str(uid) for uid, pod in enumerate(system.pods) if pod.runs}
         running |= {f"c{uid}" for uid, claim in enumerate(system.claims) if claim.node.container_runs}
         if not self.cgroups:
             return PodProcesses(directories=frozenset(running))
         if not self.blind:
             return PodProcesses(frozenset(running))
-        # A scan that has recorded a pod has found out whether it is in the cgroups; of others nothing is known.
+        # A scan that has recorded a pod knows whether the pod is in a visible cgroup; of other pods nothing is known.
         pods = {str(uid): pod for uid, pod in enumerate(system.pods)}
         places = {uid: HIDDEN if pod.elsewhere else VISIBLE for uid, pod in pods.items() if pod.recorded}
         there = frozenset(uid for uid in running if uid not in pods or not pods[uid].elsewhere)
@@ -712,7 +718,7 @@ class Small:
         return PodProcesses(there, frozenset(running), visible=VISIBLE, shown=shown)
 
     def scanned(self, system: SystemState) -> HolderSnapshot:
-        """Return what a scan comes to: the checkpoint as it was read, the processes as of now."""
+        """Return the result of a scan: the checkpoint as it was read, the processes as of now."""
         stage = system.stage
         registered = {R: frozenset(names(stage.first))}
         checkpoints = [
@@ -724,10 +730,10 @@ class Small:
         seen = HolderEvidence(checkpoints, stage.written, self.processes(system))
         return holders.holders(recorded(system), seen, OLD if stage.late else RECENT)
 
-    # What befalls them.
+    # Crashes and time.
 
     def fate(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Time passes; somebody dies."""
+        """Time passes, the kubelet restarts, or the agent dies or starts."""
         if any(d.absent == 1 for d in system.devices) and not any(pod.unlisted for pod in system.pods):
             devices = tuple(d._replace(absent=2 if d.absent else 0) for d in system.devices)
             late = system.stage._replace(late=system.stage.step in {Step.REQUESTED, Step.READ, Step.READ_FIRST})
@@ -753,7 +759,7 @@ class Small:
             yield "agent starts", self.started(system)
 
     def started(self, system: SystemState) -> SystemState:
-        """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
+        """Start the agent: it compares the ledger with the holders in a checkpoint that was written at its request."""
         system = self.filed(system, *(pod.memory for pod in system.pods))
         checkpoint = CheckpointVersion(frozenset(allocations(system, "file")), {})
         now = holders.holders(recorded(system), HolderEvidence([checkpoint], True, self.processes(system)), RECENT)
@@ -773,10 +779,10 @@ class Small:
         )
         return after._replace(alive=True)
 
-    # What must never be, and what must come.
+    # What must never happen, and what must happen in the end.
 
     def wrong(self, system: SystemState) -> str:
-        """Say what is wrong with a state; "" if nothing is."""
+        """Return what is wrong with a state; "" if nothing is."""
         if problem := self.doubled(system):
             return problem
         for device in range(len(self.names)):
@@ -788,7 +794,7 @@ class Small:
         return ""
 
     def doubled(self, system: SystemState) -> str:
-        """Say which device containers of two holders have at the same time; "" if there is none."""
+        """Return which device has running containers of two holders; "" if none has."""
         for device in range(len(self.names)):
             running = sum(pod.runs and pod.device == device for pod in system.pods)
             running += sum(claim.node.container_runs and claim.device == device for claim in system.claims)
@@ -797,13 +803,13 @@ class Small:
         return ""
 
     def through_both(self, system: SystemState) -> str:
-        """Say which device a pod and a claim hold at the same time; "" if there is none."""
+        """Return which device a running pod and a running claim hold at the same time; "" if there is none."""
         given = {pod.device for pod in system.pods if pod.runs}
         given &= {claim.device for claim in system.claims if claim.node.container_runs}
         return f"device {min(given)} is held on both sides" if given else ""
 
     def ending(self, system: SystemState, *, serve: bool = False) -> Iterator[SystemState]:
-        """Return what comes next until all has ended that was begun, whatever share is asked for.
+        """Yield the next states while everything that was begun ends, for any requested share.
 
         serve: claims that are allocated stay, and the kubelet tries to prepare them.
         """
@@ -828,7 +834,7 @@ class Small:
             yield from (after for _, after in self.gathering(system))
 
     def calming(self, system: SystemState, share: Share, *, serve: bool = False) -> Iterator[SystemState]:
-        """Return what comes next when nobody dies and nothing new comes, most urgent first.
+        """Yield the next states without crashes and without new pods and claims, the most urgent state first.
 
         Pods and claims end, and the agent goes on until it has nothing to do.
         """
@@ -853,7 +859,7 @@ class Small:
             yield self.started(system)
 
     def lost(self, system: SystemState, share: Share) -> str:
-        """Say what is lost for ever when all is calm; "" if nothing is."""
+        """Return which device or share is wrong for good in a state at rest; "" if none is."""
         for device in range(len(self.names)):
             plugin, dra = system.received[device], system.slice[device]
             if plugin == dra:
@@ -863,7 +869,7 @@ class Small:
         return ""
 
     def unserved(self, system: SystemState) -> str:
-        """Say which claim waits for ever for a device that nobody has; "" if none does."""
+        """Return which allocated claim is never prepared; "" if there is none."""
         for number, claim in enumerate(system.claims):
             if claim.api is InApi.ALLOCATED and claim.node not in {OnNode.PREPARED, OnNode.RUNS, OnNode.FORGOTTEN}:
                 return f"claim {number} is not prepared"
@@ -871,14 +877,14 @@ class Small:
 
 
 class Calm:
-    """Asks of each state what becomes of it when it is left alone, whatever share is asked for."""
+    """Checks of each state that it comes to rest without lost devices, for every share."""
 
     def __init__(self, small: Small) -> None:
         self.small = small
         self._fine: set[tuple[Hashable, ...]] = set()
 
     def __call__(self, system: SystemState) -> None:
-        """Fail if something is lost for ever, or nothing ever comes to rest."""
+        """Fail if a device stays lost, or if the system never comes to rest."""
         for count in range(len(self.small.names) + 1):
             for serve in (False, True):
                 self._rest(system, Share(count), serve=serve)
@@ -903,7 +909,7 @@ class Calm:
 
 
 def died(system: SystemState) -> SystemState:
-    """Return the state after the agent was killed: what is on disk stays, what was answered was."""
+    """Return the state after the agent was killed: the records on disk and the answers given remain."""
     devices = tuple(d._replace(new=False, fresh=False, absent=0) for d in system.devices)
     one, two = (kept(pod._replace(seen=0)) for pod in system.pods)
     claims = []
@@ -924,7 +930,7 @@ def died(system: SystemState) -> SystemState:
 
 
 def restarted(system: SystemState) -> SystemState:
-    """Return the state after the kubelet was restarted: it knows what its checkpoint names."""
+    """Return the state after a restart of the kubelet, which then knows the pods of its checkpoint."""
     pods = []
     for pod in system.pods:
         after = pod._replace(memory=pod.file, draft=False)
@@ -935,13 +941,13 @@ def restarted(system: SystemState) -> SystemState:
 
 
 def drafted(system: SystemState, *names: bool) -> SystemState:
-    """Return the state with a writer that has made up a checkpoint of these pods; with none if there are no names."""
+    """Return the state with a slow writer whose checkpoint has these pods; without names, with no slow writer."""
     one, two = (kept(pod._replace(draft=name)) for pod, name in zip(system.pods, names or (False, False), strict=True))
     return system._replace(pods=(one, two), writing=bool(names))
 
 
 def allocations(system: SystemState, of: str) -> list[Allocation]:
-    """Return the allocations of the pods of which something is so."""
+    """Return the allocations of the pods for which the field `of` is set."""
     return [
         Allocation(str(uid), CONTAINER, R, NAMES[pod.device])
         for uid, pod in enumerate(system.pods)
@@ -979,12 +985,12 @@ def changed(system: SystemState, number: int, **fields: Any) -> SystemState:
 
 
 def gone(claim: Request) -> Request:
-    """Return the claim, or a new one where nothing is left of it."""
+    """Return the claim, or an empty one if the claim is on neither the API server nor the node nor in the ledger."""
     return Request() if not (claim.api or claim.node or claim.file or claim.record) else claim
 
 
 def canonical(system: SystemState, *, alike: bool = True) -> SystemState:
-    """Return the same for states that differ in names only. alike: devices' names count as such."""
+    """Return one representative of all states that differ in names only. alike: names of devices may differ."""
     one, two = system.devices
     if one > two and alike:
         return swapped(system)
@@ -1027,7 +1033,7 @@ def swapped(system: SystemState) -> SystemState:
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """What an exploration found. whole: nothing is left to be seen. trace: the shortest way to harm."""
+    """The result of an exploration. whole: all states were visited. trace: the shortest way to a wrong state."""
 
     states: int
     depth: int
@@ -1047,8 +1053,8 @@ def explore(
 ) -> Explored:
     """Visit all states, breadth first, until `most` are known or the time is over.
 
-    wrong: what must not be, `Small.wrong` unless given. traced: remember the way to each state,
-    which takes much memory; else a state is remembered by 64 bits.
+    wrong: returns what is wrong with a state, `Small.wrong` unless given. traced: remember the way to each state, which
+    takes much memory; else each state is remembered by its 64-bit hash.
     """
     wrong = wrong or small.wrong
     until = time.monotonic() + seconds

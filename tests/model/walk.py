@@ -1,7 +1,7 @@
-"""A node on which everything may be configured, listed, lost and started in any order; random, or as a test says.
+"""A node on which configuration, listings, losses and starts come in any order: random, or as a test requests.
 
-What the agent does at the same time are tasks that wait at each step of the ledger and of the API server until the
-walk lets them go on. Who holds what is judged by what runs (`tests.model.outside`).
+Concurrent work of the agent runs in tasks that wait at each step of the ledger and of the API server until the walk
+lets them go on. The holders of a device are the running containers (`tests.model.outside`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.model.outside import LISTS, Claim, Container, D, E, Outside, Pod, R, 
 
 MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TURNS: Final = 60
-"""So many turns of the loop bring every task to where it waits."""
+"""The number of turns of the event loop after which every task waits."""
 SETTINGS: Final = st.builds(
     Setting,
     st.sampled_from([D, D, E, ""]),
@@ -53,7 +53,7 @@ LOSSES: Final = st.sampled_from(
         frozenset({"register", "copy"}),
     ]
 )
-"""What is lost while no agent runs; of any two that tell who holds a device, a third one still does."""
+"""Records that are lost while no agent runs; of the records that name holders, at least one always remains."""
 SOME: Final = st.integers(0, 5)
 
 
@@ -83,7 +83,7 @@ class Walk(RuleBasedStateMachine):
             self.close()
 
     def close(self) -> None:
-        """End everything."""
+        """Stop the agent, cancel all tasks and remove the directory."""
         if self.life is not None:
             self.life.die()
         for _, done in self.outside.hooks:
@@ -100,7 +100,7 @@ class Walk(RuleBasedStateMachine):
     # The tasks' turns.
 
     def turn(self) -> None:
-        """Let every task come to where it waits."""
+        """Let every task run until it waits."""
 
         async def turns() -> None:
             for _ in range(TURNS):
@@ -113,7 +113,7 @@ class Walk(RuleBasedStateMachine):
         self.work = [one for one in self.work if not one[1].done()]
 
     def begin(self, what: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Begin something; nothing of the kind may be under way."""
+        """Begin a task, unless a task of this name runs."""
         if any(name == what for name, _ in self.work):
             coroutine.close()
             return
@@ -121,7 +121,7 @@ class Walk(RuleBasedStateMachine):
         self.turn()
 
     def finish(self) -> None:
-        """Let everything that is under way end."""
+        """Let all running tasks end."""
         for _ in range(500):
             if not self.outside.gate.waiting:
                 self.turn()
@@ -131,18 +131,18 @@ class Walk(RuleBasedStateMachine):
             self.turn()
 
     def do(self, what: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Do something from its begin to its end."""
+        """Run a task from begin to end."""
         self.begin(what, coroutine)
         self.finish()
 
     @property
     def here(self) -> Life:
-        """The agent that runs."""
+        """The running agent."""
         assert self.life is not None
         return self.life
 
     def runtime(self, index: int) -> DriverRuntime | None:
-        """Return one of the drivers."""
+        """Return one of the drivers, or None without drivers."""
         found = [self.here.drivers[name] for name in sorted(self.here.drivers)]
         return found[index % len(found)] if found else None
 
@@ -154,7 +154,7 @@ class Walk(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """Start an agent; what it does before it serves is not interrupted."""
+        """Start an agent; its work before it serves is not interrupted."""
         self.begun = True
         self.outside.gate.open = True
         self.life = Life(self.outside, self.config)
@@ -168,7 +168,7 @@ class Walk(RuleBasedStateMachine):
         self.here.die()
         self.life, self.work, self.outside.gate.waiting = None, [], []
         self.sent, self.outside.registered = {}, dict.fromkeys(self.outside.registered, frozenset[str]())
-        for _, done in self.outside.hooks:  # they were the agent's
+        for _, done in self.outside.hooks:  # the hooks belonged to the agent
             done.set()
         for pod in self.outside.pods:
             if pod.at == "busy":
@@ -243,7 +243,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(key=st.sampled_from(sorted(LISTS)), there=st.booleans())
     def device_is_plugged(self, key: tuple[str, str], there: bool) -> None:
-        """Or unplugged."""
+        """The device is unplugged if `there` is false."""
         self.outside.lists.pop(key, None)
         if there:
             self.outside.lists[key] = LISTS[key]
@@ -304,7 +304,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(rounds=st.integers(1, 3))
     def all_goes_well_for_a_while(self, rounds: int = 3) -> None:
-        """What the agent does by itself, while what pods and claims do stands still."""
+        """The agent does all its periodic work, while pods and claims do not change."""
         self.outside.prompt = True
         for _ in range(rounds):
             self.finish()
@@ -361,7 +361,7 @@ class Walk(RuleBasedStateMachine):
                 return
 
     async def allocate(self, pod: Pod) -> None:
-        """Ask for a pod's device, as the kubelet does."""
+        """Call Allocate for a pod's device, as the kubelet does."""
         try:
             await self.here.allocate(pod)
         except (RefusedError, LedgerError):
@@ -386,7 +386,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: len(self.outside.drafts) < 2)
     @rule()
     def checkpoint_is_made_up(self) -> None:
-        """A writer has made up its contents and writes the file late; the kubelet has two writers."""
+        """One of the kubelet's two writers has composed a checkpoint and writes the file later."""
         self.outside.drafts.append(self.outside.made_up())
 
     @precondition(lambda self: self.outside.drafts)
@@ -409,7 +409,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(resource=st.sampled_from([R, R, S]), index=SOME)
     def pod_starts_well(self, resource: str = R, index: int = 0) -> None:
-        """All of a pod's start without anything in between."""
+        """A pod starts, with nothing in between its steps."""
         self.list_is_sent(resource)
         self.kubelet_chooses(resource, index)
         self.allocate_arrives()
@@ -426,7 +426,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(index=SOME)
     def pod_is_deleted_by_force(self, index: int = 0) -> None:
-        """Its container runs on, and the kubelet counts its device as free."""
+        """The pod's container runs on, and the kubelet counts its device as free."""
         there = [pod for pod in self.outside.pods if pod.at == "runs" and self.recorded(pod)]
         if there:
             there[index % len(there)].memory = False
@@ -473,7 +473,7 @@ class Walk(RuleBasedStateMachine):
             self.life.hang_up()
 
     def kubelet_loses_its_checkpoint(self) -> None:
-        """It restarts without its checkpoint, and the agent registers again, perhaps before any scan after a grant."""
+        """The kubelet restarts without its checkpoint and the agent registers again, perhaps before a scan."""
         self.outside.checkpoint = CheckpointVersion(frozenset(), {})
         for pod in self.outside.pods:
             pod.memory = False
@@ -501,7 +501,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.outside.server_up)
     @rule(index=SOME, driver=st.sampled_from([D, D, E]), device=SOME)
     def claim_is_allocated_elsewhere(self, index: int = 0, driver: str = D, device: int = 0) -> None:
-        """Deallocated while its old pod may run here, and used again by a pod of the same name."""
+        """A claim is deallocated while its old pod may run here, and is allocated again for a new pod."""
         there = self.outside.slices[driver].there if driver in self.outside.slices else {}
         claims = [one for one in self.outside.claims.values() if one.allocated and one.node != "busy"]
         if not claims:
@@ -517,7 +517,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(index=SOME, end=st.booleans())
     def kubelet_prepares(self, index: int = 0, end: bool = True) -> None:
-        """Also a claim that is prepared: a restarted kubelet asks again, with the pod that uses the claim now."""
+        """Also for a prepared claim: a restarted kubelet prepares again, for the pod that uses the claim now."""
         nodes = {"none", "prepared", "stopped"}
         ready = [one for one in self.outside.claims.values() if one.allocated and one.node in nodes]
         if ready:
@@ -529,7 +529,7 @@ class Walk(RuleBasedStateMachine):
                     self.finish()
 
     async def prepare(self, claim: Claim, before: str) -> None:
-        """Have a claim prepared, as the kubelet does."""
+        """Call NodePrepareResources for a claim, as the kubelet does."""
         asked = claim.pod
         claim.pods.add(asked)
         self.outside.write_state()
@@ -555,7 +555,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None and self.outside.server_up)
     @rule(driver=st.sampled_from([D, D, E]), index=SOME)
     def claim_starts_well(self, driver: str = D, index: int = 0) -> None:
-        """All of a claim's start without anything in between."""
+        """A claim starts, with nothing in between its steps."""
         before = set(self.outside.claims)
         self.scheduler_chooses(driver, index)
         self.scheduler_writes()
@@ -583,7 +583,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(index=SOME)
     def pod_with_claim_is_deleted_by_force(self, index: int = 0) -> None:
-        """The kubelet forgets it and unprepares its claim, while its container runs."""
+        """The kubelet forgets the pod and unprepares its claim, while its container runs."""
         there = [one for one in self.outside.claims.values() if one.node == "prepared"]
         if there:
             there[index % len(there)].pods.clear()
@@ -593,7 +593,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule()
     def kubelet_wipes_slices(self) -> None:
-        """It deletes those of drivers that are not registered any more (kubelet 1.36, cm/dra/plugin)."""
+        """The kubelet deletes the slices of drivers that are no longer registered (kubelet 1.36, cm/dra/plugin)."""
         for driver in self.outside.slices.keys() - self.here.drivers.keys():
             del self.outside.slices[driver]
 
@@ -618,7 +618,7 @@ class Walk(RuleBasedStateMachine):
                     self.finish()
 
     async def unprepare(self, claim: Claim) -> None:
-        """Have a claim unprepared, as the kubelet does."""
+        """Call NodeUnprepareResources for a claim, as the kubelet does."""
         try:
             await self.here.unprepare(claim)
         except ClaimError:
@@ -631,7 +631,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.outside.server_up)
     @rule(index=SOME)
     def claim_goes(self, index: int = 0) -> None:
-        """Deleted in whatever state it is in: also by force, while its container runs."""
+        """A claim is deleted in any state: also by force, while its container runs."""
         there = [claim for claim in self.outside.claims.values() if claim.exists]
         if there:
             claim = there[index % len(there)]
@@ -643,11 +643,11 @@ class Walk(RuleBasedStateMachine):
     def api_server(self, up: bool) -> None:
         self.outside.server_up = up
 
-    # Others.
+    # Other vendors and hooks.
 
     @rule(hardware=st.sampled_from(["", "", "h0", "h1"]))
     def foreign_claim(self, hardware: str = "") -> None:
-        """Another vendor's claim, on a device called like one of ours; perhaps it is one of ours."""
+        """Another vendor's claim for a device with the name of one of the agent's devices, perhaps the same hardware."""
         if len(self.outside.foreign) > 1 or (hardware and (self.work or self.asked_for(hardware))):
             return
         self.outside.foreign[self.outside.new_pod(old=True)] = hardware
@@ -655,7 +655,7 @@ class Walk(RuleBasedStateMachine):
         self.outside.write_state()
 
     def asked_for(self, hardware: str) -> bool:
-        """Return whether any of our pods or claims has, or may be about to get, a piece of hardware."""
+        """Return whether a pod or claim of the agent has, or may be about to get, a piece of hardware."""
         held = any(of == hardware for of, _, _ in self.outside.holders())
         pods = any(pod.at != "over" for pod in self.outside.pods)
         return (
@@ -682,14 +682,14 @@ class Walk(RuleBasedStateMachine):
         self.outside.hooks = []
         self.turn()
 
-    # What must be.
+    # What must never happen.
 
     def wrong(self) -> str:
-        """Say what is wrong; "" if nothing is."""
+        """Return what is wrong; "" if nothing is."""
         return self.outside.wrong() or self.problem or self.doubled_offer()
 
     def doubled_offer(self) -> str:
-        """Say which device is offered twice; "" if none is, or the ledger was lost."""
+        """Return which device is offered twice; "" if none is, or the ledger was lost."""
         if self.damaged:
             return ""
         shown: dict[tuple[str, str], list[str]] = {}
@@ -712,10 +712,10 @@ class Walk(RuleBasedStateMachine):
             for record in self.life.ledger.snapshot.devices.values():
                 assert record.state is not State.QUARANTINED, record
 
-    # What must come.
+    # What must happen in the end.
 
     def leave_alone(self) -> None:
-        """Let everything end and nothing fail, with the plain configuration; then nothing may be lost."""
+        """End all pods, claims and faults, with a plain configuration; then no device may be lost."""
         self.outside.server_up, self.outside.prompt, self.outside.disk_fails = True, True, 0
         self.outside.drafts.clear()
         self.hooks_hang(stuck=False)
@@ -747,7 +747,7 @@ class Walk(RuleBasedStateMachine):
             self.time_passes()
             for uid, claim in list(self.outside.claims.items()):
                 unknown = claim.answer is None and claim.driver not in self.here.drivers
-                if claim.node == "none" or unknown:  # a driver that never prepared it, and that nobody names
+                if claim.node == "none" or unknown:  # a claim that its driver never prepared and that nothing names
                     del self.outside.claims[uid]
             self.nothing_is_wrong()
             if not (what := self.unrested(share)):
@@ -756,7 +756,7 @@ class Walk(RuleBasedStateMachine):
         raise AssertionError(f"not at rest: {what}: {self.here.agent.register.snapshot}")
 
     def unrested(self, share: int) -> str:
-        """Say what is lost; "" if nothing is."""
+        """Return which device, claim or allocation is not at rest; "" if none."""
         slices = {
             driver: sorted(entry.key[1] for entry in mine.there.values())
             for driver, mine in self.outside.slices.items()
@@ -777,5 +777,5 @@ class Walk(RuleBasedStateMachine):
 
 
 def replace_ended(pod: Pod) -> Pod:
-    """Return a pod that has ended, and that the kubelet has forgotten."""
+    """Return the pod as ended and forgotten by the kubelet."""
     return replace(pod, at="over", memory=False)

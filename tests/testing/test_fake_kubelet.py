@@ -1,4 +1,4 @@
-"""The fake kubelet against a plugin without the framework: it does what kubelet 1.36.3 does."""
+"""The fake kubelet, tested with a plugin without the framework: it behaves like kubelet 1.36.3."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def taken(kubelet: FakeKubelet, *pods: FakePod) -> set[str]:
 
 class TestRegistration:
     def test_dial_back_comes_before_the_answer(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Register is answered after GetDevicePluginOptions was, so a plugin that blocks on itself hangs."""
+        """The kubelet answers Register only after the plugin has answered GetDevicePluginOptions."""
         plugin = plugins(fake_kubelet, "a", register=False)
         hold = Hold(plugin, "GetDevicePluginOptions")
         registering = background(plugin.register)
@@ -60,7 +60,7 @@ class TestRegistration:
         assert fake_kubelet.wait_registered(RESOURCE).endpoint == "bare.sock"
 
     def test_options_are_those_the_plugin_serves(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The options in the request are ignored; those of GetDevicePluginOptions count."""
+        """The options in the Register request are ignored; the options of GetDevicePluginOptions count."""
         plugin = plugins(fake_kubelet, "a", register=False)
         plugin.register(options=pb.DevicePluginOptions(pre_start_required=True))
         fake_kubelet.wait_devices(RESOURCE, 1)
@@ -69,7 +69,7 @@ class TestRegistration:
         assert fake_kubelet.registrations[0].options == pb.DevicePluginOptions()
 
     def test_version_is_checked(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Any version but v1beta1 is refused, with code UNKNOWN as grpc-go gives plain errors."""
+        """A Register with another version than v1beta1 is refused with code UNKNOWN."""
         plugin = plugins(fake_kubelet, "a", register=False)
         with pytest.raises(grpc.RpcError) as failure:
             plugin.register(version="v1alpha1")
@@ -101,7 +101,7 @@ class TestRegistration:
         assert is_extended_resource_name(name) is good
 
     def test_register_before_serving(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """A plugin that registers and does not serve waits for the dial, and is refused."""
+        """Register of a plugin that does not serve yet is refused after the dial timeout."""
         kubelet = kubelets(dial_timeout=0.3)
         plugin = plugins(kubelet, "a", register=False)
         plugin.endpoint = "other.sock"
@@ -112,7 +112,7 @@ class TestRegistration:
         assert RESOURCE not in kubelet.resources()
 
     def test_a_plugin_that_accepts_and_hangs(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """The options have no deadline of the kubelet's own, only the caller's."""
+        """GetDevicePluginOptions has no deadline of the kubelet: a plugin that answers after 0.3 s is registered."""
         kubelet = kubelets(dial_timeout=0.1)
         plugin = plugins(kubelet, "a", register=False)
         hold = Hold(plugin, "GetDevicePluginOptions")
@@ -125,10 +125,10 @@ class TestRegistration:
         kubelet.wait_registered(RESOURCE)
 
     def test_a_caller_that_gives_up_ends_the_dial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The dial ends with the caller's deadline, long before its own."""
+        """The dial ends with the deadline of the Register call, before the dial timeout."""
         plugin = plugins(fake_kubelet, "a", register=False)
         plugin.endpoint = "other.sock"
-        # The caller's clock, or that of the kubelet's call to the plugin, which has the same deadline.
+        # The error has the caller's deadline, or the deadline of the kubelet's call to the plugin, which is the same.
         with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
             plugin.register(timeout=0.2)
         fake_kubelet.wait_until(lambda: len(fake_kubelet.rejections) == 1, 5)
@@ -136,7 +136,7 @@ class TestRegistration:
 
 class TestStreams:
     def test_resource_is_forgotten(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """A resource whose plugin stays away is forgotten after the grace, and not before."""
+        """A resource whose plugin has stopped is forgotten after the grace period, not before."""
         kubelet = kubelets(stop_grace=0.3)
         plugins(kubelet, "a").stop()
         kubelet.wait_devices(RESOURCE, 0)
@@ -145,7 +145,7 @@ class TestStreams:
         assert kubelet.devices(RESOURCE) == {}
 
     def test_register_again_before_the_end(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Under 1.36.3 the end of the old stream disconnects the new registration of the same name."""
+        """Under 1.36.3 the end of the old stream disconnects a new registration of the same resource."""
         old = plugins(fake_kubelet, "a")
         new = plugins(fake_kubelet, "b", endpoint="new.sock")
         fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"b"})
@@ -158,14 +158,14 @@ class TestStreams:
         assert pod.reason == "UnexpectedAdmissionError"
 
     def test_old_stream_still_counts(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """While two streams of one name are open, the list that came last is believed, whoever sent it."""
+        """While two streams of one resource are open, the latest list counts, of either stream."""
         old = plugins(fake_kubelet, "a")
         plugins(fake_kubelet, "b", endpoint="new.sock")
         old.show("a", "x")
         fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"a", "x"})
 
     def test_failed_registration_hides_the_old_one(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """After a failed second registration the end of the first stream goes unnoticed."""
+        """After a failed second registration, the kubelet does not notice the end of the first stream."""
         kubelet = kubelets(dial_timeout=0.2)
         plugin = plugins(kubelet, "a")
         plugin.endpoint = "missing.sock"
@@ -187,7 +187,7 @@ class TestStreams:
 
 class TestAllocation:
     def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that asks for what no plugin serves does not run; the error says what is served."""
+        """A pod with a resource that no plugin serves fails; the error names the served resources."""
         with pytest.raises(PodFailedError, match=r"asks for example\.com/thing, which no plugin serves; .*: nothing"):
             fake_kubelet.run_pod("p", ONE)
         plugins(fake_kubelet, "a")
@@ -199,7 +199,7 @@ class TestAllocation:
         assert fake_kubelet.run_pod("p", {**ONE, "cpu": 1, "hugepages-2Mi": 1}).running
 
     def test_no_list(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod past the scheduler does not pass for running without the devices of its limits."""
+        """A pod of a resource without a device list fails: it would run with 0 of 1 devices."""
         plugin = plugins(fake_kubelet, "a", register=False)
         plugin.before_answer = fail("ListAndWatch")
         plugin.register()
@@ -223,7 +223,7 @@ class TestAllocation:
             pod.wait_running()
 
     def test_device_vanishes_in_flight(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A device that leaves the list while it is being given would crash the kubelet, and a test hears of it."""
+        """A device that leaves the list during its Allocate would crash the kubelet; the test gets KubeletCrashError."""
         plugin = plugins(fake_kubelet, "a")
         hold = Hold(plugin, "Allocate")
         pod = fake_kubelet.start_pod("p", ONE)
@@ -237,7 +237,7 @@ class TestAllocation:
         fake_kubelet.crashes.clear()
 
     def test_device_gets_sick_in_flight(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A device that becomes unhealthy while it is being given is given all the same."""
+        """A device that becomes unhealthy during its Allocate is allocated."""
         plugin = plugins(fake_kubelet, "a")
         hold = Hold(plugin, "Allocate")
         pod = fake_kubelet.start_pod("p", ONE)
@@ -249,7 +249,7 @@ class TestAllocation:
         assert fake_kubelet.device_health(pod) == {RESOURCE: {"a": "Unhealthy"}}
 
     def test_init_containers_hand_on(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Containers get the devices of finished init containers first, and not those of sidecars."""
+        """A sidecar that follows an init container reuses its device; the containers do not get the sidecar's device."""
         plugin = plugins(fake_kubelet, "a", "b", "c")
         pod = fake_kubelet.run_pod(
             "p",
@@ -257,14 +257,14 @@ class TestAllocation:
             init_containers=[ContainerSpec("init", ONE), ContainerSpec("side", ONE, restartable=True)],
         )
         init, side, x = (set(pod.container(name).device_ids) for name in ("init", "side", "x"))
-        # The sidecar comes second and takes the init container's device with it.
+        # The sidecar comes second and keeps the init container's device.
         assert side == init
         assert x == {"a", "b", "c"} - side
         assert pod.requests == {RESOURCE: 3}
         assert len(plugin.allocations) == 3
 
     def test_a_claim_serves_the_limit(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A limit that a claim serves is not asked of the plugin, and still counts for the scheduler."""
+        """A limit that a claim serves causes no Allocate, and still counts for the scheduler."""
         plugin = plugins(fake_kubelet, "a")
         spec = ContainerSpec("main", ONE, through_dra=[RESOURCE])
         pod = fake_kubelet.start_pod("claims", containers=[spec]).wait_running()
@@ -272,14 +272,14 @@ class TestAllocation:
         assert not fake_kubelet.start_pod("plugin", ONE).bound
 
     def test_a_claim_and_pre_start(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Where the plugin wants PreStartContainer, such a container does not start (kubelet 1.36.3)."""
+        """With a plugin that needs PreStartContainer, a container whose limit a claim serves does not start (1.36.3)."""
         kubelet = kubelets(start_backoff=0.01)
         plugins(kubelet, "a", pre_start=True)
         pod = kubelet.start_pod("p", containers=[ContainerSpec("main", ONE, through_dra=[RESOURCE])])
         kubelet.wait_until(lambda: "holds no devices" in pod.container().message)
 
     def test_nodes_are_looked_for(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
-        """A container whose device node is missing, or is a file, does not start; a link to a device node will do."""
+        """A container starts only with its device node: a missing node or a plain file stops it, a link does not."""
         kubelet = kubelets(start_backoff=0.01)
         plugin = plugins(kubelet, "a")
         node = tmp_path / "node"
@@ -296,7 +296,7 @@ class TestAllocation:
 
 class TestPreference:
     def test_the_plugin_is_asked(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A plugin that announces it is asked which of the free devices it would rather give."""
+        """A plugin with GetPreferredAllocation is asked for its preference among the free healthy devices."""
         plugin = plugins(fake_kubelet, *"abcd", ("e", "Unhealthy"), prefer=True)
         plugin.on_prefer = lambda request: ["c"]
         first = fake_kubelet.run_pod("first", ONE)
@@ -309,7 +309,7 @@ class TestPreference:
 
     @pytest.mark.parametrize("answer", [[], ["nonsense"], ["a"], ["taken"]])
     def test_bad_answers_are_filled_up(self, fake_kubelet: FakeKubelet, plugins: Plugins, answer: list[str]) -> None:
-        """What the answer lacks, or names without right, the kubelet chooses itself."""
+        """If the preferred allocation is incomplete or has invalid devices, the kubelet chooses the rest."""
         plugin = plugins(fake_kubelet, "taken", prefer=True)
         fake_kubelet.run_pod("holder", ONE)
         plugin.show("taken", "a", "b", "c")
@@ -327,7 +327,7 @@ class TestPreference:
         assert fake_kubelet.run_pod("p", ONE, check=False).reason == "UnexpectedAdmissionError"
 
     def test_must_include_are_reusable_devices(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Devices of an init container are those that the answer must include."""
+        """The devices of an init container are in must_include_deviceIDs."""
         plugin = plugins(fake_kubelet, "a", "b", "c", prefer=True)
         plugin.on_prefer = lambda request: [*request.must_include_deviceIDs, "c"][: request.allocation_size]
         pod = fake_kubelet.run_pod("p", {RESOURCE: 2}, init_containers={"init": ONE})
@@ -340,21 +340,21 @@ class TestTopology:
     DEVICES = (("a", "Healthy", (0,)), ("b", "Healthy", (1,)), ("c", "Healthy", (1,)))
 
     def test_single_numa_node(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Under single-numa-node two devices come from one node, and a third is not given."""
+        """Under single-numa-node two devices come from one node, and the other device goes to the next pod."""
         kubelet = kubelets(topology_policy="single-numa-node")
         plugins(kubelet, *self.DEVICES)
         assert kubelet.run_pod("two", {RESOURCE: 2}).device_ids == ("b", "c")
         assert kubelet.run_pod("one", ONE).device_ids == ("a",)
 
     def test_no_node_has_enough(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Under single-numa-node a pod that would need two nodes fails with TopologyAffinityError."""
+        """Under single-numa-node a pod that needs devices of two NUMA nodes fails with TopologyAffinityError."""
         kubelet = kubelets(topology_policy="single-numa-node")
         plugins(kubelet, *self.DEVICES)
         pod = kubelet.run_pod("three", {RESOURCE: 3}, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "TopologyAffinityError")
 
     def test_best_effort(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Under best-effort such a pod runs, and the plugin is asked within the aligned devices."""
+        """Under best-effort the plugin is not asked if the aligned devices leave one choice only."""
         kubelet = kubelets(topology_policy="best-effort")
         plugin = plugins(kubelet, *self.DEVICES, prefer=True)
         assert kubelet.run_pod("one", ONE).device_ids == ("a",)
@@ -365,17 +365,17 @@ class TestTopology:
 
 class TestScheduler:
     def test_a_waiting_pod_can_be_deleted(self, fake_kubelet: FakeKubelet) -> None:
-        """A pod that never started is gone at once, and its name is free."""
+        """A pod that never started can be deleted, and its name is free at once."""
         fake_kubelet.start_pod("p", ONE).delete()
         assert fake_kubelet.start_pod("p").wait_running().running
 
     def test_limits_or_containers(self, fake_kubelet: FakeKubelet) -> None:
-        """Limits are short for one container and cannot be given beside others."""
+        """`limits` and `containers` cannot be given together."""
         with pytest.raises(ValueError, match="not both"):
             fake_kubelet.start_pod("p", ONE, containers={"main": ONE})
 
     def test_names_are_unique(self, fake_kubelet: FakeKubelet) -> None:
-        """A name is taken within its namespace only."""
+        """Pod names are unique within their namespace."""
         fake_kubelet.start_pod("p")
         fake_kubelet.start_pod("p", namespace="other")
         with pytest.raises(ValueError, match="default/p"):
@@ -384,7 +384,7 @@ class TestScheduler:
 
 class TestPreStart:
     def test_without_the_plugin(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """While the plugin is away a container that needs PreStartContainer does not restart."""
+        """While the plugin is stopped, a container that needs PreStartContainer does not restart."""
         kubelet = kubelets(start_backoff=0.01)
         plugin = plugins(kubelet, "a", pre_start=True)
         pod = kubelet.run_pod("p", ONE)
@@ -399,7 +399,7 @@ class TestPreStart:
 
 class TestRestart:
     def test_sockets_are_deleted(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A kubelet that starts deletes every socket in the directory, and nothing else."""
+        """A starting kubelet deletes every socket in the directory, and no other file."""
         plugins(fake_kubelet, "a")
         other = fake_kubelet.device_plugin_dir / "DEPRECATION"
         other.touch()
@@ -413,7 +413,7 @@ class TestRestart:
         assert RESOURCE in fake_kubelet.resources()
 
     def test_a_dead_kubelet_leaves_its_socket(self, fake_kubelet: FakeKubelet) -> None:
-        """While the kubelet is down its socket is there and refuses connections."""
+        """While the kubelet is down, its sockets exist and refuse connections."""
         fake_kubelet.stop()
         for path in (fake_kubelet.socket, fake_kubelet.pod_resources_socket):
             with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
@@ -421,7 +421,7 @@ class TestRestart:
         assert fake_kubelet.allocatable(RESOURCE) == 0
 
     def test_a_dead_container_fails_its_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod whose container is down while the kubelet restarts fails: no healthy devices yet."""
+        """A pod whose container is down while the kubelet restarts fails, as the kubelet has no healthy devices yet."""
         plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         pod.crash_container()
@@ -430,7 +430,7 @@ class TestRestart:
         assert pod.reason == "UnexpectedAdmissionError"
 
     def test_restart_during_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that was being admitted when the kubelet died is admitted again, before the plugin is back."""
+        """A pod in admission at a kubelet restart is admitted again before the plugin is back, and fails."""
         plugin = plugins(fake_kubelet, "a")
         hold = Hold(plugin, "Allocate")
         pod = fake_kubelet.start_pod("p", ONE)
@@ -440,7 +440,7 @@ class TestRestart:
         pod.wait_phase("Failed")
 
     def test_new_socket_in_the_same_kubelet(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A kubelet can serve on a new socket while its streams go on."""
+        """The kubelet can make a new socket; its streams go on, and plugins register on the new socket."""
         plugin = plugins(fake_kubelet, "a")
         before = fake_kubelet.socket.stat()
         fake_kubelet.recreate_socket()
@@ -453,7 +453,7 @@ class TestRestart:
         plugins(fake_kubelet, "x", resource="example.com/other", endpoint="other.sock")
 
     def test_freeze(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A frozen kubelet accepts connections, answers nothing and takes no lists; thawed it goes on."""
+        """A frozen kubelet accepts connections, answers no call and takes no lists; after the thaw it goes on."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.freeze()
         plugin.show("a", "b")
@@ -465,7 +465,7 @@ class TestRestart:
         fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"a", "b"})
 
     def test_a_frozen_kubelet_can_be_stopped(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Stopping ends what hangs."""
+        """A frozen kubelet can be restarted; its hanging calls end."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.freeze()
         plugin.show("b")
@@ -475,7 +475,7 @@ class TestRestart:
         pod.wait_phase("Failed")
 
     def test_it_starts_once(self, fake_kubelet: FakeKubelet) -> None:
-        """A kubelet that runs cannot be started again, and one that is down cannot be frozen."""
+        """A running kubelet cannot be started again, and a stopped one cannot be frozen."""
         with pytest.raises(RuntimeError, match="runs already"):
             fake_kubelet.start()
         fake_kubelet.stop()
@@ -497,7 +497,7 @@ class TestPodResources:
         }
 
     def test_list(self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub) -> None:
-        """List shows pods with their devices, one entry a NUMA node, without finished init containers."""
+        """List shows pods with their devices, one entry per NUMA node, without finished init containers."""
         plugins(fake_kubelet, ("a", "Healthy", (0, 1)), "b")
         pod = fake_kubelet.run_pod(
             "p",
@@ -515,7 +515,7 @@ class TestPodResources:
         assert not stub.List(pr.ListPodResourcesRequest()).pod_resources
 
     def test_get(self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub) -> None:
-        """Get shows one pod, and fails for one that is not here."""
+        """Get shows one pod, and fails for a pod that does not exist."""
         plugins(fake_kubelet, "a")
         fake_kubelet.run_pod("p", ONE)
         entry = stub.Get(pr.GetPodResourcesRequest(pod_name="p", pod_namespace="default")).pod_resources
@@ -526,7 +526,7 @@ class TestPodResources:
     def test_allocatable(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub
     ) -> None:
-        """GetAllocatableResources shows healthy devices, taken or not."""
+        """GetAllocatableResources shows healthy devices, allocated or free."""
         plugins(fake_kubelet, "a", ("b", "Unhealthy"), ("c", "Healthy", (0,)))
         fake_kubelet.run_pod("p", ONE)
         devices = stub.GetAllocatableResources(pr.AllocatableResourcesRequest()).devices
@@ -549,7 +549,7 @@ class TestPodResources:
     def test_list_drops_a_choice_in_flight(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub
     ) -> None:
-        """A List during an Allocate, after another pod's end, has one device given twice (kubernetes#137534)."""
+        """A List during an Allocate, after another pod's end, makes the kubelet allocate one device twice (#137534)."""
         plugin = plugins(fake_kubelet, "a", "b")
         ended = fake_kubelet.run_pod("ended", ONE)
         hold = Hold(plugin, "Allocate")
@@ -570,7 +570,7 @@ class TestPodResources:
 
 
 class Claims(FakeKubelet):
-    """What whoever adds claims overrides."""
+    """A kubelet that overrides the methods for claims."""
 
     failures = 1
     done: tuple[str, ...] = ()
@@ -606,7 +606,7 @@ class TestExtension:
 
 class TestObservation:
     def test_rpc_log(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Every call is logged with its times, request and response, in the order of the beginnings."""
+        """Every call is logged with its times, request and response, in the order in which calls began."""
         plugins(fake_kubelet, "a", prefer=True, pre_start=True)
         fake_kubelet.run_pod("p", ONE)
         assert [r.method for r in fake_kubelet.rpc_log] == [
@@ -623,7 +623,7 @@ class TestObservation:
         assert fake_kubelet.rpcs("ListAndWatch") == []
 
     def test_waiting_has_an_end(self, fake_kubelet: FakeKubelet) -> None:
-        """A wait that is in vain ends with its deadline and says what there was instead."""
+        """A wait ends after its timeout; the error shows the state of the fake kubelet."""
         fake_kubelet.start_pod("p", ONE)
         with pytest.raises(TimeoutError, match="default/p Pending"):
             fake_kubelet.wait_registered(RESOURCE, timeout=0.05)
@@ -631,12 +631,12 @@ class TestObservation:
             fake_kubelet.wait_devices(RESOURCE, 1, timeout=0.05)
 
     def test_a_root_that_is_too_long(self, tmp_path: Path) -> None:
-        """A root whose sockets would have too long paths is refused at once."""
+        """A root directory whose socket paths would be too long is refused at once."""
         with pytest.raises(ValueError, match="107"):
             FakeKubelet(tmp_path / ("x" * 90))
 
     def test_a_root_of_the_caller_stays(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """A directory that was given is not removed; one of its own is."""
+        """A root directory of the caller is not removed; the kubelet's own temporary directory is."""
         with FakeKubelet() as own:
             root = own.root
             with FakeKubelet(root / "given") as given:
@@ -645,7 +645,7 @@ class TestObservation:
         assert not root.exists()
 
     def test_a_start_that_is_interrupted_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ctrl-C in the midst of it, or a socket that cannot be made, removes the directory all the same."""
+        """A start that ends with KeyboardInterrupt removes the directory."""
 
         def interrupted(run: Run) -> None:
             raise KeyboardInterrupt

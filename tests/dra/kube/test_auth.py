@@ -1,4 +1,4 @@
-"""How the API server is reached."""
+"""The address and credentials of the API server: service accounts, kubeconfigs, credential plugins, TLS."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.dra.objects import node_body
 from tests.kubeconfigs import written
 
 HERE = pytest.mark.usefixtures("read_here")
-"""Marks tests of what is in a kubeconfig; the others have it read by a process, as agents do."""
+"""Marks tests that read kubeconfigs in the test's process; the other tests read them in a process, as agents do."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod reaches its cluster by its service account, whose token is read again when it is old or refused."""
+    """A pod uses its service account; the token is read again when it is old or refused."""
     found = await from_environment()
     assert found.url == "https://[fd00::1]:6443"
     assert found.tls is not None
@@ -66,7 +66,7 @@ async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_named_service_account(account: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that is no pod has token and authority in a directory of its own, and the server in its environment."""
+    """A named directory replaces the pod's service account; the environment must name the API server."""
     own = tmp_path / "own"
     shutil.copytree(account, own)
     (own / "token").write_text("mine")
@@ -79,7 +79,7 @@ async def test_a_named_service_account(account: Path, tmp_path: Path, monkeypatc
 
 
 def service_account_token(issued: float, expires: float) -> str:
-    """Return a token as the API server makes it, but for its signature."""
+    """Return a token like one of the API server, without a valid signature."""
     payload = json.dumps({"iat": int(issued), "exp": int(expires), "kubernetes.io": {"node": {"name": "n1"}}})
     return ".".join(base64.urlsafe_b64encode(part.encode()).decode().rstrip("=") for part in ("{}", payload, "x"))
 
@@ -97,12 +97,12 @@ def service_account_token(issued: float, expires: float) -> str:
     ids=["a ServiceAccount's", "opaque", "three parts", "no object", "a password", "nothing"],
 )
 def test_the_life_of_a_token(header: str, life: access.TokenLife | None) -> None:
-    """A ServiceAccount's token says when it expires; other credentials say nothing."""
+    """The times of issue and expiry are read from a ServiceAccount's token; other credentials have none."""
     assert access.token_life(header) == life
 
 
 async def test_the_token_that_was_sent_last(tmp_path: Path) -> None:
-    """The client knows when the token expires that it has sent, also after another one was read."""
+    """After a request, the statistics have the expiry of the token that was sent."""
     (tmp_path / "token").write_text(service_account_token(1000.0, 2000.0))
     with FakeApiServer() as server:
         server.create(node_body("n1"))
@@ -118,7 +118,7 @@ def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
 
 @HERE
 async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
-    """A kubeconfig that is named is used in a pod, too."""
+    """A kubeconfig that is named comes before the pod's service account."""
     assert (await from_environment(kubeconfig(tmp_path / "config", {}))).url == "http://server.example"
 
 
@@ -133,7 +133,7 @@ async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
     ids=["token", "password", "nobody"],
 )
 async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
-    """A kubeconfig's token or password becomes the header, and stays when it is refused."""
+    """A kubeconfig's token or password becomes the header, also after a refusal."""
     found = await from_environment(kubeconfig(tmp_path / "config", user))
     assert await found.authorize(False) == header
     assert await found.authorize(True) == header
@@ -141,27 +141,27 @@ async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
 
 @HERE
 async def test_a_token_file_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop goes on, with the token of before; one that was refused is not used again."""
+    """While the token file hangs, the former token is used, unless it was refused; the event loop is not blocked."""
     file = tmp_path / "token"
     file.write_text("first")
     found = await from_server("http://api", token_file=file)
     assert await found.authorize(False) == "Bearer first"
     monkeypatch.setattr(access, "TOKEN_AGE", 0.0)
     file.unlink()
-    os.mkfifo(file)  # whoever opens it waits for a writer
+    os.mkfifo(file)  # opening the file blocks until there is a writer
     assert await found.authorize(False) == "Bearer first"
     with pytest.raises(OSError, match="did not answer"):
         await found.authorize(True)
-    file.write_text("second")  # the thread that waits reads it
+    file.write_text("second")  # the blocked thread reads it
     file.unlink()
     file.write_text("third")
     async with asyncio.timeout(30.0):
         while await found.authorize(False) != "Bearer third":  # noqa: ASYNC110
-            await asyncio.sleep(0)  # nothing tells that the thread has ended
+            await asyncio.sleep(0)  # no event reports the end of the thread
 
 
 async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token file is named relative to the kubeconfig, and read again when it is old or refused."""
+    """A relative token file is next to the kubeconfig, and is read again when the token is old or refused."""
     (tmp_path / "token").write_text("first")
     found = await from_environment(kubeconfig(tmp_path / "config", {"tokenFile": "token"}))
     (tmp_path / "token").write_text("second")
@@ -174,7 +174,7 @@ async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytes
 
 @HERE
 async def test_what_a_cluster_says(tmp_path: Path) -> None:
-    """A kubeconfig's proxy, and the name in the server's certificate, are used."""
+    """The proxy and the TLS server name of a kubeconfig are used."""
     more = {"proxy-url": "http://proxy.example:3128", "tls-server-name": "other.example"}
     found = await from_environment(kubeconfig(tmp_path / "config", {}, **more))
     assert (found.proxy, found.server_name) == ("http://proxy.example:3128", "other.example")
@@ -182,7 +182,7 @@ async def test_what_a_cluster_says(tmp_path: Path) -> None:
 
 @HERE
 async def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of KUBECONFIG are one configuration; those that are not there are left out."""
+    """The files of KUBECONFIG are merged; missing files are ignored."""
     kubeconfig(tmp_path / "a", {"token": "t"})
     (tmp_path / "b").write_text(json.dumps({"current-context": "c"}))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -191,7 +191,7 @@ async def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def plugin_file(tmp_path: Path, script: str, version: str = "v1", **more: Any) -> Path:
-    """Return a kubeconfig with a credential plugin that prints what this script does; $n is how often it was run."""
+    """Return a kubeconfig with a credential plugin that runs this script; $n is the number of runs so far."""
     plugin, runs = tmp_path / "plugin", tmp_path / "runs"
     plugin.write_text(f"#!/bin/sh\necho x >> {runs}\nn=$(grep -c x {runs})\n{script}\n")
     plugin.chmod(0o755)
@@ -209,7 +209,7 @@ def printed(status: str, version: str = "v1") -> str:
 
 @HERE
 async def test_an_exec_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exec plugin is run once however many ask, and again when its token is refused."""
+    """An exec plugin runs once for concurrent requests, and again when its token is refused."""
     monkeypatch.setattr(access, "RENEW", 0.0)
     found = await from_environment(plugin_file(tmp_path, printed(r"\"token\": \"t$n\"")))
     assert set(await asyncio.gather(*(found.authorize(False) for _ in range(5)))) == {"Bearer t1"}
@@ -220,7 +220,7 @@ async def test_an_exec_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @HERE
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
 async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path, version: str) -> None:
-    """It has its arguments and variables, and the version in which it is to answer."""
+    """An exec plugin gets its arguments, its environment variables and the version of the answer."""
     script = printed(r"""\"token\": \"$1-$REGION-$(echo $KUBERNETES_EXEC_INFO | tr -d '\" {},:')\" """, version)
     file = plugin_file(tmp_path, script, version, args=["get-token"], env=[{"name": "REGION", "value": "north"}])
     token = await (await from_environment(file)).authorize(False)
@@ -231,14 +231,14 @@ async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path, version
 @HERE
 @pytest.mark.parametrize(("ends", "again"), [("2020-01-01T00:00:00Z", "t2"), ("2999-01-01T00:00:00Z", "t1")])
 async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: str, again: str) -> None:
-    """The plugin says until when its token is good."""
+    """An exec plugin runs again when its token has expired."""
     script = printed(rf"\"expirationTimestamp\": \"{ends}\", \"token\": \"t$n\"")
     found = await from_environment(plugin_file(tmp_path, script))
     assert await found.authorize(False) == f"Bearer {again}"
 
 
 class Clock:
-    """Seconds that pass when a test says so; the system's clock otherwise."""
+    """A clock whose monotonic time the test sets; `time` is that of the system."""
 
     time = staticmethod(time.time)
     now = 1000.0
@@ -252,7 +252,7 @@ class Clock:
 async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """A process at the first request, and another half a minute later; meanwhile what was answered stands."""
+    """A plugin with a refused or expired token, or that fails, runs at most once per renewal time; its answer stays."""
     clock = Clock()
     monkeypatch.setattr(access, "time", clock)
     ends = "2999-01-01T00:00:00Z" if why == "refused" else "2020-01-01T00:00:00Z"
@@ -274,7 +274,7 @@ async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
             assert "returned 3" in answers.pop()
             assert (tmp_path / "tries").read_text() == "x\n" * (again - 1)
         else:
-            assert answers == {f"Bearer t{again}"}  # of the plugin's run of this number
+            assert answers == {f"Bearer t{again}"}  # the token of this run of the plugin
         clock.now += access.RENEW
 
 
@@ -289,13 +289,13 @@ async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
     ],
 )
 async def test_what_exec_plugins_do_wrong(tmp_path: Path, script: str, said: str) -> None:
-    """Credentials that cannot be had are an error that names the plugin."""
+    """A plugin that fails or prints no credentials is an error that names the plugin."""
     with pytest.raises(KubeConfigError, match=f"no credentials: credential plugin .*/plugin:? .*{said}"):
         await from_environment(plugin_file(tmp_path, script))
 
 
 async def test_a_plugin_that_waits_for_a_person(tmp_path: Path) -> None:
-    """A plugin may take longer than a request's deadline: a person may have to log in."""
+    """A plugin may run longer than the deadline of a request, for example until a user has logged in."""
     os.mkfifo(tmp_path / "login")
     with FakeApiServer() as server:
         server.create(node_body("a"))
@@ -310,7 +310,7 @@ async def test_a_plugin_that_waits_for_a_person(tmp_path: Path) -> None:
 
 
 async def test_a_plugin_at_a_terminal(tmp_path: Path) -> None:
-    """A plugin is told that a person is there if this process has a terminal."""
+    """The plugin's exec info is interactive if and only if this process has a terminal."""
     file = plugin_file(tmp_path, printed(r"""\"token\": \"$(echo $KUBERNETES_EXEC_INFO | tr -d '\" {},:')\" """))
     code = (
         "import asyncio, os, dra_bridge.kube.auth as access\n"
@@ -330,7 +330,7 @@ async def test_a_plugin_at_a_terminal(tmp_path: Path) -> None:
 
 
 async def test_a_reader_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin that never answers is given up."""
+    """A plugin that does not end within the timeout is an error."""
     monkeypatch.setattr(access, "EXEC_TIMEOUT", 0.5)
     os.mkfifo(tmp_path / "login")
     with pytest.raises(KubeConfigError, match=r"config took longer than 0.5 s; its credential plugin"):
@@ -338,11 +338,11 @@ async def test_a_reader_that_does_not_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_a_plugin_ends_with_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent whose credential plugin hangs does not leave one more process behind at each try."""
+    """A plugin that hangs ends when its request is cancelled."""
     monkeypatch.setattr(os, "isatty", lambda file: False)
     os.mkfifo(tmp_path / "login")
     asked = asyncio.create_task(from_environment(plugin_file(tmp_path, f"cat {tmp_path / 'login'}")))
-    with await asyncio.to_thread((tmp_path / "login").open, "wb", 0) as login:  # it is read from
+    with await asyncio.to_thread((tmp_path / "login").open, "wb", 0) as login:  # the plugin has opened the file
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
@@ -352,7 +352,7 @@ async def test_a_plugin_ends_with_its_reader(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_tokens_of_an_oidc_provider(tmp_path: Path) -> None:
-    """A token that has ended is refreshed, and what the provider gave is kept in the file, as by kubectl."""
+    """An expired OIDC token is refreshed, and the new refresh token is written to the kubeconfig."""
 
     def token(ends: int) -> str:
         return "e30." + base64.urlsafe_b64encode(json.dumps({"exp": ends}).encode()).decode().rstrip("=") + ".x"
@@ -377,7 +377,7 @@ async def test_tokens_of_an_oidc_provider(tmp_path: Path) -> None:
 
 @HERE
 async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
-    """What the file says of how to get it is passed on."""
+    """The error for a missing exec plugin has its install hint."""
     user = {
         "exec": {
             "apiVersion": "client.authentication.k8s.io/v1",
@@ -392,7 +392,7 @@ async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
 @HERE
 @pytest.mark.parametrize("text", ["", "[]", "{}", "current-context: none\nclusters: []\ncontexts: []\n", "a: ["])
 async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
-    """A file that is no kubeconfig is an error that names it."""
+    """A file that is no valid kubeconfig is an error that names the file."""
     file = tmp_path / "config"
     file.write_text(text)
     with pytest.raises(KubeConfigError, match="config"):
@@ -400,7 +400,7 @@ async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
 
 
 async def test_without_the_reader_of_kubeconfigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kubernetes_asyncio is not installed, the error says which extra brings it."""
+    """Without kubernetes_asyncio, the error names the extra that installs it."""
     (tmp_path / "kubernetes_asyncio.py").write_text("raise ImportError('there is none')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KubeConfigError, match=re.escape(installing("cli"))):
@@ -411,7 +411,7 @@ async def test_without_the_reader_of_kubeconfigs(tmp_path: Path, monkeypatch: py
 
 
 class Authority:
-    """A CA without key identifiers, as that of EKS and microk8s, and what it signs."""
+    """A CA without key identifiers, as in EKS and microk8s, and the certificates that it signs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -453,7 +453,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @asynccontextmanager
 async def secured(authority: Authority) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A server that takes clients with a certificate of the authority only; the names that they asked for."""
+    """A server that accepts only clients with a certificate of the authority; yields its URL and the names from SNI."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.certificate)
     tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
     tls.verify_mode = ssl.CERT_REQUIRED
@@ -482,7 +482,7 @@ def encoded(path: Path) -> str:
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts as Python 3.13 makes them, whatever this one is."""
+    """Make SSL contexts with VERIFY_X509_STRICT, as Python 3.13 does."""
     make = ssl.create_default_context
 
     def made(*arguments: Any, **options: Any) -> ssl.SSLContext:
@@ -498,7 +498,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_cluster_whose_ca_has_no_key_identifiers(
     tmp_path: Path, authority: Authority, source: str, request: pytest.FixtureRequest
 ) -> None:
-    """A pinned CA is trusted without key identifiers; the client's certificate is shown, wherever it comes from."""
+    """A pinned CA without key identifiers is trusted; the client's certificate comes from files, data or a plugin."""
     if source != "plugin":
         request.getfixturevalue("read_here")
     certificate, key = authority.sign("client")
@@ -526,7 +526,7 @@ async def test_a_cluster_whose_ca_has_no_key_identifiers(
 
 @HERE
 async def test_a_server_that_another_ca_signed(tmp_path: Path, authority: Authority) -> None:
-    """A server that the pinned CA has not signed is not spoken to, unless the file says that nothing is verified."""
+    """A server with a certificate of another CA is refused, unless the kubeconfig skips the verification."""
     (tmp_path / "other").mkdir()
     certificate, key = authority.sign("client")
     user = {"client-certificate": str(certificate), "client-key": str(key)}
@@ -544,7 +544,7 @@ async def test_a_server_that_another_ca_signed(tmp_path: Path, authority: Author
 
 
 def loaded(code: str) -> set[str]:
-    """Run Python in a process of its own; return the roots of the modules that are loaded then."""
+    """Run Python in a process of its own; return the top-level names of its loaded modules."""
     code += "import sys\nprint(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     found = set(done.stdout.split())
@@ -553,7 +553,7 @@ def loaded(code: str) -> set[str]:
 
 
 def test_an_agent_loads_no_kubernetes_client(tmp_path: Path) -> None:
-    """What reads kubeconfigs is in another process; a pod has no need of it."""
+    """The agent's process does not load the reader of kubeconfigs, which runs in another process."""
     file = kubeconfig(tmp_path / "config", {"token": "t"})
     code = (
         "import asyncio, dra_bridge.node.bridge, dra_bridge.kube.auth as access\n"
@@ -565,6 +565,6 @@ def test_an_agent_loads_no_kubernetes_client(tmp_path: Path) -> None:
 
 
 def test_a_plugin_loads_no_kubernetes_client() -> None:
-    """What `deviceplugin run` loads has nothing to do with an API server."""
+    """`deviceplugin run` loads no modules for an API server."""
     code = "import deviceplugin.cli, deviceplugin.config, deviceplugin.node.process, deviceplugin.sources\n"
     assert loaded(code).isdisjoint({"kubernetes_asyncio", "aiohttp", "dra_bridge", "prometheus_client"})

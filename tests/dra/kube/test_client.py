@@ -97,7 +97,7 @@ async def test_status_is_patched_alone(server: FakeApiServer, cluster: Cluster) 
 
 
 async def test_conflicts(server: FakeApiServer, cluster: Cluster) -> None:
-    """An object that exists, one that changed and one with another UID are conflicts of their own kinds."""
+    """Creating an existing object, replacing a changed one and deleting with a wrong UID raise ConflictError."""
     made = server.create(node_body("a"))
     with pytest.raises(ConflictError, match="409 AlreadyExists"):
         await cluster.create(NODES, node_body("a"))
@@ -109,7 +109,7 @@ async def test_conflicts(server: FakeApiServer, cluster: Cluster) -> None:
 
 
 async def test_invalid_names_the_field(server: FakeApiServer, cluster: Cluster) -> None:
-    """A refusal carries the fields and messages of the server."""
+    """The error of an invalid object has the server's field names."""
     body = {
         "metadata": {"name": "s"},
         "spec": {"driver": "d", "nodeName": "n", "pool": {"name": "n", "generation": 1, "resourceSliceCount": 0}},
@@ -135,7 +135,7 @@ async def test_invalid_names_the_field(server: FakeApiServer, cluster: Cluster) 
     ],
 )
 def test_errors(code: int, kind: type[ApiError]) -> None:
-    """Each status has its error, with the server's words, also if these are no Status object."""
+    """Each status code has its error class with the server's message, also if the body is no Status object."""
     status = {"kind": "Status", "code": code, "reason": "R", "message": "said", "details": {"retryAfterSeconds": 3}}
     error = error_of(code, json.dumps(status).encode())
     assert type(error) is kind
@@ -149,7 +149,7 @@ NAMED = {"name": "c", "kind": "resourceclaims", "group": "resource.k8s.io"}
 
 @pytest.mark.parametrize("details", [NAMED, {"name": "c"}, {**NAMED, "kind": "ResourceClaim"}])
 def test_a_missing_object_is_named(details: dict[str, str]) -> None:
-    """A 404 that names the object which was asked for says that it does not exist."""
+    """A 404 with the name of the requested object means that the object does not exist."""
     status = {"kind": "Status", "reason": "NotFound", "details": details}
     error = error_of(404, json.dumps(status).encode(), kind=RESOURCE_CLAIMS, name="c")
     assert type(error) is NotFoundError
@@ -174,7 +174,7 @@ def test_a_missing_object_is_named(details: dict[str, str]) -> None:
 async def test_a_404_that_does_not_name_the_object_is_no_answer(
     server: FakeApiServer, cluster: Cluster, body: str
 ) -> None:
-    """A 404 of a proxy, or about anything but the object that was asked for, does not mean that this one is gone."""
+    """A 404 of a proxy, or about another object, does not mean that the requested object does not exist."""
     server.create({"apiVersion": "v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ns"}})
     await cluster.version()
     for call in (
@@ -203,7 +203,7 @@ async def test_a_404_that_does_not_name_the_object_is_no_answer(
     ],
 )
 async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, cluster: Cluster, body: str) -> None:
-    """A 200 with something else than what was asked for is neither an object, an empty list nor an accepted write."""
+    """A 200 with a body of another kind or name is an error, for reads, lists and writes."""
     server.create(node_body("a"))
     for call in (
         lambda: cluster.get(NODES, "a"),
@@ -220,7 +220,7 @@ async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer,
 async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(
     server: FakeApiServer, cluster: Cluster
 ) -> None:
-    """That DRA is off is believed of a list of groups alone, not of a 404."""
+    """A 404 for /apis does not mean that DRA is off; only a list of API groups without resource.k8s.io does."""
     server.fail(lambda request: request.path.startswith("/apis"), Fault(code=404, body="404 page not found"), 2)
     with pytest.raises(UnavailableError):
         await cluster.version()
@@ -229,7 +229,7 @@ async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(
 
 
 async def test_deadline(server: FakeApiServer) -> None:
-    """A server that takes a request and does not answer is unavailable once the deadline is over."""
+    """A server that takes a request and does not answer counts as unavailable after the deadline."""
     server.create(node_body("a"))
     async with connected(server, deadline=0.5) as cluster:
         server.fail(lambda request: True, Fault(delay=30.0), times=9)
@@ -242,7 +242,7 @@ async def test_deadline(server: FakeApiServer) -> None:
 
 
 async def test_credentials_that_are_refused(server: FakeApiServer, cluster: Cluster) -> None:
-    """They are known as refused, since when, until the server takes them; other refusals say that it does."""
+    """After a 401 the statistics have the refusal until the server accepts the credentials; a 403 is acceptance too."""
     server.create(node_body("n1"))
     for _ in range(2):
         server.fail(lambda request: True, Fault(code=401, message="invalid bearer token"))
@@ -263,7 +263,7 @@ async def test_credentials_that_are_refused(server: FakeApiServer, cluster: Clus
 
 
 async def test_a_closed_connection_is_no_outage(server: FakeApiServer, cluster: Cluster) -> None:
-    """A read on a kept connection that the server closed is done again on a new one."""
+    """A read on a kept connection that the server has closed is repeated on a new connection."""
     server.create(node_body("a"))
     server.fail(lambda request: True, Fault())
     await cluster.get(NODES, "a")
@@ -271,7 +271,7 @@ async def test_a_closed_connection_is_no_outage(server: FakeApiServer, cluster: 
 
 
 async def test_events(cluster: Cluster) -> None:
-    """An event is about its object, in the object's namespace, and cut to what the API takes."""
+    """An event refers to its object, is in the object's namespace, and is cut to the API's limit of 1024 bytes."""
     await cluster.event(RESOURCE_CLAIMS, {"name": "c", "namespace": "ns"}, "Refused", "é" * 2000, "n1")
     (event,) = (await cluster.list(EVENTS, "ns")).items
     about = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "name": "c", "namespace": "ns", "uid": ""}
@@ -299,7 +299,7 @@ async def test_version(served: tuple[str, ...], chosen: str) -> None:
 
 
 async def test_no_dra() -> None:
-    """A server without resource.k8s.io is an error of its own, and is asked again later."""
+    """Without resource.k8s.io the client raises UnsupportedError, and asks the server again at the next call."""
     with FakeApiServer(versions=()) as server:
         async with connected(server) as cluster:
             with pytest.raises(UnsupportedError, match="is off"):
@@ -309,7 +309,7 @@ async def test_no_dra() -> None:
 
 
 async def test_a_version_that_went_away() -> None:
-    """When the chosen version is not served any more, reads go on in the next; a body made for it is refused."""
+    """When the chosen version is no longer served, reads use the next; a create with the old version is refused."""
     with FakeApiServer(versions=("v1beta1",)) as server:
         async with connected(server) as cluster:
             await cluster.list(RESOURCE_SLICES)
@@ -320,7 +320,7 @@ async def test_a_version_that_went_away() -> None:
 
 
 async def test_a_missing_object_is_no_missing_version(server: FakeApiServer, cluster: Cluster) -> None:
-    """A claim that is not there costs one request, not a new choice of the version."""
+    """A read of a missing claim costs one request, without a new choice of the API version."""
     await cluster.version()
     server.forget_log()
     with pytest.raises(NotFoundError):
@@ -337,7 +337,7 @@ def name_of(event: object) -> tuple[str, str]:
 
 
 async def test_follow(server: FakeApiServer) -> None:
-    """First all there is, then each change, by the selector."""
+    """A watch with a field selector first yields the list, then each change of the selected object."""
     server.create(node_body("a"))
     async with (
         connected(server) as cluster,
@@ -354,7 +354,7 @@ async def test_follow(server: FakeApiServer) -> None:
 
 
 async def watched(server: FakeApiServer, count: int = 1) -> None:
-    """Wait until so many watches have been opened."""
+    """Wait until this number of watches has been opened."""
     await asyncio.to_thread(server.wait_for, lambda it: sum(entry.watch for entry in it.log) >= count)
 
 
@@ -368,7 +368,7 @@ def names(event: object) -> list[str]:
 
 
 async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
-    """After an outage everything is listed, and nothing that happened meanwhile is missed."""
+    """After an outage the client lists again; the list shows the changes during the outage."""
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
         assert names(await anext(events)) == []
         server.create(node_body("a"))
@@ -380,7 +380,7 @@ async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
 
 
 async def test_a_watch_that_ends_as_asked_is_resumed(server: FakeApiServer) -> None:
-    """When the server ends a watch after the time it was asked for, nothing is listed again and nothing missed."""
+    """A watch that the server ends after the requested time is resumed without a list, and misses no change."""
     async with (
         connected(server, watch_seconds=(1.0, 1.0)) as cluster,
         aclosing(cluster.follow(NODES)) as events,
@@ -394,7 +394,7 @@ async def test_a_watch_that_ends_as_asked_is_resumed(server: FakeApiServer) -> N
 
 
 async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
-    """After the server went back to an older snapshot, what is known is what it has, at once."""
+    """After a restore of an older snapshot, the client lists at once and yields the server's objects."""
     server.create(node_body("a"))
     snapshot = server.snapshot()
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
@@ -408,7 +408,7 @@ async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
 
 
 async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
-    """A watch on which neither an event nor a bookmark comes for long is not believed; that is no failure."""
+    """A watch without events and bookmarks for the silence time is listed again; this is no failure."""
     snapshot = server.snapshot()
     server.create(node_body("a"))
     async with (
@@ -419,7 +419,7 @@ async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
         server.restore(snapshot, end_streams=False)
-        server.create(node_body("b"))  # at the resourceVersion that the node before had: no watch tells of it
+        server.create(node_body("b"))  # at the resourceVersion of the deleted node: the watch does not report it
         found = names(await coming)
         while found != ["b"]:
             found = names(await anext(events))
@@ -427,7 +427,7 @@ async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
 
 
 async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an outage, and after a request that got no answer, a watch lives on whatever else is asked for."""
+    """After an outage, and after an unanswered request, other requests do not end the running watch."""
     monkeypatch.setattr(auth, "RENEW", 0.0)
 
     def change(number: int) -> None:
@@ -456,7 +456,7 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
         with pytest.raises(UnavailableError):
             await cluster.patch(NODES, "b", {})
         assert cluster.statistics.failures == before.failures + 1
-        for number in range(5):  # the configuration is read anew with the first of them
+        for number in range(5):  # the first of these requests reads the configuration again
             await cluster.get(NODES, "a")
             change(number + 5)
             assert name_of(await anext(events)) == ("MODIFIED", "a")
@@ -465,7 +465,7 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
 
 
 async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
-    """A watch that only saw bookmarks goes on from them, although the history before is gone."""
+    """A watch that got only bookmarks resumes from them, although the earlier history is compacted."""
     async with (
         connected(server, watch_seconds=(1.0, 1.0)) as cluster,
         aclosing(cluster.follow(NODES, field_selector="metadata.name=a")) as events,
@@ -483,7 +483,7 @@ async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry-After is waited for beside the client's own wait: all that are refused get the same number."""
+    """The client waits for Retry-After and a small random time, limited to the longest wait of its backoff."""
     waits: list[float] = []
 
     async def note(seconds: float) -> None:
@@ -503,7 +503,7 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 async def test_watches_that_break_off_begin_again_at_one_random_moment(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watches of one client list again together, those of another one at a moment of its own."""
+    """After a break the watches of one client list again at the same time, those of another client at another time."""
     moments: dict[Cluster, list[float]] = {}
 
     async def note(cluster: Cluster, seconds: float) -> None:
@@ -528,7 +528,7 @@ async def test_watches_that_break_off_begin_again_at_one_random_moment(
 
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:
-    """When the history since is gone, everything is listed anew."""
+    """After a 410 the client lists again."""
     async with (
         connected(server, watch_seconds=(1.0, 1.0)) as cluster,
         aclosing(cluster.follow(NODES)) as events,
@@ -545,7 +545,7 @@ async def test_gone_is_listed_again(server: FakeApiServer) -> None:
 
 
 async def test_another_version_is_listed_again() -> None:
-    """When the server is upgraded, objects come again, in the new version."""
+    """After an upgrade of the server, the client lists again in the new version."""
     with FakeApiServer(versions=("v1beta1",)) as server:
         async with connected(server) as cluster, aclosing(cluster.follow(RESOURCE_SLICES)) as events:
             assert isinstance(await anext(events), Listed)
@@ -562,7 +562,7 @@ async def test_another_version_is_listed_again() -> None:
     "line", ["[" * 100_000, "[]", '{"type": 1}', '{"type": "ADDED"}', '{"type": "ERROR", "object": {"kind": "Pod"}}']
 )
 async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer, line: str) -> None:
-    """A line of a watch that is no event is a failure like others."""
+    """A line of a watch that is no valid event counts as one failure; the client lists again."""
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
         assert names(await anext(events)) == []
         server.fail(lambda request: request.watch, Fault(code=200, body=line + "\n"))
@@ -573,7 +573,7 @@ async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer
 async def test_failures_are_waited_out(
     server: FakeApiServer, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Refusals and errors of the server are logged once, and the request is tried again."""
+    """Refusals, server errors and lost answers are retried; a repeated refusal is logged once."""
     server.fail(lambda request: True, Fault(code=403, message="no"), times=5)
     server.fail(lambda request: True, Fault(code=503), times=5)
     server.fail(lambda request: True, Fault(), times=5)
@@ -583,7 +583,7 @@ async def test_failures_are_waited_out(
 
 
 async def test_a_watch_that_ends_at_once_is_not_reopened_at_once(server: FakeApiServer) -> None:
-    """A server that ends each watch immediately is asked with growing waits."""
+    """A server that ends each watch at once gets the next watch after a growing wait."""
     draws: list[float] = []
 
     def draw(low: float, high: float) -> float:
@@ -611,7 +611,7 @@ async def test_a_watch_that_ends_at_once_is_not_reopened_at_once(server: FakeApi
 
 
 def test_backoff() -> None:
-    """Waits double up to the cap, are shortened at random to a half at most, and begin anew after a success."""
+    """Waits double up to the cap, are shortened at random by at most half, and restart after a success."""
     high = Backoff(0.25, 30.0, draw=lambda _, high: high)
     assert [high.next() for _ in range(9)] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
     high.reset()
@@ -625,7 +625,7 @@ def test_backoff() -> None:
 
 
 async def test_a_long_outage_is_not_hammered() -> None:
-    """During an outage requests become rare; once the server is back everything goes on at once."""
+    """During an outage the waits between requests grow; an answer to another request ends the wait."""
     draws: list[float] = []
     rare = asyncio.Event()
 
@@ -645,7 +645,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
                 await rare.wait()
             assert not coming.done()
             assert draws == pytest.approx([0.01 * 2**tries for tries in range(8)])
-            assert cluster.statistics.failures <= len(draws) + 1  # the end of the watch, and one for each try
+            assert cluster.statistics.failures <= len(draws) + 1  # the end of the watch, and one failure for each try
             server.start()
             server.create(node_body("a"))
             await cluster.get(NODES, "a")  # another request is answered: the wait ends
@@ -669,14 +669,14 @@ async def test_kubeconfig(server: FakeApiServer, tmp_path: Path, monkeypatch: py
 
 
 async def test_no_configuration(tmp_path: Path) -> None:
-    """Without a usable configuration there is an error that says so."""
+    """Without a usable configuration, the error names the missing kubeconfig."""
     async with Cluster.from_environment(tmp_path / "missing") as cluster:
         with pytest.raises(AccessError, match="missing"):
             await cluster.get(NODES, "a")
 
 
 async def test_a_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> None:
-    """When a token is not accepted any more its file is read again."""
+    """After a 401 the token file is read again."""
     token = tmp_path / "token"
     token.write_text("old")
     file = written(tmp_path / "config", server.url, {"tokenFile": str(token)})
@@ -692,7 +692,7 @@ async def test_a_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> N
 async def test_another_kubeconfig_is_read_after_an_outage(
     server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that cannot be reached is looked up again: its address, CA or credentials may have changed."""
+    """After a failed connection the kubeconfig is read again: address, CA or credentials may have changed."""
     monkeypatch.setattr(auth, "RENEW", 0.0)
     file = written(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
     server.create(node_body("a"))
@@ -721,7 +721,7 @@ print(rss() - before)
 
 
 def test_memory(server: FakeApiServer) -> None:
-    """Client and publisher cost a process at most 14 MB beyond gRPC and what else an agent has."""
+    """Client and publisher take at most 14 MB of memory beyond gRPC and the other libraries of an agent."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, server.url], capture_output=True, text=True, check=True, timeout=60
     )

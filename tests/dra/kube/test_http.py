@@ -1,4 +1,4 @@
-"""HTTP/1.1 on kept connections, against servers that answer byte by byte as a test says."""
+"""HTTP/1.1 on kept connections, against servers that send exactly the bytes of a test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Handler = Callable[[str], bytes | None]
 
 
 class Answering:
-    """A server that answers each request's head with bytes; None closes the connection."""
+    """A server that answers each request's head with the handler's bytes; None closes the connection."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -85,7 +85,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
 async def test_connections_are_kept() -> None:
-    """Requests one after another share a connection, requests at a time do not."""
+    """Sequential requests share a connection; concurrent requests have a connection each."""
     async with answering(OK) as other, reaching(other.url) as server:
         for _ in range(3):
             assert (await server.request("GET", "/a", {})).body == b"{}"
@@ -95,7 +95,7 @@ async def test_connections_are_kept() -> None:
 
 
 async def test_few_requests_are_under_way_at_a_time() -> None:
-    """Of many requests at once the later ones wait for a connection instead of making their own."""
+    """At most MAX_REQUESTS connections exist for concurrent requests; further requests wait for one."""
     async with answering(OK) as other, reaching(other.url) as server:
         answers = await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3 * MAX_REQUESTS)))
         assert {bytes(answer.body) for answer in answers} == {b"{}"}
@@ -103,7 +103,7 @@ async def test_few_requests_are_under_way_at_a_time() -> None:
 
 
 async def test_streams_keep_no_request_waiting() -> None:
-    """A node has a watch for each driver, as many as are configured."""
+    """100 open streams do not block a request: a node has a watch for each driver."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with (
         answering(lambda request: head if "/watch" in request else OK) as other,
@@ -116,7 +116,7 @@ async def test_streams_keep_no_request_waiting() -> None:
 
 
 async def test_the_request() -> None:
-    """What is sent is the target below the server's own path, its authority, the headers and the body's length."""
+    """The request has the path below the server's path, the Host header, the given headers and Content-Length."""
     async with answering(OK) as other, reaching(f"{other.url}/prefix/") as server:
         await server.request("POST", "/a?b=c", {"X-One": "1"}, b"body")
         (head,) = other.heads
@@ -139,7 +139,7 @@ async def test_the_request() -> None:
     ids=["chunked", "continue", "no-content", "close", "1.0", "compressed", "redirect"],
 )
 async def test_answers(answer: bytes, status: int, body: bytes, again: int) -> None:
-    """Bodies are read in every form, none is followed or unpacked, and only what the server keeps is used again."""
+    """Bodies of every form are read, redirects are not followed, and only kept connections are used again."""
     async with answering(answer) as other, reaching(other.url) as server:
         for _ in range(2):
             response = await server.request("GET", "/", {})
@@ -178,7 +178,7 @@ async def test_a_body_up_to_the_end() -> None:
     ids=["closed", "ssh", "status", "chunk", "length", "headers", "size", "two lengths", "a list", "both"],
 )
 async def test_nonsense(answer: bytes | None) -> None:
-    """What is no HTTP is an error, and its connection is not used again."""
+    """An invalid answer is an error, and its connection is not used again."""
     async with answering(lambda _: answer) as other, reaching(other.url) as server:
         for asked in (1, 2):
             before = other.connections
@@ -189,7 +189,7 @@ async def test_nonsense(answer: bytes | None) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
-    """What comes on a kept connection before the next request is not taken as the answer to it."""
+    """Bytes that arrive on a kept connection before the next request are not taken as its answer."""
     evil = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nevil!"
     received, take = asyncio.Event(), ResponseHandler.data_received
 
@@ -210,7 +210,7 @@ async def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch, 
 
 
 async def test_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer is read up to a bound, also the body of a watch that was refused."""
+    """An answer with a body above MAX_BODY is an error, also for a stream with a status of refusal."""
     monkeypatch.setattr(http, "MAX_BODY", 1000)
     for status, fits in ((200, 1000), (403, 1000), (200, 1001), (403, 1001)):
         answer = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, fits) + b"x" * fits
@@ -225,7 +225,7 @@ async def test_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_line_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of a stream is read up to a bound."""
+    """A line of a stream above MAX_LINE is an error."""
     monkeypatch.setattr(http, "MAX_LINE", 1000)
     answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"200\r\n" + b"x" * 512 + b"\r\n") * 3
     async with (
@@ -254,7 +254,7 @@ async def test_a_body_that_breaks_off(part: bytes) -> None:
 
 
 async def test_a_connection_that_the_server_closed_is_not_used() -> None:
-    """A kept connection that the server has closed meanwhile is noticed, and another one made."""
+    """A kept connection that the server has closed is replaced by a new one."""
     async with answering(OK) as other, reaching(other.url) as server:
         await server.request("GET", "/", {})
         other.writers[0].close()
@@ -265,7 +265,7 @@ async def test_a_connection_that_the_server_closed_is_not_used() -> None:
 
 
 async def test_old_connections_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that lay idle for long is not trusted."""
+    """A connection that was idle for longer than IDLE is replaced by a new one."""
     monkeypatch.setattr(http, "IDLE", 0.0)
     async with answering(OK) as other, reaching(other.url) as server:
         for _ in range(2):
@@ -274,7 +274,7 @@ async def test_old_connections_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_stream() -> None:
-    """A stream's lines come as the server sends them, in whatever pieces, and need not be read to their end."""
+    """A stream yields lines in whatever pieces they arrive, and may be left before its end."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7\r\none\ntwo\r\n"
     async with answering(head) as other, reaching(other.url) as server:
         async with server.stream("GET", "/", {}) as response:
@@ -287,7 +287,7 @@ async def test_a_stream() -> None:
 
 
 def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
-    """A TLS server that says nothing more leaves nothing open behind the client's end."""
+    """A TLS stream that is left early leaves no open socket, also if the server sends nothing more."""
     certificate, key = make_certificate(tmp_path, "a")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificate, key)
@@ -319,7 +319,7 @@ def test_a_stream_that_is_left_is_closed_at_once(tmp_path: Path) -> None:
 
 
 def test_many_tls_streams_take_little_memory(tmp_path: Path) -> None:
-    """Each driver of a node has a watch; asyncio's own buffer would be 256 KiB for each."""
+    """Each TLS stream takes less than 128 KiB; asyncio's default buffer alone is 256 KiB."""
     certificate, key = make_certificate(tmp_path, "a")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificate, key)
@@ -337,7 +337,7 @@ def test_many_tls_streams_take_little_memory(tmp_path: Path) -> None:
                 threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
 
     async def measure(url: str) -> float:
-        """Return the bytes that each stream after the first takes in the client."""
+        """Return the bytes of memory per further stream in the client."""
         server = HttpClient(url, trusting(certificate))
         async with contextlib.AsyncExitStack() as stack:
             sizes = []
@@ -361,7 +361,7 @@ def test_many_tls_streams_take_little_memory(tmp_path: Path) -> None:
 
 
 async def test_cancelled() -> None:
-    """A request that is cancelled loses its connection, and the next one gets its own answer."""
+    """The connection of a cancelled request is closed, and the next request gets its own answer."""
     async with answering(lambda head: b"" if "slow" in head else OK) as other, reaching(other.url) as server:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -371,7 +371,7 @@ async def test_cancelled() -> None:
 
 
 async def test_a_retired_server() -> None:
-    """What is under way on a server that is not to be used any more goes on, and its end closes all."""
+    """A running stream of a retired client goes on; after its end the client has no running request."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with answering(head) as other, reaching(other.url) as server:
         async with server.stream("GET", "/", {}) as response:
@@ -382,7 +382,7 @@ async def test_a_retired_server() -> None:
 
 
 async def test_a_proxy() -> None:
-    """Through a proxy the whole URL is asked for, and for https a tunnel, with the proxy's own credentials."""
+    """A proxy gets the whole URL for http, and CONNECT with the proxy's credentials for https."""
     async with answering(OK) as proxy, reaching("http://server.example", proxy.url) as server:
         await server.request("GET", "/a", {})
         assert proxy.heads[0].startswith("GET http://server.example/a HTTP/1.1\r\n")
@@ -396,7 +396,7 @@ async def test_a_proxy() -> None:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment that names no proxy."""
+    """An environment without proxy variables."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -404,7 +404,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_which_proxy(environment: pytest.MonkeyPatch) -> None:
-    """The environment names the proxy by the server's scheme."""
+    """The proxy comes from the environment variable for the URL's scheme."""
     assert proxy_of("https://server.example") == ""
     environment.setenv("HTTPS_PROXY", "proxy.example:3128")
     assert proxy_of("https://server.example") == "http://proxy.example:3128"
@@ -429,7 +429,7 @@ def test_which_proxy(environment: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_servers_without_a_proxy(environment: pytest.MonkeyPatch, rules: str, direct: str, proxied: str) -> None:
-    """NO_PROXY is read as client-go does: names, domains, addresses, CIDR ranges, each perhaps with a port."""
+    """NO_PROXY has client-go's syntax: names, domains, addresses and CIDR ranges, each with an optional port."""
     environment.setenv("HTTPS_PROXY", "proxy.example")
     environment.setenv("NO_PROXY", rules)
     assert [host for host in direct.split() if proxy_of(f"https://{host}")] == []
@@ -438,6 +438,6 @@ def test_servers_without_a_proxy(environment: pytest.MonkeyPatch, rules: str, di
 
 @pytest.mark.parametrize(("url", "proxy"), [("server", ""), ("ftp://server", ""), ("http://server", "socks5://proxy")])
 def test_urls_that_cannot_be_used(url: str, proxy: str) -> None:
-    """A URL of something else than HTTP is refused at once."""
+    """URLs and proxies of other schemes than HTTP are refused at once."""
     with pytest.raises(ValueError, match="is not the URL of"):
         HttpClient(url, proxy=proxy)

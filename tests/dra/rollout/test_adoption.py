@@ -1,4 +1,4 @@
-"""The check of a vendor's DaemonSet, and the commands that it prints, on an API server that applies them."""
+"""The check of a vendor's DaemonSet, and its printed commands, applied to objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Object = dict[str, Any]
 
 
 def daemon_set(*paths: str, metadata: Mapping[str, Any] | None = None, **spec: Any) -> Object:
-    """A vendor's DaemonSet with hostPaths."""
+    """Return a vendor's DaemonSet with these hostPaths."""
     volumes: list[Object] = [{"name": "config", "configMap": {"name": "c"}}]
     volumes += [{"name": f"v{number}", "hostPath": {"path": path, "type": ""}} for number, path in enumerate(paths)]
     mounts = [{"name": f"v{number}", "mountPath": path} for number, path in enumerate(paths)]
@@ -40,7 +40,7 @@ def daemon_set(*paths: str, metadata: Mapping[str, Any] | None = None, **spec: A
 
 
 def agent_pod(node: str = "n1", *arguments: str, path: str = OURS) -> Object:
-    """An agent's pod."""
+    """Return an agent's pod."""
     container = {
         "name": "agent",
         "command": ["deviceplugin"],
@@ -65,7 +65,7 @@ def agent_pod(node: str = "n1", *arguments: str, path: str = OURS) -> Object:
 
 
 def plugin_pod(node: str = "n1") -> Object:
-    """A pod of the vendor's DaemonSet."""
+    """Return a pod of the vendor's DaemonSet."""
     owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "gadgets", "uid": "u-1"}
     return {
         "apiVersion": "v1",
@@ -76,7 +76,7 @@ def plugin_pod(node: str = "n1") -> Object:
 
 
 def applied(body: Object, command: str) -> Object:
-    """Return what a printed `kubectl patch --type=json` makes of an object (RFC 6902); a failed test raises."""
+    """Return an object after a printed `kubectl patch --type=json` (RFC 6902); a failed test operation raises."""
     words = shlex.split(command)
     assert words[:6] == ["kubectl", "patch", "daemonset", "gadgets", "-n", "vendor"]
     assert words[6:8] == ["--type=json", "-p"]
@@ -104,7 +104,7 @@ def paths(body: Object) -> list[Object]:
 
 
 def test_one_host_path_there_and_back() -> None:
-    """The patch changes the one hostPath, and that of the way back restores the object."""
+    """The patch changes the hostPath of the kubelet's directory, and the patch of the undo restores the object."""
     body = daemon_set("/dev", f"{PLUGINS}/", metadata={"annotations": {"a": "b"}})
     found = adopt(body, [AGENT], {"n1"})
     assert not found.problems
@@ -120,7 +120,7 @@ def test_one_host_path_there_and_back() -> None:
 
 
 def test_two_host_paths_of_the_plugin_watcher() -> None:
-    """Both change at once."""
+    """The hostPaths of the device plugins and of the plugin watcher change in one patch."""
     body = daemon_set(PLUGINS, REGISTRY)
     made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
     assert [one["path"] for one in paths(made)] == [OURS, f"{OURS}/plugins_registry"]
@@ -128,7 +128,7 @@ def test_two_host_paths_of_the_plugin_watcher() -> None:
 
 
 def test_surge_is_taken_away_and_put_back_last() -> None:
-    """Two instances at once would register on both sides."""
+    """maxSurge becomes 0, as two instances would register at kubelet and agent; the undo restores it last."""
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "20%", "maxUnavailable": 0}}
     body = daemon_set(PLUGINS, metadata={"annotations": {"a": "b"}}, updateStrategy=strategy)
     made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
@@ -141,13 +141,13 @@ def test_surge_is_taken_away_and_put_back_last() -> None:
 
 
 def test_pods_that_nobody_replaces_are_deleted() -> None:
-    """With OnDelete the patch alone replaces no pod."""
+    """With OnDelete, a second command deletes the pods."""
     body = daemon_set(PLUGINS, updateStrategy={"type": "OnDelete"})
     assert adopt(body, [AGENT], {"n1"}).commands[1] == "kubectl delete pods -n vendor -l app=gadgets"
 
 
 def test_a_patch_fails_where_somebody_has_changed_it_meanwhile() -> None:
-    """It tests what it replaces."""
+    """The patch tests the values that it replaces, and fails if the volumes have changed."""
     body = daemon_set(PLUGINS)
     patch = adopt(body, [AGENT], {"n1"}).commands[0]
     body["spec"]["template"]["spec"]["volumes"].insert(0, {"name": "new", "hostPath": {"path": "/new"}})
@@ -156,7 +156,7 @@ def test_a_patch_fails_where_somebody_has_changed_it_meanwhile() -> None:
 
 
 def test_the_way_back_of_a_change_by_hand() -> None:
-    """Without the annotation it gets the kubelet's directories, and says so."""
+    """Without the annotation of the former paths, undo sets the kubelet's directories and notes it."""
     body = daemon_set(OURS, f"{OURS}/plugins_registry", "/dev")
     found = undo(body, [AGENT], [])
     made = applied(body, found.commands[0])
@@ -184,7 +184,7 @@ def test_the_way_back_of_a_change_by_hand() -> None:
     ],
 )
 def test_what_others_put_back_is_refused(metadata: Mapping[str, Any], words: str) -> None:
-    """Who manages it, by which label, and what to do instead."""
+    """A DaemonSet that another manager would restore is refused; the problem names the manager."""
     found = adopt(daemon_set(PLUGINS, metadata=metadata), [AGENT], {"n1"})
     (problem,) = found.problems
     assert words in problem
@@ -192,7 +192,7 @@ def test_what_others_put_back_is_refused(metadata: Mapping[str, Any], words: str
 
 
 def test_an_addon_that_is_only_made_where_it_is_missing() -> None:
-    """EnsureExists leaves changes alone, and forgets them when the DaemonSet is deleted."""
+    """A DaemonSet with the addon mode EnsureExists is accepted, with a note that the addon manager recreates it."""
     labels = {"addonmanager.kubernetes.io/mode": "EnsureExists"}
     found = adopt(daemon_set(PLUGINS, metadata={"labels": labels}), [AGENT], {"n1"})
     assert not found.problems
@@ -200,7 +200,7 @@ def test_an_addon_that_is_only_made_where_it_is_missing() -> None:
 
 
 def test_a_manifest_that_is_applied_again() -> None:
-    """It would put the hostPath back."""
+    """A note says that `kubectl apply` of the manifest would restore the hostPath."""
     body = daemon_set(PLUGINS, metadata={"annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}"}})
     assert any("kubectl apply of its manifest" in note for note in adopt(body, [AGENT], {"n1"}).notes)
 
@@ -216,14 +216,14 @@ def test_a_manifest_that_is_applied_again() -> None:
     ],
 )
 def test_what_would_not_work_is_refused(agents: list[AgentPod], body: Object, words: str) -> None:
-    """The plugin would find no kubelet.sock, or not ours."""
+    """Adoption is refused if the plugin would find no kubelet.sock, or not the agent's."""
     found = adopt(body, agents, {"n1"})
     assert any(words in one for one in found.problems), found
     assert not found.commands
 
 
 def test_a_part_of_the_directory_is_refused() -> None:
-    """With a subPath another hostPath leads elsewhere."""
+    """A mount with a subPath of the directory is refused."""
     body = daemon_set(PLUGINS)
     body["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["subPath"] = "x"
     (problem,) = adopt(body, [AGENT], {"n1"}).problems
@@ -231,7 +231,7 @@ def test_a_part_of_the_directory_is_refused() -> None:
 
 
 def test_options_of_agents() -> None:
-    """Where the kubelet has its directories is read from the agent's arguments, in both forms."""
+    """The kubelet's directories come from the agent's arguments, as `--option value` or `--option=value`."""
     one = agent_of(agent_pod("n1", "--adopt", f"{OURS}/", "--kubelet-root=/k", "--device-plugin-dir=/d/"))
     assert one == AgentPod(
         "n1", OURS, mounted=True, ready=True, plugins="/d", registry="/k/plugins_registry", claims=False
@@ -239,7 +239,7 @@ def test_options_of_agents() -> None:
 
 
 def test_claims_are_in_the_way_back() -> None:
-    """Devices that claims have, or are to have, and agents that do not answer."""
+    """Undo is refused while claims have devices, devices are on the DRA side, or an agent does not answer."""
     devices = {
         ("n1", "a/x", "g0"): DeviceNow("Healthy", holder="claim ml/c", state="dra", claims=("ml/c",)),
         ("n1", "a/x", "g1"): DeviceNow("Healthy", holder="", state="dra"),
@@ -285,7 +285,7 @@ def command(
 
 
 def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
-    """The commands are on standard output, comments around them; the DaemonSet is as it was."""
+    """The commands are printed with comments, and the DaemonSet is not changed; JSON has the same commands."""
     server.create(body := daemon_set(PLUGINS))
     body = server.get("daemonsets", "gadgets", "vendor")
     uid = body["metadata"]["uid"]
@@ -318,9 +318,9 @@ def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[
 def test_the_way_back_asks_the_agents(
     server: FakeApiServer, command: Callable[..., tuple[int, str, str]], option: str
 ) -> None:
-    """Where an agent that serves claims has no page, it is not known whether claims have devices.
+    """Undo is refused if an agent that serves claims has no metrics port, so that its claims are unknown.
 
-    Nor is it where the agents were changed first, so that they adopt nothing any more.
+    This also holds for an agent without `--adopt`.
     """
     before = {"hostPaths": {"v0": {"path": PLUGINS, "type": ""}}}
     server.create(daemon_set(OURS, metadata={"annotations": {adoption.BEFORE: json.dumps(before)}}))
@@ -335,7 +335,7 @@ def test_the_way_back_asks_the_agents(
 
 
 def test_what_is_not_there(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
-    """No such DaemonSet; nobody says where agents run."""
+    """A missing DaemonSet, and an unknown namespace of the agents, are errors with status 2."""
     assert command()[::2] == (2, "there is no DaemonSet gadgets in namespace vendor\n")
     server.create(daemon_set(PLUGINS))
     server.delete("clusterrolebindings", "dra-bridge")

@@ -1,4 +1,4 @@
-"""What agents answer when they are asked, through an API server that passes their pages on; and what is unknown."""
+"""Requests for the status of agents, through the proxy of the API server, and the reasons for missing answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_POD = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in names
 
 
 def binding(name: str = "dra-bridge", namespace: str = "dra-bridge") -> dict[str, Any]:
-    """Return the binding of the agents' ServiceAccount as `manifests` makes it."""
+    """Return a ClusterRoleBinding of the agents' ServiceAccount, as `manifests` prints it."""
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "ClusterRoleBinding",
@@ -47,7 +47,7 @@ def server() -> Iterator[FakeApiServer]:
 
 
 def agent_pod(node: str, port: int | None = 9410, **container: Any) -> dict[str, Any]:
-    """Return an agent's pod as `manifests` makes it; port: of its page; container: more of its container."""
+    """Return an agent's pod, as `manifests` prints it. port: the metrics port; container: more fields of the container."""
     labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
     ports = [{"name": "metrics", "containerPort": port}] if port else []
     return {
@@ -60,7 +60,7 @@ def agent_pod(node: str, port: int | None = 9410, **container: Any) -> dict[str,
 
 
 def status(still: Still) -> dict[str, Any]:
-    """Return `/status` of an agent, as its page has it."""
+    """Return the answer of an agent to `/status`."""
     found = json.loads(page.status(still.observer().view()))
     assert isinstance(found, dict)
     return found
@@ -72,7 +72,7 @@ async def asked(server: FakeApiServer, *nodes: str, namespace: str = "") -> Answ
 
 
 async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
-    """Each device has its holder and health as its agent sees them, and nothing is written for that."""
+    """The answer has the holder and health of each device from its agent; no object is written."""
     held = {
         "a": [PodContainer("ml", "train", "main"), PodContainer("ml", "train", "side")],
         "b": [PodContainer("", "", "", "1234")],
@@ -99,7 +99,7 @@ async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
 
 
 async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
-    """What keeps an agent from being ready, and what else is wrong with it, is told beside its devices."""
+    """The reasons why an agent is not ready, and its other problems, are in the answer beside its devices."""
     one = resource("a")
     object.__setattr__(one, "registered", False)
     still = Still(one)
@@ -114,7 +114,7 @@ async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("connected", [True, False])
 async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None:
-    """Which of them a vendor's plugin lists; one that is not there is a problem of its agent."""
+    """The answer has the adopted resources; a vendor plugin that is not connected is a problem of the agent."""
     own, theirs = resource("a"), resource("b", name="v/x", vendor=VendorConnection(connected=connected, since=60.0))
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(Still(own, theirs)))
@@ -137,7 +137,7 @@ class Reporting:
 
 
 async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
-    """An agent that started without it lists none of its devices; the register still knows who has them."""
+    """If the vendor's plugin is not connected, the agent lists no devices; the holders come from its register."""
     still = Still(resource(name="v/x", vendor=VendorConnection(connected=False, since=60.0)))
     places = {("v/x", name): DeviceLocation(State.DRA) for name in ("g0", "g1")}
     claims = [ClaimedDevice("v/x", "g0", "ml", "c")]
@@ -155,7 +155,7 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
 
 
 async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
-    """What an agent says of a device that moves is newer than its slice; of another state it says nothing."""
+    """The reason of a wait in an agent's answer replaces the one in the slice, if the state of the device is the same."""
     device = {"id": "a", "health": "healthy", "state": "to-dra", "waits": "pod default/train-0"}
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (
@@ -170,7 +170,7 @@ async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
 
 
 async def test_pages_with_tls(server: FakeApiServer) -> None:
-    """Where the probes use TLS, the API server is asked to use it, too."""
+    """If the agent's probes use HTTPS, the proxy request uses HTTPS too."""
     server.create(agent_pod("n1", 9999, readinessProbe={"httpGet": {"scheme": "HTTPS"}}))
     server.proxied = lambda path: (200, status(Still(resource("a"))))
     assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
@@ -178,7 +178,7 @@ async def test_pages_with_tls(server: FakeApiServer) -> None:
 
 
 async def test_agent_without_a_checkpoint(server: FakeApiServer) -> None:
-    """What the agent does not know is not free: its health is known, its holder is not."""
+    """Without a recent checkpoint the holder of a device is unknown, and the reason is reported; its health is known."""
     still = Still(resource("a"))
     still.scanned_at = None
     server.create(agent_pod("n1"))
@@ -209,7 +209,7 @@ def forbidden(path: str) -> tuple[int, dict[str, Any]]:
 async def test_pages_that_are_refused(
     server: FakeApiServer, proxied: Callable[[str], tuple[int, Any]], reason: str
 ) -> None:
-    """Whoever refuses, the reason is told, and the API server counts as reached: one request for each agent."""
+    """A refused request is reported with its reason, is sent once per agent, and is no outage of the API server."""
     server.create(agent_pod("n1"))
     server.proxied = proxied
     async with Cluster.from_server(server.url) as cluster:
@@ -221,7 +221,7 @@ async def test_pages_that_are_refused(
 
 
 async def test_nodes_without_a_page(server: FakeApiServer) -> None:
-    """An agent without a metrics address is not asked; a node without an agent's pod is: the agent may be a unit."""
+    """An agent without a metrics port is not asked; on a node without an agent pod, the node's port 9410 is asked."""
     server.create(agent_pod("n1", None))
     leaving = agent_pod("n2")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -240,7 +240,7 @@ async def test_nodes_without_a_page(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("scheme", ["", "https:"])
 async def test_an_agent_that_is_no_pod(server: FakeApiServer, scheme: str) -> None:
-    """Where no pod of an agent runs, the node is asked at the port of the units, with TLS and without."""
+    """Without an agent pod, the node is asked at port 9410, with and without TLS."""
     there = f"/nodes/{scheme}n1:9410/proxy/status"
     answer = status(Still(resource("a")))
     server.proxied = lambda path: (200, answer) if path.endswith(there) else (503, "malformed HTTP response")
@@ -250,7 +250,7 @@ async def test_an_agent_that_is_no_pod(server: FakeApiServer, scheme: str) -> No
 
 
 async def test_who_may_not_ask_nodes(server: FakeApiServer) -> None:
-    """Without the right to reach ports of nodes, what is missing and what for is said, once."""
+    """Without the right to get nodes/proxy, the missing right is reported after one request."""
     server.proxied = forbidden
     why = "an agent that is no pod is asked at port 9410 of its node: this needs the right to get nodes/proxy"
     assert (await asked(server, "n1")).reasons == {"n1": f"{NO_POD}; {why}"}
@@ -258,7 +258,7 @@ async def test_who_may_not_ask_nodes(server: FakeApiServer) -> None:
 
 
 async def test_an_agent_without_slices_says_so(server: FakeApiServer) -> None:
-    """The status of all nodes has the problems of agents on nodes that have no slices now; that of one node has not."""
+    """With `others`, the problems of agents on nodes without slices are reported too."""
     for name in ("n1", "n2"):
         server.create(agent_pod(name))
     gone = {"unready": ["slices of driver d are not published"], "holdersKnown": True, "resources": []}
@@ -270,9 +270,9 @@ async def test_an_agent_without_slices_says_so(server: FakeApiServer) -> None:
 
 
 async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
-    """Whoever may make pods somewhere could forge what agents answer: only those in the agents' namespace are asked.
+    """Only pods in the agents' namespace are asked: pods in other namespaces could forge answers.
 
-    That is where the ServiceAccounts are that the manifests bind, or the one that is named.
+    The namespaces are those of the ServiceAccounts in the manifests' ClusterRoleBindings, or the named one.
     """
     forged = agent_pod("n1")
     forged["metadata"]["namespace"] = "team"
@@ -289,7 +289,7 @@ async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
 
 
 async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> None:
-    """An operator may read the one binding of the manifests; where not even that, the namespace has to be named."""
+    """Without the right to list bindings, the binding dra-bridge is read; if that fails, the error asks for `-n`."""
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(Still(resource("a"))))
     lists = Fault(code=403, message="you may not list bindings")
@@ -303,7 +303,7 @@ async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> No
 
 
 async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> None:
-    """Then the binding of the usual name says where agents run."""
+    """A binding named dra-bridge is found although Helm has replaced its managed-by label."""
     server.delete("clusterrolebindings", "dra-bridge")
     server.create(binding() | {"metadata": {"name": "dra-bridge", "labels": {"app.kubernetes.io/managed-by": "Helm"}}})
     server.create(agent_pod("n1"))
@@ -312,7 +312,7 @@ async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> 
 
 
 async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
-    """Without that right every node has it as its reason."""
+    """Without the right to list pods, every node has this reason."""
     server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
     assert (await asked(server, "n1", "n2")).reasons == dict.fromkeys(
         ("n1", "n2"), "no, you may not; this needs the right to list pods"
@@ -320,7 +320,7 @@ async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
 
 
 async def test_agents_are_asked_at_once_but_not_all(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many agents are asked at one time, and no more."""
+    """At most AT_ONCE agents are asked at the same time."""
     monkeypatch.setattr(agents, "AT_ONCE", 3)
     inside, most = 0, 0
     together = threading.Barrier(3)
@@ -347,7 +347,7 @@ async def test_agents_are_asked_at_once_but_not_all(server: FakeApiServer, monke
 
 
 async def test_agents_that_hang(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not answer is given up after a while, and all of them together after another."""
+    """An agent without an answer is given up after TIMEOUT, and all agents together after TOTAL."""
     for node in ("n1", "n2"):
         server.create(agent_pod(node))
     server.proxied = lambda path: (200, status(Still(resource("a"))))

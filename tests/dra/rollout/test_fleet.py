@@ -1,4 +1,4 @@
-"""How far nodes are and what to do next: views, distances, obstacles, and the decisions of rollouts."""
+"""Views of nodes, their distances and obstacles, and the decisions of rollouts."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def view(
     ],
 )
 def test_distance(requested: str | None, counts: Mapping[str, int], left: int) -> None:
-    """The distance is how many devices have still to move; devices on no side do not count."""
+    """The distance is the number of devices that still have to move; quarantined devices do not count."""
     assert fleet.distance(view(requested=requested, counts=counts)) == left
 
 
 def test_settled_only_once_the_agent_knows() -> None:
-    """A node is not settled before its agent has taken in what is asked for, whatever the counts."""
+    """A node is not finished before its agent has read the requested share, whatever the counts are."""
     at_rest = view(requested="all", counts={"dra": 4})
     assert fleet.finished(at_rest)
     assert at_rest.reported is not None
@@ -69,7 +69,7 @@ def test_settled_only_once_the_agent_knows() -> None:
 
 
 def test_gone_devices_do_not_count() -> None:
-    """A device that the source lists no more is shown, and no share waits for it."""
+    """A device that the source no longer lists is shown as gone, and the node is finished without it."""
     device = DeviceProgress(State.PLUGIN, 1, gone=True)
     slices = [slice_of("n1", report({"dra": 1}, "all", "all", a=DeviceProgress(State.DRA, 1), b=device))]
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], slices)
@@ -88,7 +88,7 @@ def slice_of(name: str, said: Progress | None) -> dict[str, Any]:
 
 
 def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
-    """Claims of a driver with two resources, of which one was published by ids alone before the other came."""
+    """With two resources of one driver, the holders by claim are found by the published names of the devices."""
     other = "example.com/fpga"
     resources = {name: ResourceProgress("all", {"dra": 1}, {"0": DeviceProgress(State.DRA, 1)}) for name in (R, other)}
     results = {
@@ -108,7 +108,7 @@ def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
 
 
 def test_views_read_what_the_server_has() -> None:
-    """A view has the annotations, readiness and what the agent reports; garbage in any of them is ignored."""
+    """A view has the annotations, readiness and report of a node; invalid ones are ignored."""
     nodes = [node("n10", {SHARE: "1", BEFORE: '{"share":null}'}), node("n9", {BEFORE: "garbage"}, "False"), node("n8")]
     broken = slice_of("n9", None)
     broken["metadata"]["annotations"] = {progress.annotation(D): "garbage"}
@@ -122,7 +122,7 @@ def test_views_read_what_the_server_has() -> None:
 
 
 def test_claims_name_holders_of_a_shared_device() -> None:
-    """A device that several claims have names all of them and their pods; admin access holds nothing."""
+    """A shared device has all its claims and their pods as holders; admin access is no holder."""
 
     def claim(name: str, **result: Any) -> dict[str, Any]:
         results = [{"driver": D, "pool": "n1", "device": "a", **result}]
@@ -154,13 +154,13 @@ def test_claims_name_holders_of_a_shared_device() -> None:
     ],
 )
 def test_obstacles_of_a_node(found: NodeView, said: str) -> None:
-    """What stands in the way of a node as a whole is said."""
+    """`obstacles` explains why a whole node does not move."""
     (line,) = fleet.obstacles(found)
     assert said in line
 
 
 def test_obstacles_of_devices() -> None:
-    """Moving devices are shown with what they wait for and their holder, idle-only moves with all holders."""
+    """`obstacles` names moving devices with what they wait for; with idle-only moves it names all holders."""
     moving = report(
         {"to-dra": 1, "plugin": 1}, "all", "all", a=DeviceProgress(State.TO_DRA, 1, "pod d/p", "its holder")
     )
@@ -188,7 +188,7 @@ def test_obstacles_of_devices() -> None:
     ],
 )
 def test_obstacles_do_not_repeat_themselves(waits: str, users: Sequence[str], said: str) -> None:
-    """Who holds a device is named once, also where its move waits for that holder."""
+    """The holder of a device is named once, also if its move waits for this holder."""
     results = [{"driver": D, "pool": "n1", "device": "a"}]
     reserved = [{"resource": "pods", "name": name} for name in users]
     claim = {
@@ -209,7 +209,7 @@ def pod(name: str, phase: str = "Failed", limits: Mapping[str, str] | None = Non
 
 
 def test_failing_pods_are_those_of_devices() -> None:
-    """Only pods that ask for the devices count: Failed ones, and Pending ones that cannot be prepared."""
+    """Only pods with these resources or with claims count: Failed pods, and Pending pods that cannot be prepared."""
     pods = [
         pod("a", limits={R: "1"}),
         pod("b", limits={"cpu": "1"}),
@@ -233,7 +233,7 @@ def test_failing_pods_are_those_of_devices() -> None:
 
 
 def test_phases() -> None:
-    """A node waits, moves or is done by what it is asked for and how far it is."""
+    """The phase of a node follows from the requested share and the moves so far."""
     goal, undo = Goal("all"), Goal(undo=True)
     assert fleet.phase(goal, view()) is Phase.WAITING
     assert fleet.phase(goal, view(requested="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
@@ -245,21 +245,21 @@ def test_phases() -> None:
 
 
 def test_nodes_that_are_not_ready_are_not_begun() -> None:
-    """A node that is not Ready waits; if none other is left, the rollout stops and names it."""
+    """A node that is not Ready does not start; if no other node is left, the rollout stops and names it."""
     nodes = [view("n1", ready=False), view("n2")]
     assert fleet.decide(Goal("all"), nodes, RolloutLimits()).begin == ("n2",)
     assert fleet.decide(Goal("all"), nodes[:1], RolloutLimits()).stop == ("n1: the node is not Ready",)
 
 
 def test_a_node_under_way_elsewhere_counts() -> None:
-    """A node that moves already, to another share, is in the move: it is asked first, and no other is begun."""
+    """A node in a move to another share counts as moving: it starts first, and takes one of the places."""
     nodes = [view("n1"), view("n2", requested="2", counts={"to-dra": 2, "plugin": 2})]
     assert fleet.decide(Goal("all"), nodes, RolloutLimits(1)).begin == ("n2",)
     assert fleet.decide(Goal("all"), nodes, RolloutLimits(2)).begin == ("n2", "n1")
 
 
 def test_a_stalled_node_stops_it() -> None:
-    """A node that takes longer than it may stops the rollout, with what it waits for; nothing more is begun."""
+    """A node that exceeds the time per node stops the rollout with a reason; no other node starts."""
     nodes = [view("n1", requested="all", counts={"to-dra": 4}), view("n2")]
     patient = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), ages={"n1": 9.0})
     assert patient.begin == ("n2",)
@@ -269,7 +269,7 @@ def test_a_stalled_node_stops_it() -> None:
 
 
 def test_begin_keeps_the_first_record() -> None:
-    """What was before the first of several rollouts is kept; the pods in trouble are those of now."""
+    """The former share is recorded at the first of several rollouts only; the failing pods are recorded each time."""
     first = fleet.begin_patch(Goal("all"), D, node("n1", {SHARE: "2"}), ["b", "a"])
     assert first is not None
     kept = first["metadata"]["annotations"]
@@ -309,7 +309,7 @@ ALICE, BOB = Goal("all", owner="alice (share all)"), Goal("none", owner="bob (sh
 
 
 def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
-    """Return a node that a goal's rollout has begun, and that is asked for a share now."""
+    """Return a node that the rollout of a goal has started, with this requested share."""
     return view("n1", requested=share, counts={"plugin": 4}, before=Before("2", owner=goal.owner), **more)
 
 
@@ -325,13 +325,13 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
         (replace(BOB, take_over=True), owned("all", ALICE), (), ""),
         (replace(BOB, take_over=True), owned("all", ALICE), ("n1",), "n1: share all requested by the rollout of alice"),
         (ALICE, owned("all", ALICE), (), ""),
-        (ALICE, owned("all", BOB), (), ""),  # that somebody else asks for the same is no contradiction
+        (ALICE, owned("all", BOB), (), ""),  # another rollout with the same share is no contradiction
         (ALICE, owned("none", BOB), ("n1",), "n1: share none requested by the rollout of bob (share none)"),
         (ALICE, owned("1", ALICE), (), "n1: share 1 requested by somebody else since this rollout has begun it"),
         (ALICE, owned(None, ALICE), ("n1",), "n1: no share requested by somebody else"),
         (ALICE, view("n1", requested="2"), ("n1",), "n1: share 2 requested by somebody else"),  # undone meanwhile
         (ALICE, view("n1", requested="2"), (), ""),
-        (ALICE, owned("none", Goal()), (), ""),  # the record of an older version names nobody
+        (ALICE, owned("none", Goal()), (), ""),  # the record of an older version has no owner
         (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), (), ""),
         (
             Goal(undo=True, owner="bob (undo)"),
@@ -342,26 +342,26 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
     ],
 )
 def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str], said: str) -> None:
-    """A run stops at a node that somebody else asks for another share, unless it is to take over, and that once."""
+    """A rollout stops at a node with another rollout's share. With --take-over it replaces that share once."""
     decision = fleet.decide(goal, [found, view("n2")], RolloutLimits(2), own=own)
     assert bool(decision.stop) is bool(said)
     assert "".join(decision.stop).startswith(said)
     assert not (said and decision.begin)
     annotations = {SHARE: found.requested, BEFORE: msgspec.json.encode(found.before).decode() if found.before else None}
     now = node("n1", {key: text for key, text in annotations.items() if text is not None})
-    if said and not own:  # it was begun by another run between the decision and the request
+    if said and not own:  # another run started the node between the decision and the patch
         assert fleet.begin_patch(goal, D, now, []) is None
 
 
 def test_contradictions_of_many_nodes_are_one_sentence() -> None:
-    """Nodes that the same other rollout has begun are named together."""
+    """The nodes of one other rollout are named in one line."""
     found = [replace(owned("all", ALICE), node=f"n{number}") for number in range(8)]
     said = "n0, n1, n2, n3, n4 and 3 more: share all requested by the rollout of alice (share all)"
     assert fleet.decide(BOB, found, RolloutLimits()).stop == (f"{said}; --take-over replaces it",)
 
 
 def test_who_takes_over_keeps_what_was_before() -> None:
-    """The share from before is written once; the owner is the last one who asked."""
+    """A takeover keeps the recorded former share, and records the new owner."""
     found = node("n1", {SHARE: "all", BEFORE: '{"share":"2","owner":"alice (share all)"}'})
     patch = fleet.begin_patch(replace(BOB, take_over=True), D, found, [])
     assert patch is not None
@@ -370,7 +370,7 @@ def test_who_takes_over_keeps_what_was_before() -> None:
 
 
 def test_a_node_that_is_gone_is_waited_for() -> None:
-    """A node that was begun and has no Node counts as moving, stops the rollout in the end, and never ends it well."""
+    """A started node whose Node was deleted counts as moving, and stops the rollout after the time per node."""
     rest = [view("n2")]
     asked: dict[str, Any] = {"own": {"n1"}, "gone": ["n1"]}
     assert fleet.decide(Goal("all"), (), RolloutLimits(), **asked) == fleet.RolloutStep()
@@ -384,7 +384,7 @@ def test_a_node_that_is_gone_is_waited_for() -> None:
 
 
 def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
-    """Between the decision and the request another run may have asked for its own share again."""
+    """The record of the former share is removed only if the Node still has that share."""
     undo = Goal(undo=True, owner="bob (undo)")
     record = '{"share":"2","owner":"bob (undo)"}'
     assert fleet.forget_patch(undo, D, node("n1", {SHARE: "2", BEFORE: record})) is not None
@@ -393,7 +393,7 @@ def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
 
 
 def test_pause_ends_after_the_first_nodes() -> None:
-    """With pause nothing more is begun once this run has begun some; it is over when they are done."""
+    """With pause, no node starts after the first ones of this run; the run is over when these are done."""
     moving = [view("n1", requested="all", counts={"to-dra": 4}), view("n2")]
     limits = RolloutLimits(1, pause=True)
     assert fleet.decide(Goal("all"), moving, limits, own={"n1"}) == fleet.RolloutStep()
@@ -403,7 +403,7 @@ def test_pause_ends_after_the_first_nodes() -> None:
 
 
 def test_the_report_of_many_devices_fits_into_an_annotation() -> None:
-    """Where all of it would not, of the resource with the most devices only numbers are; no slice is refused."""
+    """If a report is too long for an annotation, the resource with the most devices has counts only."""
     resources = {"example.com/many": 1000, "example.com/more": 1020, "example.com/few": 3}
     devices = {
         (resource, name): DeviceRecord(resource, name, State.PLUGIN, 1.7e9)

@@ -1,4 +1,4 @@
-"""What others write into the pool: found, named, and overcome."""
+"""Writes of other clients to the agent's pool: they are found, reported, and undone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.dra.slices.test_publisher import DRIVER, NODE, applied, became, clien
 from tests.waits import until
 
 MOST = 2**63 - 1
-"""The highest generation that the API server takes."""
+"""The highest generation that the API server accepts."""
 HERE = {"nodeName": NODE}
 SELECTOR = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpus", "operator": "Exists"}]}]}
 NODELESS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ NODELESS: dict[str, dict[str, Any]] = {
 def foreign(
     name: str = "foreign", generation: int = 1, count: int = 1, device: str = "ghost", **spec: Any
 ) -> dict[str, Any]:
-    """A slice that somebody else writes into the pool."""
+    """Return a slice of another client in the agent's pool."""
     where = spec or HERE
     per_device = {"allNodes": True} if "perDeviceNodeSelection" in where else {}
     return {
@@ -65,7 +65,7 @@ def server() -> Iterator[FakeApiServer]:
 async def publishing(
     server: FakeApiServer, devices: int = 2, noticed: list[tuple[str, ForeignKind, str]] | None = None, **options: Any
 ) -> AsyncIterator[Publisher]:
-    """A publisher of so many devices, once the API server has them."""
+    """Run a publisher of this number of devices, and begin the body once the API server has them."""
     seen = noticed if noticed is not None else []
     async with client(server) as cluster:
         publisher = Publisher(cluster, NODE, noticed=lambda *what: seen.append(what), **{"burst": 10_000, **options})
@@ -74,12 +74,12 @@ async def publishing(
 
 
 def in_use(server: FakeApiServer) -> list[str]:
-    """The devices that a scheduler gives to claims of this node."""
+    """Return the devices that a scheduler can allocate to claims on this node."""
     return [device["name"] for _, _, device in offered(server.objects(), NODE)]
 
 
 async def becomes(server: FakeApiServer, *devices: str) -> None:
-    """Wait until the scheduler has these devices, and the pool no slice of others."""
+    """Wait until the scheduler sees these devices, and the pool has no slice of other clients."""
 
     def whole(it: FakeApiServer) -> bool:
         names = {body["metadata"]["name"] for body in it.objects()}
@@ -98,7 +98,7 @@ def kinds(publisher: Publisher) -> dict[ForeignKind, int]:
 @pytest.mark.parametrize("generation", [0, 1, 2, 1000, UNGROWABLE - 1, UNGROWABLE, MOST - 1, MOST])
 @pytest.mark.parametrize("count", [1, 2, 7])
 async def test_a_slice_in_the_pool(server: FakeApiServer, generation: int, count: int) -> None:
-    """A slice of others in the pool is deleted, whatever its generation and count, and the pool goes on changing."""
+    """A foreign slice in the pool is deleted, for any generation and count, and the pool can still change."""
     noticed: list[tuple[str, ForeignKind, str]] = []
     async with publishing(server, noticed=noticed) as publisher:
         server.create(foreign(generation=generation, count=count))
@@ -115,7 +115,7 @@ async def test_a_slice_in_the_pool(server: FakeApiServer, generation: int, count
 @pytest.mark.parametrize("generation", [1, 5, MOST])
 @pytest.mark.parametrize("how", NODELESS)
 async def test_a_slice_without_a_node(server: FakeApiServer, how: str, generation: int) -> None:
-    """A slice in the pool that names no node is found and deleted."""
+    """A foreign slice in the pool without a nodeName is found and deleted."""
     async with publishing(server) as publisher:
         server.create(foreign(generation=generation, **NODELESS[how]))
         await becomes(server, "gpu0", "gpu1")
@@ -125,7 +125,7 @@ async def test_a_slice_without_a_node(server: FakeApiServer, how: str, generatio
 
 
 async def test_what_is_there_before_the_agent(server: FakeApiServer) -> None:
-    """What others wrote while no agent ran is overcome at its start."""
+    """Foreign slices that were written while no agent ran are deleted at its start."""
     server.create(foreign("one", MOST))
     server.create(foreign("two", MOST, allNodes=True))
     async with publishing(server) as publisher:
@@ -153,7 +153,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("devices", [2, 200])
 @pytest.mark.parametrize("edit", EDITS)
 async def test_an_edited_slice(server: FakeApiServer, edit: str, devices: int) -> None:
-    """An own slice that others edit is put right, and the pool goes on changing."""
+    """An own slice that another client edits is restored, and the pool can still change."""
     async with publishing(server, devices) as publisher:
         before = server.objects()
         body = server.objects()[-1]
@@ -173,7 +173,7 @@ async def test_an_edited_slice(server: FakeApiServer, edit: str, devices: int) -
 
 
 async def test_edited_while_no_agent_ran(server: FakeApiServer) -> None:
-    """All slices of the agent's own, edited to the highest generation, are begun anew from the first one."""
+    """If all own slices were edited to the highest generation, they are created again in generation 1."""
     async with publishing(server, 200):
         pass
     for body in server.objects():
@@ -187,7 +187,7 @@ async def test_edited_while_no_agent_ran(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("whose", ["another driver's", "another node's", "a slice without a node"])
 async def test_a_name_that_is_taken(server: FakeApiServer, whose: str) -> None:
-    """A slice that others made under the agent's name makes it take another name."""
+    """If a foreign slice has the agent's slice name, the agent uses another name."""
     spec: dict[str, Any] = {"another driver's": HERE, "another node's": {"nodeName": "node2"}}.get(
         whose, {"allNodes": True}
     )
@@ -209,7 +209,7 @@ async def test_a_name_that_is_taken(server: FakeApiServer, whose: str) -> None:
 
 
 async def test_the_name_of_the_probe_cannot_be_taken(server: FakeApiServer) -> None:
-    """The dry run that asks for features needs no name of its own, so that nobody can take it."""
+    """The dry run that detects features creates an object without a name, so that no other object can have the name."""
     async with publishing(server):
         pass
     names = {one.body["metadata"].get("name") for one in server.requests("POST") if "dryRun" in one.query}
@@ -217,7 +217,7 @@ async def test_the_name_of_the_probe_cannot_be_taken(server: FakeApiServer) -> N
 
 
 async def test_another_pool_on_the_node_is_named(server: FakeApiServer) -> None:
-    """A slice of the driver in another pool of this node is left alone, and named: its devices cannot be prepared."""
+    """A foreign slice in another pool on this node is not deleted, and is reported: its devices cannot be prepared."""
     noticed: list[tuple[str, ForeignKind, str]] = []
     body = foreign()
     body["spec"]["pool"]["name"] = "fabric"
@@ -230,7 +230,7 @@ async def test_another_pool_on_the_node_is_named(server: FakeApiServer) -> None:
 
 
 async def test_slices_of_other_nodes_pools_are_left_alone(server: FakeApiServer) -> None:
-    """A slice without a node in the pool of another node is that agent's to delete."""
+    """A slice without a nodeName in another node's pool is left to the agent of that node."""
     body = foreign(allNodes=True)
     body["spec"]["pool"]["name"] = "node2"
     server.create(body)
@@ -245,7 +245,10 @@ async def test_slices_of_other_nodes_pools_are_left_alone(server: FakeApiServer)
 @pytest.mark.parametrize("code", [403, 422])
 @pytest.mark.parametrize("generation", [1, 50, MOST])
 async def test_a_slice_that_may_not_be_deleted(server: FakeApiServer, code: int, generation: int) -> None:
-    """The pool is accepted beside it, `problems` names it with the command, and it is deleted once that is allowed."""
+    """If the deletion of a foreign slice is refused, the pool is accepted, and `problems` has the kubectl command.
+
+    The slice is deleted once deletions are allowed.
+    """
     server.fail(
         lambda request: request.method == "DELETE", Fault(code=code, message="a policy says no"), times=1_000_000
     )
@@ -257,14 +260,14 @@ async def test_a_slice_that_may_not_be_deleted(server: FakeApiServer, code: int,
         assert "a policy says no" in text
         assert "kubectl delete resourceslice foreign" in text
         if generation < UNGROWABLE:
-            assert in_use(server) == ["gpu0", "gpu1", "gpu2"]  # it is outgrown
+            assert in_use(server) == ["gpu0", "gpu1", "gpu2"]  # the agent's generation is higher
         server.heal()
         await becomes(server, "gpu0", "gpu1", "gpu2")
         await until(lambda: publisher.state(DRIVER).foreign == (), "it is not shown any more")
 
 
 async def test_a_slice_with_a_finalizer_is_there_until_it_is_gone(server: FakeApiServer) -> None:
-    """A deletion that waits for finalizers is not repeated, and its devices count as offered."""
+    """A deletion that waits for finalizers is not repeated; until it ends, the slice's devices count as offered."""
     async with publishing(server) as publisher:
         body = foreign(generation=MOST)
         body["metadata"]["finalizers"] = ["example.com/stays"]
@@ -284,13 +287,13 @@ async def test_a_slice_with_a_finalizer_is_there_until_it_is_gone(server: FakeAp
 
 
 class Fighter:
-    """Writes a slice into the pool again whenever it is gone."""
+    """A client that creates a slice in the pool again whenever it is deleted."""
 
     def __init__(self, server: FakeApiServer, body: dict[str, Any]) -> None:
         self.server, self.body, self.written = server, body, 0
 
     async def run(self) -> None:
-        """Fight until cancelled."""
+        """Create the slice again and again, until cancelled."""
         position = -1
         while True:
             if self.body["metadata"]["name"] not in {one["metadata"]["name"] for one in self.server.objects()}:
@@ -313,7 +316,7 @@ async def fighting(server: FakeApiServer, body: dict[str, Any]) -> AsyncIterator
 
 @pytest.mark.parametrize("generation", [1, MOST])
 async def test_somebody_who_writes_again_and_again(server: FakeApiServer, generation: int) -> None:
-    """The agent's writes are bounded, what is wanted is accepted all the same, and `problems` says what happens."""
+    """With a client that writes again and again, the agent's writes are limited, and `problems` reports it."""
     body = foreign(generation=generation)
     async with publishing(server, burst=OFTEN, per_second=0.001) as publisher, fighting(server, body) as fighter:
         await until(lambda: sum(kinds(publisher).values()) >= OFTEN - 1, "it is undone again and again")
@@ -327,7 +330,7 @@ async def test_somebody_who_writes_again_and_again(server: FakeApiServer, genera
 
 
 async def test_a_move_ends_during_a_fight(server: FakeApiServer) -> None:
-    """Slices that others write again and again do not keep the agent's own from being accepted."""
+    """While another client writes again and again, the agent's own slices are still accepted."""
     async with publishing(server) as publisher, fighting(server, foreign(generation=3)):
         for count in range(3, 8):
             await became(publisher, pool(*many(count)))
@@ -338,7 +341,7 @@ async def test_a_move_ends_during_a_fight(server: FakeApiServer) -> None:
 
 
 async def test_one_round_deletes_a_bounded_number(server: FakeApiServer) -> None:
-    """Of very many slices of others only some are deleted in one round; in the end all are."""
+    """40 foreign slices are all deleted, although each round deletes a limited number."""
     for number in range(40):
         server.create(foreign(f"foreign-{number}", MOST, count=40, device=f"ghost{number}"))
     async with publishing(server) as publisher:
@@ -354,7 +357,7 @@ async def test_one_round_deletes_a_bounded_number(server: FakeApiServer) -> None
 async def test_a_device_in_a_slice_of_others_is_not_withdrawn(
     server: FakeApiServer, generation: int, where: dict[str, Any]
 ) -> None:
-    """A device counts as offered while a slice of others names it, and as withdrawn since that slice is gone."""
+    """A device counts as offered while a foreign slice has it, and as withdrawn since that slice was deleted."""
     refused = Fault(code=403)
     async with publishing(server) as publisher:
         await became(publisher, pool(*many(1)))
@@ -372,7 +375,7 @@ async def test_a_device_in_a_slice_of_others_is_not_withdrawn(
 
 
 async def test_a_device_that_others_add_to_the_own_slice_is_not_withdrawn(server: FakeApiServer) -> None:
-    """Since when a device is withdrawn begins anew when others have put it back in between."""
+    """If another client adds a withdrawn device to the own slice, the time of withdrawal starts again."""
     async with publishing(server) as publisher:
         await became(publisher, pool(*many(1)))
         before = publisher.withdrawn(DRIVER, "gpu1")
@@ -386,7 +389,7 @@ async def test_a_device_that_others_add_to_the_own_slice_is_not_withdrawn(server
 async def test_an_unanswered_write_beside_the_highest_generation(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lost answer makes the next generation higher than its own one, not higher than that of others."""
+    """After a lost answer the next generation is higher than the own one, and not above the foreign generation."""
     async with publishing(server) as publisher:
         replace, lost = Cluster.replace, list[Any]()
 
@@ -405,7 +408,7 @@ async def test_an_unanswered_write_beside_the_highest_generation(
 
 
 async def test_an_unanswered_delete_of_the_highest_generation(server: FakeApiServer) -> None:
-    """A delete whose answer is lost is looked up, and makes no generation necessary."""
+    """After a delete with a lost answer, the generation does not grow to that of the foreign slice."""
     async with publishing(server) as publisher:
         server.fail(lambda request: request.method == "DELETE", Fault(done=True))
         server.create(foreign(generation=MOST))
@@ -429,7 +432,7 @@ generations = st.one_of(st.integers(0, 3), st.sampled_from([UNGROWABLE - 1, UNGR
 def test_plans_converge_beside_what_others_write(
     others: list[tuple[int, int, str]], edited: list[int], devices: int, remembered: int
 ) -> None:
-    """Whatever others have written, few plans lead to the wanted slices, in a generation that can grow."""
+    """With any foreign slices, three plans reach the wanted slices, in a generation that can still grow."""
     wanted = slices(pool(*many(devices)))
     state = applied([], plan_of(wanted, []))
     for body, generation in zip(state, edited, strict=False):
@@ -445,7 +448,7 @@ def test_plans_converge_beside_what_others_write(
 
 
 def test_names_differ_from_those_that_are_taken() -> None:
-    """A slice has a fixed number of names, all of which are known as its own."""
+    """Each slice has a fixed number of possible names, which `own_name` accepts; it rejects all others."""
     taken: set[str] = set()
     for _ in range(NAMES):
         name = slice_name(NODE, DRIVER, 3, taken)
@@ -457,7 +460,7 @@ def test_names_differ_from_those_that_are_taken() -> None:
 
 
 def test_the_writer_is_the_last_that_is_not_the_agent() -> None:
-    """The fields' managers tell who wrote last; in one second with the agent it is the other one."""
+    """The writer is the latest field manager except the agent; at equal times it is the other one."""
     early, late = "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z"
     fields = [{"manager": "dra-bridge", "time": late}, {"manager": "kubectl-edit", "time": late},
               {"manager": "helm", "time": early}]  # fmt: skip
@@ -467,7 +470,7 @@ def test_the_writer_is_the_last_that_is_not_the_agent() -> None:
 
 
 def test_few_writes_of_others_are_no_problem() -> None:
-    """Only writes within some minutes count, and only many of them are called again and again."""
+    """Only OFTEN foreign writes within the window are a problem; fewer, or older ones, are not."""
     writes = [ForeignWrite(ForeignKind.DELETED, "a", "", at) for at in range(OFTEN)]
     assert list(problems(DRIVER, (), writes[1:], now=float(OFTEN))) == []
     (text,) = problems(DRIVER, (), writes, now=float(OFTEN))

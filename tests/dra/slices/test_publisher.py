@@ -1,4 +1,4 @@
-"""Slices: what is wanted, what is written, and that it ends."""
+"""ResourceSlices: the wanted slices, the plan of writes, and that the publisher reaches the wanted slices."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def entry(wanted: Pool, **options: Any) -> dict[str, Any]:
 
 
 def test_attributes_of_all_kinds() -> None:
-    """Strings, integers, booleans and versions become the four kinds of attributes, NUMA one of the driver's."""
+    """Strings, integers, booleans and versions become the four kinds of attributes; NUMA becomes an attribute too."""
     device = Device(
         "gpu0",
         numa=1,
@@ -88,7 +88,7 @@ def test_attributes_of_all_kinds() -> None:
 
 
 def test_pool_is_the_node_and_slices_count_themselves() -> None:
-    """A pool is named like the node, and each slice says how many there are."""
+    """A pool is named like the node, and each slice says how many slices the pool has."""
     bodies = slices(pool(*many(300)))
     assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
     assert {body["spec"]["pool"]["resourceSliceCount"] for body in bodies} == {5}
@@ -99,7 +99,7 @@ def test_pool_is_the_node_and_slices_count_themselves() -> None:
 @pytest.mark.parametrize("consumes", [False, True])
 @pytest.mark.parametrize("changed", ["health", "side", "sides"])
 def test_a_change_of_one_device_changes_its_slice_alone(changed: str, consumes: bool) -> None:
-    """A taint, or another side, of devices with places in one slice changes neither another slice nor their number."""
+    """A taint, or a move, of devices in one slice changes this slice alone, and not the number of slices."""
     sets: dict[str, dict[str, int | str]] = {f"card{number}": {"memory": 1} for number in range(10)}
     options = [{"consumes": {f"card{number % 10}": {"memory": 1}}, "counters": sets} if consumes else {}
                for number in range(200)]  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_change_of_one_device_changes_its_slice_alone(changed: str, consumes: 
 
 
 def test_unhealthy_devices_are_tainted() -> None:
-    """An unhealthy device is offered with a taint; one of unknown health without."""
+    """An unhealthy device is offered with a taint, a device of unknown health without."""
     devices = [Device("a", health=Health.UNHEALTHY), Device("b"), Device("c", health=Health.UNKNOWN)]
     wanted = pool(*devices)
     found = {one["name"]: one.get("taints") for one in slices(wanted)[0]["spec"]["devices"]}
@@ -128,7 +128,7 @@ def test_unhealthy_devices_are_tainted() -> None:
 
 
 def test_only_devices_of_the_dra_side() -> None:
-    """Only offered devices are in the slices; with none there is no slice, or an empty one where it is asked for."""
+    """Only offered devices are in the slices. Without any, there is no slice, or an empty slice if requested."""
     wanted = pool(*many(3), offered={"gpu1"})
     assert [one["name"] for one in slices(wanted)[0]["spec"]["devices"]] == ["gpu1"]
     nothing = pool(*many(3), offered=frozenset())
@@ -141,14 +141,14 @@ def test_only_devices_of_the_dra_side() -> None:
 
 
 def test_each_slice_is_marked() -> None:
-    """The policy lets a former driver delete what has its annotation; only the first one has a value."""
+    """Every slice has the annotation by which the policy lets a former driver delete it; only the first has a value."""
     noted = replace(pool(*many(130)), annotations={f"{DRIVER}/progress": "1/3"})
     values = [body["metadata"]["annotations"][f"{DRIVER}/progress"] for body in slices(noted)]
     assert values == ["1/3", "", ""]
 
 
 def test_before_the_first_list_nothing_is_known() -> None:
-    """While a source has not listed its devices there is no desired state, rather than an empty one."""
+    """While a source has not listed its devices, the wanted state is None and not an empty list."""
     assert (
         desired(Pool(DRIVER, NODE, (Offer(snapshot(Device("a"))), Offer(InventorySnapshot("example.com/fpga")))))
         is None
@@ -156,7 +156,7 @@ def test_before_the_first_list_nothing_is_known() -> None:
 
 
 def test_order_does_not_follow_health() -> None:
-    """Devices keep their places whatever happens to them, in the natural order of their ids."""
+    """Devices keep their places in the slice, in natural order of ids, also when some are gone and tainted."""
     before = snapshot(*many(12))
     after = merged(before, many(12)[3:])
     names = [one["name"] for one in slices(Pool(DRIVER, NODE, (Offer(before),)))[0]["spec"]["devices"]]
@@ -167,7 +167,7 @@ def test_order_does_not_follow_health() -> None:
 
 
 def test_shared_devices() -> None:
-    """A shared device takes several claims: one share each, and a fair part of its capacity unless it says how much."""
+    """A shared device allows several claims: a claim takes one share and an equal part of each capacity by default."""
     found = entry(pool(Device("a", capacity={"memory": "16Gi", "odd": 3, "half": "500m"}), replicas=4))
     assert found["allowMultipleAllocations"] is True
     assert found["capacity"] == {
@@ -191,7 +191,7 @@ def partitions() -> list[Device]:
 
 
 def test_shared_counters() -> None:
-    """Counter sets lie in slices of their own, and devices refer to them."""
+    """Counter sets are in slices of their own, and devices refer to them."""
     bodies = slices(pool(*partitions()))
     assert bodies[0]["spec"]["sharedCounters"] == [
         {"name": "card0", "counters": {"memory": {"value": "80Gi"}, "slices": {"value": "7"}}}
@@ -218,7 +218,7 @@ def test_shared_counters() -> None:
     ],
 )
 def test_what_the_api_would_refuse_is_left_out(device: Device, word: str) -> None:
-    """A bad attribute or capacity is left out and reported; the device and the others are published."""
+    """An invalid attribute or capacity is left out and reported; the device and the other devices are published."""
     found = desired(pool(device, Device("b")))
     assert found is not None
     assert [one["name"] for one in found.slices[0]["spec"]["devices"]] == ["a", "b"]
@@ -227,7 +227,7 @@ def test_what_the_api_would_refuse_is_left_out(device: Device, word: str) -> Non
 
 
 def test_bad_counters_withhold_the_device() -> None:
-    """A device that consumes what no set has cannot be offered; the others can."""
+    """A device that consumes an undefined counter set is not offered; the other devices are."""
     found = desired(pool(Device("a", consumes={"x": {"m": 1}}), Device("b")))
     assert found is not None
     (body,) = found.slices
@@ -236,7 +236,7 @@ def test_bad_counters_withhold_the_device() -> None:
 
 
 def test_resources_of_one_driver_do_not_share_names() -> None:
-    """Two resources of one driver with equal ids publish names with their qualifiers."""
+    """Two resources of one driver with equal device ids publish names with their qualifiers."""
     gpu, fpga = snapshot(Device("0")), snapshot(Device("0"), resource="example.com/fpga")
     offers = Offer(gpu, qualifier="gpu"), Offer(fpga, qualifier="fpga")
     names = [one["name"] for one in slices(Pool(DRIVER, NODE, offers))[0]["spec"]["devices"]]
@@ -244,7 +244,7 @@ def test_resources_of_one_driver_do_not_share_names() -> None:
 
 
 def test_v1beta1_wraps_devices() -> None:
-    """In v1beta1 all of a device but its name lies under `basic`, and comes back the same."""
+    """In v1beta1 all fields of a device except its name are under `basic`; conversion back gives the same spec."""
     (body,) = slices(pool(Device("a", attributes={"model": "x"})))
     old = in_version(body, "v1beta1")
     assert old["apiVersion"] == "resource.k8s.io/v1beta1"
@@ -253,7 +253,7 @@ def test_v1beta1_wraps_devices() -> None:
 
 
 def test_fingerprint_is_about_content() -> None:
-    """Spelling of quantities, empty fields, taint times and generations do not make two slices differ."""
+    """Two slices that differ in spelling of quantities, empty fields, taint times and generations are equal."""
     (one,) = slices(pool(Device("a", capacity={"m": "1024Mi"}, health=Health.UNHEALTHY)))
     (other,) = slices(pool(Device("a", capacity={"m": "1Gi"}, health=Health.UNHEALTHY)))
     other["spec"]["pool"]["generation"] = 7
@@ -282,7 +282,7 @@ def generations(bodies: list[dict[str, Any]]) -> list[int]:
 
 
 def test_fewer_slices_are_deleted_last() -> None:
-    """A pool that shrinks is first written whole in a new generation, then rid of what is left over."""
+    """A pool that shrinks is first written whole in a new generation; then the surplus slices are deleted."""
     before = applied([], plan(slices(pool(*many(300))), []))
     writes = plan(slices(pool(*many(3))), before)
     assert [verb for verb, _ in writes] == ["replace", "delete", "delete", "delete", "delete"]
@@ -290,7 +290,7 @@ def test_fewer_slices_are_deleted_last() -> None:
 
 
 def test_a_broken_off_plan_is_taken_up() -> None:
-    """After a crash in the middle of a generation only what is missing is written."""
+    """After a crash in the middle of a generation, only the remaining slices are written."""
     before = applied([], plan(slices(pool(*many(300))), []))
     wanted = slices(pool(*many(300, attributes={"new": True})))
     writes = plan(wanted, before)
@@ -316,7 +316,7 @@ devices_strategy = st.lists(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pool that prints short."""
+    """The parts of a pool, with a short repr for reports of hypothesis."""
 
     devices: list[Device]
     extra: int
@@ -336,9 +336,10 @@ recipes = st.builds(
 
 @given(st.lists(recipes, min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=4, max_size=4))
 def test_plans_converge_and_pools_are_never_wrong(made: list[Recipe], cuts: list[int]) -> None:
-    """From any state, however plans are cut off, one whole plan reaches what is wanted and the next is empty.
+    """From any state, after any number of interrupted plans, one whole plan reaches the wanted slices.
 
-    In between, the slices of the highest generation are either incomplete or all of one wanted state.
+    The next plan is then empty. After each write, the slices of the highest generation have contents that some wanted
+    state has, and once they are complete, no device is in two slices.
     """
     sequence = [recipe.pool() for recipe in made]
     state: list[dict[str, Any]] = []
@@ -379,7 +380,7 @@ def client(server: FakeApiServer, **options: Any) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def running(publisher: Publisher, *pools: Pool) -> AsyncIterator[None]:
-    """Run a publisher of these pools, once the API server has them."""
+    """Run a publisher of these pools, and begin the body once the API server has the pools."""
     tickets = [(one.driver, publisher.want(one)) for one in pools]
     task = asyncio.create_task(publisher.run())
     try:
@@ -412,7 +413,7 @@ def published(server: FakeApiServer) -> list[str]:
 
 
 async def test_publishes_with_owner(server: FakeApiServer) -> None:
-    """The slices are there, owned by the Node, and the state says so."""
+    """The slices exist and are owned by the Node, and the state of the publisher has their devices."""
     async with publishing(server, pool(*many(3))) as publisher:
         (body,) = server.objects()
         assert body["metadata"]["name"] == slice_name(NODE, DRIVER, 0)
@@ -424,7 +425,7 @@ async def test_publishes_with_owner(server: FakeApiServer) -> None:
 
 
 async def test_a_second_run_writes_nothing(server: FakeApiServer) -> None:
-    """An agent that starts and finds what it wants writes nothing; its slices outlive it."""
+    """An agent that starts and finds its wanted slices writes nothing; the slices outlive the agent."""
     wanted = pool(*many(300), Device("bad", health=Health.UNHEALTHY), replicas=3)
     async with publishing(server, wanted):
         pass
@@ -437,7 +438,7 @@ async def test_a_second_run_writes_nothing(server: FakeApiServer) -> None:
 
 
 async def test_nothing_changed_nothing_written(server: FakeApiServer) -> None:
-    """Devices that are listed again, the same, cause no request at all."""
+    """A new listing of unchanged devices causes no request."""
     wanted = pool(*many(3))
     async with publishing(server, wanted) as publisher:
         server.forget_log()
@@ -447,7 +448,7 @@ async def test_nothing_changed_nothing_written(server: FakeApiServer) -> None:
 
 
 async def test_wiped_slices_come_back(server: FakeApiServer) -> None:
-    """After the kubelet deleted the slices they are there again within 2 s, taints as old as before."""
+    """Slices that the kubelet deletes are created again within 2 s, with the former times of taints."""
     wanted = pool(*many(3), Device("bad", health=Health.UNHEALTHY))
     async with publishing(server, wanted):
         old = server.objects()
@@ -463,7 +464,7 @@ async def test_wiped_slices_come_back(server: FakeApiServer) -> None:
 
 
 async def test_time_of_a_taint_survives_a_restart(server: FakeApiServer) -> None:
-    """A new agent keeps the time at which a device became unhealthy, also when it writes."""
+    """A new agent that writes a slice keeps the time at which a device became unhealthy."""
     bad = Device("bad", health=Health.UNHEALTHY)
     async with publishing(server, pool(bad)):
         (body,) = server.objects()
@@ -476,7 +477,7 @@ async def test_time_of_a_taint_survives_a_restart(server: FakeApiServer) -> None
 
 
 async def test_slices_follow_a_node_that_was_made_anew(server: FakeApiServer) -> None:
-    """Slices that a former Node of this name owns get their owner, else they would be collected with it."""
+    """Slices that a former Node of the same name owns get the new Node as owner."""
     async with publishing(server, pool(*many(3))):
         (old,) = server.objects()
     node = server.get("nodes", NODE)
@@ -493,7 +494,7 @@ async def test_slices_follow_a_node_that_was_made_anew(server: FakeApiServer) ->
 
 
 async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server: FakeApiServer) -> None:
-    """A Node that is deleted takes its slices along; what is written then belongs to the one that there is now."""
+    """The slices of a deleted Node are deleted with it; the publisher creates them again, owned by the new Node."""
     async with publishing(server, pool(*many(3))):
         server.delete("nodes", NODE)
         new = server.create(node_body(NODE))
@@ -504,7 +505,7 @@ async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server:
 
 
 async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: FakeApiServer) -> None:
-    """An agent may be stopped before its first slices: what a timer wants then must not hold up the end."""
+    """A pool that is wanted while the publisher stops does not delay its end."""
     async with client(server) as cluster:
         publisher = Publisher(cluster, NODE)
         ticket = publisher.want(pool(*many(1)))
@@ -519,7 +520,7 @@ async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: Fak
 
 
 async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
-    """Slices of another driver, node or pool stay as they are; left-over ones of this pool go."""
+    """Slices of another driver, node or pool stay as they are; surplus slices of the own pool are deleted."""
     template = slices(pool(Device("other")))[0]
 
     def put(name: str, **spec: Any) -> None:
@@ -539,7 +540,7 @@ async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
 
 
 def test_several_numa_nodes_are_a_list_where_the_server_takes_one() -> None:
-    """A device without one, and one close to several where lists are not taken, have no attribute; -1 is none."""
+    """Several NUMA nodes are a list attribute, or none if the server takes no lists; no NUMA node and -1 are none."""
     close, attribute = pool(Device("a", numa=[1, 2])), "resource.kubernetes.io/numaNode"
     assert entry(close)["attributes"][attribute] == {"ints": [1, 2]}
     assert attribute not in entry(close, without={"lists"})["attributes"]
@@ -548,7 +549,7 @@ def test_several_numa_nodes_are_a_list_where_the_server_takes_one() -> None:
 
 
 async def test_a_server_that_takes_no_lists_any_more_gets_none(caplog: pytest.LogCaptureFixture) -> None:
-    """It refuses the whole slice; what it takes is found out anew then."""
+    """A server that takes no lists any more refuses the slice; the publisher detects it and writes without lists."""
     caplog.set_level(logging.WARNING)
     with FakeApiServer(features=FEATURES | {"lists"}) as server:
         server.create(node_body(NODE))
@@ -564,7 +565,7 @@ async def test_a_server_that_takes_no_lists_any_more_gets_none(caplog: pytest.Lo
 
 @pytest.mark.parametrize("missing", ["taints", "sharing", "counters", "lists"])
 async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What the server drops is found by a dry run, reported once, and not sent again and again."""
+    """A dry run finds the fields that the server drops; a drop is reported once, and the fields are not sent again."""
     caplog.set_level(logging.WARNING)
     with FakeApiServer(features=(FEATURES | {"lists"}) - {missing}) as server:
         server.create(node_body(NODE))
@@ -586,7 +587,7 @@ async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptur
 
 
 async def test_fields_dropped_without_warning(server: FakeApiServer) -> None:
-    """A feature that goes away later shows in the answer to a write, and the slices are put right."""
+    """A feature that is disabled later shows in the answer to a write, and the tainted device is withdrawn."""
     async with publishing(server, pool(Device("a"), Device("b", health=Health.UNHEALTHY))) as publisher:
         server.features = FEATURES - {"taints"}
         await became(publisher, pool(Device("a"), Device("b")))
@@ -596,7 +597,7 @@ async def test_fields_dropped_without_warning(server: FakeApiServer) -> None:
 
 
 async def test_a_feature_that_comes_is_used(server: FakeApiServer) -> None:
-    """After an outage the server may be a newer one: what it lacked is tried again."""
+    """After an outage the server may be newer: the publisher tries unsupported features again."""
     server.features = FEATURES - {"taints"}
     wanted = pool(Device("a", health=Health.UNHEALTHY), Device("b"))
     async with publishing(server, wanted, probe_again=0.0):
@@ -608,7 +609,7 @@ async def test_a_feature_that_comes_is_used(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2", "v1"])
 async def test_versions(version: str) -> None:
-    """Slices are written in the best version that the server has."""
+    """Slices are written in the API version that the server has."""
     with FakeApiServer(versions=[version]) as server:
         server.create(node_body(NODE))
         async with publishing(server, pool(*many(3), Device("x", health=Health.UNHEALTHY))) as publisher:
@@ -619,7 +620,7 @@ async def test_versions(version: str) -> None:
 
 
 async def test_an_upgraded_server(server: FakeApiServer) -> None:
-    """When the version that was spoken is gone, the next one is chosen and the slices stay right."""
+    """When the server no longer has the API version in use, the publisher goes on with another."""
     server.versions = ("v1beta1",)
     async with publishing(server, pool(*many(3))) as publisher:
         server.versions = ("v1", "v1beta2")
@@ -629,7 +630,7 @@ async def test_an_upgraded_server(server: FakeApiServer) -> None:
 
 
 async def test_conflicts_are_solved(server: FakeApiServer) -> None:
-    """A slice that somebody else changed is read again and put right."""
+    """A conflict is retried, and a slice that another client changed is written again."""
     async with publishing(server, pool(*many(3))) as publisher:
         server.fail(lambda request: request.method == "PUT", Fault(code=409), times=3)
         await became(publisher, pool(*many(5)))
@@ -641,7 +642,7 @@ async def test_conflicts_are_solved(server: FakeApiServer) -> None:
 
 
 async def test_a_lost_answer_is_no_second_slice(server: FakeApiServer) -> None:
-    """When the answer to a create is lost, the slice is found instead of created again."""
+    """When the answer to a create is lost, no second slice is created."""
     server.fail(lambda request: request.method == "POST", Fault(done=True))
     async with publishing(server, pool(*many(3))):
         assert len(server.objects()) == 1
@@ -651,7 +652,7 @@ async def test_a_lost_answer_is_no_second_slice(server: FakeApiServer) -> None:
 async def test_an_unanswered_write_counts_as_neither_done_nor_refused(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """What is wanted after it is accepted only when the server has it for good, also if the write is done late."""
+    """After a write without an answer, a pool is accepted only when the lost write can no longer take effect."""
     replace, lost = Cluster.replace, list[Any]()
 
     async def unanswered(cluster: Cluster, kind: Any, body: Any, *more: Any, **options: Any) -> Any:
@@ -660,12 +661,12 @@ async def test_an_unanswered_write_counts_as_neither_done_nor_refused(
         lost.append(body)
         if not late:
             await replace(cluster, kind, body, *more, **options)
-        tickets.append(publisher.want(pool(*many(1))))  # what the server had before the lost write
+        tickets.append(publisher.want(pool(*many(1))))  # the pool that the server had before the lost write
         raise UnavailableError("no answer in time")
 
     tickets: list[int] = []
     async with publishing(server, pool(*many(1))) as publisher:
-        monkeypatch.setattr(Mirror, "observe", lambda *_, **__: False)  # the watch is slow
+        monkeypatch.setattr(Mirror, "observe", lambda *_, **__: False)  # the watch reports nothing
         monkeypatch.setattr(Cluster, "replace", unanswered)
         publisher.want(pool(*many(2)))
         await asyncio.to_thread(server.wait_for, lambda _: bool(tickets))
@@ -679,7 +680,7 @@ async def test_an_unanswered_write_counts_as_neither_done_nor_refused(
 
 
 async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
-    """Slices that somebody deletes come back in a generation that is not below the highest one ever written."""
+    """Slices that are deleted are created again in a generation not below the highest generation ever written."""
     async with publishing(server, pool(*many(1))) as publisher:
         for count in (2, 3):
             await became(publisher, pool(*many(count)))
@@ -691,7 +692,7 @@ async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
 
 
 async def test_what_the_server_refuses_is_told(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal shows in the state with the server's reason, is reported once, and ends with what is wanted next."""
+    """A refusal is in the state with the server's reason, is reported once, and ends when a new pool is accepted."""
     refused = "the API server refuses the slices: no"
     async with publishing(server, pool(*many(3))) as publisher:
         server.fail(lambda request: request.method == "PUT", Fault(code=422, message="no"), times=1000)
@@ -706,7 +707,7 @@ async def test_what_the_server_refuses_is_told(server: FakeApiServer, caplog: py
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry-After is waited for, and no longer than the longest wait."""
+    """The publisher waits for the time in Retry-After, limited to the longest wait of its backoff."""
     waits: list[float] = []
 
     async def note(self: Cluster, seconds: float) -> None:
@@ -721,7 +722,7 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 
 
 async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """What is wanted while the server is away is there when it is back; lost and back are reported once each."""
+    """A pool that is wanted during an outage is published after it; the loss and the return are reported once each."""
     caplog.set_level(logging.INFO)
     async with publishing(server, pool(*many(3))) as publisher:
         with server.outage():
@@ -736,7 +737,7 @@ async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("end_streams", [True, False], ids=["lost", "silent"])
 async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> None:
-    """After the server went back to an older snapshot, a device that was withdrawn since is withdrawn again."""
+    """After the server was restored to an older snapshot, a device withdrawn since then is withdrawn again."""
     async with publishing(server, pool(*many(3)), silence=(0.2, 0.4)) as publisher:
         snapshot = server.snapshot()
         await became(publisher, pool(*many(2)))
@@ -747,7 +748,7 @@ async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> Non
 
 
 async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
-    """Two drivers share the watch of the node's slices; one that joins later finds its slices without a list."""
+    """Two drivers share the watch of the node's slices; a driver that joins later needs no list."""
     other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"), resource="example.com/fpga")),))
 
     async def watched() -> None:
@@ -770,7 +771,7 @@ async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
 
 
 async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
-    """A changed annotation is one write that leaves generation and foreign annotations alone."""
+    """A changed annotation is one write; the generation and the annotations of other programs stay."""
     async with publishing(server, replace(pool(*many(300)), annotations={f"{DRIVER}/progress": "0/2"})) as publisher:
         body = server.get("resourceslices", slice_name(NODE, DRIVER, 0))
         body["metadata"]["annotations"]["someone.else/note"] = "x"
@@ -784,7 +785,7 @@ async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
 
 
 async def test_moves_are_not_slowed_down(server: FakeApiServer) -> None:
-    """What the node itself wants anew does not wait as disagreements do: many devices may move in a row."""
+    """Writes for new wanted states are not rate-limited: 20 changes in a row take less than 20 s."""
     async with publishing(server, pool(*many(3)), burst=3, per_second=0.01) as publisher, asyncio.timeout(20):
         for count in range(4, 24):
             await became(publisher, pool(*many(count)))
@@ -792,7 +793,7 @@ async def test_moves_are_not_slowed_down(server: FakeApiServer) -> None:
 
 
 async def test_no_node_yet() -> None:
-    """Without a Node object nothing is published until there is one."""
+    """While the Node object does not exist, nothing is published; the slices follow once it does."""
     with FakeApiServer() as server:
         async with client(server) as cluster:
             publisher = Publisher(cluster, NODE)
@@ -804,7 +805,7 @@ async def test_no_node_yet() -> None:
 
 
 async def test_drivers_share_a_read_of_the_node(server: FakeApiServer) -> None:
-    """A starting kubelet deletes the slices of all drivers; each needs the Node's UID for its next slices."""
+    """When the slices of 16 drivers are deleted at once, the drivers share reads of the Node's UID: at most 8."""
     drivers = [f"d{number}.example.com" for number in range(16)]
     pools = [Pool(driver, NODE, (Offer(snapshot(Device("a"))),)) for driver in drivers]
     async with publishing(server, *pools):
@@ -822,7 +823,7 @@ async def test_drivers_share_a_read_of_the_node(server: FakeApiServer) -> None:
 
 
 async def test_uninstall(server: FakeApiServer) -> None:
-    """Uninstalling removes the driver's slices and nobody else's."""
+    """Uninstalling removes the driver's slices and no slices of another driver."""
     other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"))),))
     async with publishing(server, pool(*many(300)), other):
         pass
@@ -832,7 +833,7 @@ async def test_uninstall(server: FakeApiServer) -> None:
 
 
 def test_another_node_is_refused() -> None:
-    """A publisher takes no pool of another node."""
+    """A publisher refuses a pool of another node."""
 
     async def attempt() -> None:
         async with Cluster.from_server("http://127.0.0.1:1") as cluster:
@@ -863,7 +864,7 @@ faults = st.lists(
 def test_publisher_reaches_what_is_wanted(
     made: list[Recipe], faulty: list[tuple[str, Fault, int]], features: set[str], accident: str
 ) -> None:
-    """Whatever goes wrong on the way, the server ends with what was wanted last, and a second run writes nothing."""
+    """After any faults the server ends with the pool that was wanted last, and a second run writes nothing."""
 
     sequence = [recipe.pool() for recipe in made]
 
@@ -930,14 +931,14 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
 
 
 async def test_a_refusal_that_passes_is_tried_again_soon(server: FakeApiServer) -> None:
-    """A policy that was changed a moment ago may refuse what it will take; that costs no minutes."""
+    """A refusal by a policy that changed a moment ago is retried within the 2 s deadline of the test's client."""
     server.fail(lambda request: request.method == "POST" and "dryRun" not in request.query, Fault(code=422), 2)
     async with publishing(server, pool(*many(2))):
         assert len(published(server)) == 2
 
 
 async def test_many_drivers_share_a_watch_of_slices_without_a_node(server: FakeApiServer) -> None:
-    """Each of a few drivers has a watch of its own; one watch serves all others, also those that join later."""
+    """The first FEW drivers have a watch each; one shared watch serves all other drivers, also ones that join later."""
     pools = [replace(pool(Device("a")), driver=f"d{number}.example.com") for number in range(FEW + 4)]
     alone, *_, shared, late = (one.driver for one in pools)
 
@@ -977,7 +978,7 @@ async def test_many_drivers_share_a_watch_of_slices_without_a_node(server: FakeA
 
 
 async def test_a_driver_that_joins_while_the_shared_watch_is_lost_lists_its_slices(server: FakeApiServer) -> None:
-    """What the shared watch has reported before is not taken for what the API server has."""
+    """While the shared watch is lost, a driver that joins lists its slices from the API server."""
     pools = [replace(pool(Device("a")), driver=f"d{number}.example.com") for number in range(FEW + 2)]
     async with publishing(server, *pools[:-1]) as publisher:
         lost = publisher.watches["slices of all drivers without a node"]
