@@ -284,7 +284,7 @@ def test_validate_notes_what_is_no_device_node(tmp_path: Path, capsys: pytest.Ca
 def test_validate_of_standard_input(
     bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`validate -` checks standard input, and calls it so."""
+    """`validate -` reads standard input, and names it <stdin> in errors."""
     with bad.open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert cli.main(["validate", "-"]) == 2
@@ -451,9 +451,7 @@ def test_file_beyond_its_options_is_not_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines()[0] == own
     assert cli.main(["devices", str(file)]) == 0
     assert capsys.readouterr().err.splitlines() == [f"{own} --allow-host-path=/proc/version"]
-    assert (
-        cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1
-    )  # the file is accepted, and the kubelet's directory is not
+    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1  # refused later
     assert "File name too long" in capsys.readouterr().err
 
 
@@ -465,7 +463,7 @@ def test_host_paths_that_are_allowed_are_whole_paths(path: str, capsys: pytest.C
 
 
 def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`run` without access to the kubelet's directory reports it and ends with 1. A too long name fails for root, too."""
+    """`run` without access to the kubelet's directory ends with 1. A name that is too long fails for root, too."""
     assert cli.main(["run", "--config", str(good), "--kubelet-root", f"/{'x' * 300}"]) == 1
     errors = capfd.readouterr().err
     assert "device-plugins: File name too long; the agent needs write access to the kubelet's" in errors

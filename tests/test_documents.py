@@ -1,4 +1,4 @@
-"""What the README and the examples say is so."""
+"""The README, the documents and the examples agree with the code."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ TWENTY = EXAMPLES / "01-a-device-in-twenty-lines.py"
 
 
 def blocks(language: str, text: str = README) -> list[str]:
-    """The code blocks of one language."""
+    """Return the code blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
 def twenty(fake_kubelet: FakeKubelet) -> Iterator[subprocess.Popen[str]]:
-    """Run the twenty-line plugin as its author would."""
+    """Run the plugin of the README, the example with twenty lines."""
     command = [sys.executable, str(TWENTY), *fake_kubelet.arguments]
     with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         yield process
 
 
 def test_twenty_lines_are_twenty_and_in_the_readme() -> None:
-    """The example has no more lines than its name says, and the README shows it as it is."""
+    """The example has at most 20 lines, and the README shows it unchanged."""
     text = TWENTY.read_text()
     assert len(text.splitlines()) <= 20
     guard = r'if __name__ == "__main__":.*\n    '
@@ -56,14 +56,14 @@ def test_twenty_lines_are_twenty_and_in_the_readme() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_can_be_imported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A test can import an example's source: nothing is served by that."""
+    """An import of an example serves no devices and prints nothing."""
     found = runpy.run_path(str(path), run_name="imported")
     assert [one for one in found.values() if isinstance(one, type) and issubclass(one, DeviceSource)]
     assert capsys.readouterr() == ("", "")
 
 
 def test_twenty_lines_are_a_plugin(fake_kubelet: FakeKubelet, twenty: subprocess.Popen[str]) -> None:
-    """The example registers; a pod gets a node and a variable, its device is made ready; SIGTERM ends it with 0."""
+    """The example registers, a pod gets its node and variable, and SIGTERM ends the program with 0."""
     fake_kubelet.wait_allocatable("example.com/toy", 2)
     pod = fake_kubelet.run_pod("reader", {"example.com/toy": 1})
     (name,) = pod.device_ids
@@ -77,13 +77,13 @@ def test_twenty_lines_are_a_plugin(fake_kubelet: FakeKubelet, twenty: subprocess
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("0*.yaml")), ids=lambda path: path.name)
 def test_example_files_are_valid(path: Path) -> None:
-    """Each config file among the examples can be used, and is in their README."""
+    """Each example config file is valid, and is in the README of the examples."""
     assert config.load(path).resources
     assert path.name in (EXAMPLES / "README.md").read_text()
 
 
 def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
-    """The DaemonSet's ConfigMap is a config file that can be used, mounted where the arguments say, as a directory."""
+    """The DaemonSet's ConfigMap is a valid config file, mounted as a directory at the path in the arguments."""
     map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     assert config.parse(map_["data"]["config.yaml"], "daemonset.yaml").resources
     pod = daemonset["spec"]["template"]["spec"]
@@ -132,14 +132,14 @@ def test_daemonset_is_what_manifests_print_for_limits_only(capsys: pytest.Captur
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "claims").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_of_claims_start_anywhere(path: Path) -> None:
-    """Their image is one that every cluster can pull, in a version that stays."""
+    """The examples of claims use public images with a fixed version."""
     images = re.findall(r"image: (\S+)", path.read_text())
     assert images
     assert all(re.fullmatch(r"[a-z]+:[0-9.]+", image) for image in images)
 
 
 def test_the_deployment_of_a_stick(tmp_path: Path) -> None:
-    """One pod at a time asks for the resource of the file in its comment; its probe passes while sysfs has the node."""
+    """The Deployment runs one pod with the resource of the config in its comment; its probe checks the node."""
     text = (EXAMPLES / "stick-deployment.yaml").read_text()
     deployment = yaml.safe_load(text)
     assert (deployment["spec"]["strategy"], deployment["spec"]["replicas"]) == ({"type": "Recreate"}, 1)
@@ -155,7 +155,7 @@ def test_the_deployment_of_a_stick(tmp_path: Path) -> None:
 
 
 def test_probes_wait_longer_than_the_agent_takes() -> None:
-    """No probe gives up before the agent has answered that its loop stands still, nor at the default of 1 s."""
+    """The timeouts of all probes are longer than the agent's check of its event loop, and than 1 s."""
     text = "resources: [{name: a/b, driver: b.a, devices: [path: /dev/x]}]"
     _, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     (bridge,) = (one for one in manifests(config.parse(text), text) if one["kind"] == "DaemonSet")
@@ -167,7 +167,7 @@ def test_probes_wait_longer_than_the_agent_takes() -> None:
 
 
 def test_the_plugin_alone_is_confined_as_the_bridge_is() -> None:
-    """The example's container has the rights of the printed manifests, and its config file needs no wider lock."""
+    """The example's container has the security context of the printed manifests; its config needs no --allow option."""
     configmap, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     found = config.parse(configmap["data"]["config.yaml"], lock=config.Lock())
     assert config.needed(found) == config.Lock()
@@ -178,7 +178,7 @@ def test_the_plugin_alone_is_confined_as_the_bridge_is() -> None:
 
 
 def test_nothing_is_installed_from_the_index_before_it_is_there() -> None:
-    """Wherever something says how to install the package or an extra, it is from the repository or from a wheel."""
+    """All install commands name the repository or a wheel, as the package index does not have the package yet."""
     parts = ("README.md", "charts", "deviceplugin", "docs", "dra_bridge", "examples", ".github", "CONTRIBUTING.md")
     files = [path for part in parts for path in (ROOT / part, *(ROOT / part).rglob("*")) if path.is_file()]
     wrong = re.compile(r"(install|--from|--spec) '?deviceplugin(\[|=|'| )")
@@ -189,7 +189,7 @@ def test_nothing_is_installed_from_the_index_before_it_is_there() -> None:
 
 
 def test_pages_of_nvidia_name_the_class() -> None:
-    """The DeviceClass of the page's resource and driver has a name that nobody guesses; the page has it."""
+    """The page and the example of NVIDIA GPUs have the generated name of the DeviceClass."""
     example = config.load(EXAMPLES / "06-nvidia-gpus.yaml").resources[0]
     nvidia = ROOT / "docs" / "devices" / "nvidia.md"
     (shown,) = blocks("yaml", nvidia.read_text())
@@ -201,7 +201,7 @@ def test_pages_of_nvidia_name_the_class() -> None:
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
-    """The README's commands are one line each, and CI runs the very line that the README names for the tests."""
+    """The README's commands are one line each, and CI runs the test command of the README."""
     demo, tests = (block.strip() for block in blocks("sh")[:2])
     assert demo.endswith("dra-bridge demo")
     assert "\n" not in demo + tests
@@ -210,7 +210,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 def test_ruff_has_one_version() -> None:
-    """What runs before a commit is the ruff of `tox -e lint`."""
+    """The pre-commit hook has the ruff version of `tox -e lint`."""
     (tox,) = re.findall(r"^deps = ruff==(.+)$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     (ruff,) = (repository for repository in hooks if repository["repo"].endswith("/ruff-pre-commit"))
@@ -218,7 +218,7 @@ def test_ruff_has_one_version() -> None:
 
 
 def test_workflow_runs_tox_on_each_python() -> None:
-    """The workflow's versions of Python are those that the package names."""
+    """The workflow's Python versions are the package's classifiers, and it runs tox."""
     named = re.findall(r"Programming Language :: Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
     job = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["tox"]
     assert job["strategy"]["matrix"]["python"] == named
@@ -230,7 +230,7 @@ def test_workflow_runs_tox_on_each_python() -> None:
     "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
 )
 def test_issue_forms_are_yaml(path: Path) -> None:
-    """Each field of an issue form has a label and an id of its own."""
+    """Each field of an issue form has a label and a unique id."""
     form = yaml.safe_load(path.read_text())
     fields = [field for field in form.get("body", ()) if field["type"] != "markdown"]
     assert all(field["attributes"]["label"] for field in fields)
@@ -246,7 +246,7 @@ DOCUMENTS = [
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them, and those that are named."""
+    """Return the anchors of a document: GitHub's for its headings, and explicit ones."""
     heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     named = set(re.findall(r"^\((\S+)\)=$", text, re.MULTILINE))
     return named | {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
@@ -254,7 +254,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    """Every relative link in a document leads to a file of this repository, and to a heading in it."""
+    """Every relative link in a document leads to an existing file, and to a heading in it."""
     document = ROOT / name
     for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         path, _, anchor = link.partition("#")
@@ -266,7 +266,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_pages_are_on_the_index() -> None:
-    """Every page of docs/ is in a table of docs/index.md or docs/devices.md, and in that page's table of contents."""
+    """Every page of docs/ is in the table and the table of contents of docs/index.md or docs/devices.md."""
     for directory, page in (("", "index.md"), ("devices/", "devices.md")):
         index = (ROOT / "docs" / page).read_text()
         for path in (ROOT / "docs" / directory).glob("*.md"):
@@ -276,7 +276,7 @@ def test_pages_are_on_the_index() -> None:
 
 
 def test_pages_need_no_script() -> None:
-    """A diagram is text or a table: it can be read as it is, and the site loads nothing from elsewhere."""
+    """Code blocks have languages that need no script; diagrams are text."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     assert {language for page in pages for language in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)} <= {
         "console",
@@ -289,7 +289,7 @@ def test_pages_need_no_script() -> None:
 
 
 def test_rules_are_listed_once_and_cited_by_name() -> None:
-    """The architecture page has all rules, numbered and named; code and other pages do not cite their numbers."""
+    """The architecture page lists all rules with numbers; code and other pages do not cite the numbers."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     listed = re.findall(r"^- \*\*([RE]\d+) \w", page, re.MULTILINE)
     assert listed == [*(f"R{number}" for number in range(1, 13)), *(f"E{number}" for number in range(4))]
@@ -310,7 +310,7 @@ WITH_FILES = [
 
 @pytest.mark.parametrize("name", WITH_FILES)
 def test_config_files_on_pages_are_valid(name: str) -> None:
-    """Each config file on a page can be used."""
+    """Each config file on a page is valid."""
     texts = [block for block in blocks("yaml", (ROOT / name).read_text()) if re.match(r"(#.*\n)?resources:", block)]
     assert texts
     for text in texts:
@@ -318,7 +318,7 @@ def test_config_files_on_pages_are_valid(name: str) -> None:
 
 
 def test_tested_versions_stand_in_one_place() -> None:
-    """The support page has the versions of the matrix and of the package's classifiers; no other page has its own."""
+    """The support page has the versions of the matrix and the classifiers; no other page has tested versions."""
     page = (ROOT / "docs" / "support.md").read_text()
     (named,) = re.findall(r"tested\]\(support-matrix\.md\) with (1\.[^|]+) \|", page)
     assert re.findall(r"1\.\d+", named) == [version.rpartition(".")[0] for version in VERSIONS]
@@ -332,14 +332,14 @@ def test_tested_versions_stand_in_one_place() -> None:
 
 
 def test_support_page_names_every_feature() -> None:
-    """The support matrix has each feature gate that the real node switches on, with its version."""
+    """The support page has each feature gate of the real node with its version."""
     page = (ROOT / "docs" / "support.md").read_text()
     found = dict(re.findall(r"^\|[^|]+\| `(\w+)` \| 1\.(\d+) \|", page, re.MULTILINE))
     assert found == {name: str(since) for name, since in FEATURE_GATES.items()}
 
 
 def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
-    """The README's tests of its plugin in twenty lines, and all code of docs/sources.md and docs/testing.md, pass."""
+    """The README's tests of its plugin, and all code of docs/sources.md and docs/testing.md, pass."""
     plugin, *tests = blocks("python")
     assert tests
     modules = {"readme": tests} | {
@@ -358,7 +358,7 @@ def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
 
 
 def test_the_authors_page_has_all_hooks() -> None:
-    """The code of docs/sources.md has every hook and every health in it."""
+    """The code of docs/sources.md has every hook of a source and every health."""
     code = "\n\n".join(blocks("python", (ROOT / "docs" / "sources.md").read_text()))
     names = {*DeviceSource.HOOKS, "watch", "replicas_of", "links", "child_sources"}
     assert names <= set(re.findall(r"def (\w+)\(self", code))
@@ -366,7 +366,7 @@ def test_the_authors_page_has_all_hooks() -> None:
 
 
 def test_the_kits_page_has_the_signatures() -> None:
-    """What `served` and `bridged` take, with its defaults, is what `serve` and `serve_both` take by name."""
+    """docs/testing.md shows the keyword arguments and defaults of `serve` and `serve_both`."""
     page = (ROOT / "docs" / "testing.md").read_text()
     for fixture, manager in (("served", serve), ("bridged", serve_both)):
         named = [one for one in inspect.signature(manager).parameters.values() if one.kind is one.KEYWORD_ONLY]
@@ -375,7 +375,7 @@ def test_the_kits_page_has_the_signatures() -> None:
 
 
 def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
-    """Its test passes in a copy of its directory, and inside a clone; its image is made of what is there."""
+    """The example's tests pass in a copy of its directory and in the clone; its Dockerfile uses existing files."""
     example = EXAMPLES / "own-plugin"
     shutil.copytree(example, tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:randomly"]
@@ -392,7 +392,7 @@ def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
 
 
 def test_the_kits_page_names_every_fault() -> None:
-    """Each way to disturb the fake kubelet is on docs/testing.md."""
+    """docs/testing.md names each method of the fake kubelet for faults."""
     text = (ROOT / "docs" / "testing.md").read_text()
     faults = inspect.getsource(FakeKubelet).partition("# Faults.")[2].partition("# Pods.")[0]
     assert all(f"`{name}" in text for name in re.findall(r"def (\w+)\(self", faults))
@@ -401,7 +401,7 @@ def test_the_kits_page_names_every_fault() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
 @pytest.mark.parametrize("name", ["deviceplugin.service", "dra-bridge.service", "dra-bridge-token.service"])
 def test_the_units_are_right_to_systemd(tmp_path: Path, name: str) -> None:
-    """systemd finds nothing wrong with the units of the examples, but for the program, which is elsewhere."""
+    """`systemd-analyze verify` finds no problem in the example units, with /bin/true as the program."""
     text = (ROOT / "examples" / "systemd" / name).read_text()
     (tmp_path / name).write_text(re.sub(r"/opt/deviceplugin/bin/\S+ run", "/bin/true run", text))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `dra-bridge manifests` prints and the Helm chart makes: one table of options, values, and what comes of them."""
+"""The objects of `dra-bridge manifests` and of the Helm chart, for one table of options and values."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Installed:
         (self.container,) = self.pod["containers"]
         self.arguments: list[str] = self.container["args"]
         self.writable = {one["mountPath"]: not one.get("readOnly") for one in self.container["volumeMounts"]}
-        """Whether a path in the container can be written to."""
+        """By path in the container: whether it is writable."""
         self.hosts = {
             one["hostPath"]["path"]: one["hostPath"]["type"] for one in self.pod["volumes"] if "hostPath" in one
         }
-        """The types of the host's paths that the pod sees."""
+        """By path of the host that the pod sees: its type."""
 
     def of(self, kind: str) -> list[Object]:
         return [one for one in self.objects if one["kind"] == kind]
@@ -63,7 +63,7 @@ Facts = Callable[[Installed], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A config, the options of `manifests`, the values of the chart that mean the same, and what is so then."""
+    """A config, options of `manifests`, values of the chart with the same meaning, and checks of the objects."""
 
     name: str
     text: str
@@ -76,7 +76,7 @@ CASES: list[Case] = []
 
 
 def case(*options: str, text: str = TEXT, fields: str = "", **values: Any) -> Callable[[Facts], Facts]:
-    """Add a case. fields: those of the one resource a.example.com/b, in place of a text."""
+    """Add a case. fields: the fields of one resource a.example.com/b, instead of a whole text."""
 
     def add(facts: Facts) -> Facts:
         whole = f"resources: [{{name: a.example.com/b, {fields}}}]\n" if fields else text
@@ -91,14 +91,14 @@ def printed(one: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> l
     """Return what `dra-bridge manifests` prints."""
     file = directory / "config.yaml"
     file.write_text(one.text)
-    named = ("--name=dra-bridge", "--namespace=dra-bridge")  # as the chart is installed, limits only included
+    named = ("--name=dra-bridge", "--namespace=dra-bridge")  # the names with which the chart is installed
     assert cli.main(["manifests", f"--config={file}", *named, *one.options]) == 0
     return list(yaml.load_all(capsys.readouterr().out, yaml.CSafeLoader))
 
 
 @case()
 def nothing_said(made: Installed) -> None:
-    """What others refer to comes before them; the agent writes where both sides do, and sees what the config names."""
+    """Without options: objects come before those that refer to them; only the paths of both sides are writable."""
     assert made.kinds == [
         *("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"),
         *("ClusterRole", "Role"),
@@ -112,7 +112,7 @@ def nothing_said(made: Installed) -> None:
     assert {path for path, writable in made.writable.items() if writable} == own
     assert [one["name"] for one in made.container["volumeMounts"]] == [one["name"] for one in made.pod["volumes"]]
     mounts = {one["name"]: one for one in made.container["volumeMounts"]}
-    # A pod's volume that the agent's mount kept busy could not be detached.
+    # A pod's volume could not be detached while the agent's mount keeps it busy.
     assert mounts["kubelet"]["mountPropagation"] == "HostToContainer"
     assert f"--cgroup-root={mounts['cgroup']['mountPath']}" in made.arguments
     assert made.pod["priorityClassName"] == "system-node-critical"
@@ -124,7 +124,7 @@ def nothing_said(made: Installed) -> None:
 
 
 def said(text: str, *options: str, **values: Any) -> None:
-    """Add a case of an option that is in the DaemonSet as it is."""
+    """Add a case of an option whose value is in the DaemonSet."""
 
     def is_said(made: Installed) -> None:
         assert text in json.dumps(made.daemon_set)
@@ -146,7 +146,7 @@ said('"path": "/etc/cdi"', "--cdi-dir=/etc/cdi", cdiDir="/etc/cdi")
 
 @case("--resource-api=v1beta1", "--no-extended-resource", resourceApi="v1beta1", extendedResource=False)
 def older_servers(made: Installed) -> None:
-    """Servers before 1.34 refuse a field."""
+    """For servers before 1.34 the DeviceClasses have no extendedResourceName."""
     for one in made.of("DeviceClass"):
         assert one["apiVersion"] == "resource.k8s.io/v1beta1"
         assert "extendedResourceName" not in one["spec"]
@@ -154,7 +154,7 @@ def older_servers(made: Installed) -> None:
 
 @case("--claim-status", claimStatus=True)
 def claim_status(made: Installed) -> None:
-    """The right to patch claims is given with it alone."""
+    """--claim-status adds the rights to patch claims, and a policy."""
     rights = {resource: rule["verbs"] for rule in made.of("ClusterRole")[0]["rules"] for resource in rule["resources"]}
     assert rights["resourceclaims/status"] == ["patch"]
     assert rights["resourceclaims/driver"] == ["associated-node:patch"]
@@ -164,7 +164,7 @@ def claim_status(made: Installed) -> None:
 
 @case("--flow-schema", flowSchema=True)
 def flow_schema(made: Installed) -> None:
-    """The agents' requests alone have the priority level."""
+    """--flow-schema gives a priority level to the requests of the agents alone."""
     (schema,), (level,) = made.of("FlowSchema"), made.of("PriorityLevelConfiguration")
     assert schema["spec"]["priorityLevelConfiguration"]["name"] == level["metadata"]["name"]
     (rule,) = schema["spec"]["rules"]
@@ -175,7 +175,7 @@ def flow_schema(made: Installed) -> None:
 
 @case("--quota=2", "--tenant=team", "--tenant=other", quota={"devices": 2, "namespaces": ["team", "other"]})
 def quota(made: Installed) -> None:
-    """Each tenant has one key for each resource, by which limits and claims count together."""
+    """--quota makes a ResourceQuota for each tenant with one key per resource, for limits and claims together."""
     quotas = made.of("ResourceQuota")
     assert [one["metadata"]["namespace"] for one in quotas] == ["team", "other"]
     resources = {one["name"] for one in yaml.safe_load(TEXT)["resources"]}
@@ -185,7 +185,7 @@ def quota(made: Installed) -> None:
 @case("--kueue", kueue=True)
 @case("--kueue", kueue=True, fields="devices: [{path: /dev/x}], driver: '1.2'")
 def kueue(made: Installed) -> None:
-    """For Kueue a resource has one name in quotas, its own, by limits and by claims of its class."""
+    """--kueue maps the DeviceClass of each resource to the resource's own name in Kueue's quotas."""
     (found,) = (one for one in made.of("ConfigMap") if one["metadata"]["name"] == "dra-bridge-kueue")
     configuration = yaml.safe_load(found["data"]["controller_manager_config.yaml"])
     classes = {one["spec"]["extendedResourceName"]: one["metadata"]["name"] for one in made.of("DeviceClass")}
@@ -196,7 +196,7 @@ def kueue(made: Installed) -> None:
 
 @case("--check-parameters", checkParameters={"fpga.example.com": f'"{TAKES_NONE}"'})
 def parameters(made: Installed) -> None:
-    """A policy refuses parameters that a driver does not take: of a config file's, any."""
+    """--check-parameters adds a policy that refuses parameters; the driver of a config file takes none."""
     (policy,) = (one for one in made.of("ValidatingAdmissionPolicy") if one["metadata"]["name"].endswith("-parameters"))
     problem = policy["spec"]["variables"][-1]["expression"]
     assert all(text in problem for text in ("fpga.example.com", TAKES_NONE))
@@ -204,26 +204,26 @@ def parameters(made: Installed) -> None:
 
 @case("--kueue", "--check-parameters", fields=PLAIN, kueue=True)
 def nothing_for_claims(made: Installed) -> None:
-    """Without drivers there are no classes that Kueue could map, and no parameters."""
+    """Without drivers there are no DeviceClasses for Kueue and no policy for parameters."""
     assert made.kinds == ["Namespace", "ConfigMap", "DaemonSet"]
 
 
 @case("--metrics-port=0", metricsPort=0)
 def no_metrics(made: Installed) -> None:
-    """There is nothing to probe, and nothing for operators to ask agents."""
+    """Without a metrics port there are no probes, and no Role for operators."""
     assert not {"ports", "livenessProbe", "startupProbe", "readinessProbe"} & made.container.keys()
     assert [one["metadata"]["name"] for one in made.of("Role")] == ["dra-bridge"]
 
 
 @case("--metrics-port=443", metricsPort=443)
 def a_low_port(made: Installed) -> None:
-    """Without the capability an unprivileged container may not bind it where the runtime does not allow all."""
+    """A metrics port below 1024 needs the capability NET_BIND_SERVICE."""
     assert made.container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}
 
 
 @case(text=f"{TEXT}metrics: {{certificate: /tls/both.pem}}\n")
 def probes_by_tls(made: Installed) -> None:
-    """With a certificate the agent answers by TLS alone; a probe without it would have the pod killed."""
+    """With a certificate for the metrics the probes use HTTPS."""
     probes = [made.container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
     assert [probe.get("scheme") for probe in probes] == ["HTTPS"] * 3
 
@@ -232,7 +232,7 @@ def probes_by_tls(made: Installed) -> None:
 @case("--plugin-only", bridge=False)
 @case("--plugin-only", "--claim-status", bridge=False, claimStatus=True)
 def limits_alone(made: Installed) -> None:
-    """Without drivers, or if it is said, nothing of the API server or DRA: the agent writes sockets and its copies."""
+    """Without drivers, or with --plugin-only, there are no objects for DRA and no rights at the API server."""
     assert made.kinds == ["Namespace", "ConfigMap", "DaemonSet"]
     writable = {path for path, writable in made.writable.items() if writable}
     assert writable == {"/var/lib/kubelet/device-plugins", "/var/run/cdi"}
@@ -242,7 +242,7 @@ def limits_alone(made: Installed) -> None:
 
 
 def taken(made: Installed) -> argparse.Namespace:
-    """Return the options of `deviceplugin run` that the agent is given; the program takes them."""
+    """Return the options of `deviceplugin run` in the agent's arguments, parsed by the program."""
     options = argparse.ArgumentParser()
     add_run_options(options)
     assert made.arguments[0] == "run"
@@ -260,7 +260,7 @@ def taken(made: Installed) -> argparse.Namespace:
     podLogDir="/logs",
 )
 def places_of_the_nodes(made: Installed) -> None:
-    """Where nodes have things elsewhere, the agent is told, and sees each at the path that it is told."""
+    """Paths that differ from the defaults are arguments of the agent, and are mounted at the same path."""
     hosts = {one["name"]: one["hostPath"]["path"] for one in made.pod["volumes"] if "hostPath" in one}
     same = {path: path for path in ("/k", "/plugins", "/run/k", "/var/log/containers", "/logs", "/var/run/cdi", "/dev")}
     mounts = {hosts[one["name"]]: one["mountPath"] for one in made.container["volumeMounts"] if one["name"] in hosts}
@@ -280,7 +280,7 @@ def places_of_the_nodes(made: Installed) -> None:
     devicePluginDir="/k/device-plugins",
 )
 def usual_places_are_not_said(made: Installed) -> None:
-    """So that an upgrade of most installations changes no argument."""
+    """Default paths are not arguments of the agent."""
     root = ["--kubelet-root=/k"] if "/k" in made.hosts else []
     usual = ["run", CONFIG_ARGUMENT, "--cgroup-root=/host/sys/fs/cgroup", "--metrics-address=:9410"]
     assert sorted(made.arguments) == sorted([*usual, *root])
@@ -294,13 +294,13 @@ def usual_places_are_not_said(made: Installed) -> None:
 @case(fields="devices: [{nvidia: {}}]")
 @case(fields="devices: [{simulated: {count: 1}}], health: {probe: open}")
 def unprivileged(made: Installed) -> None:
-    """The agent opens no device, or the deployment says so, which wins."""
+    """The agent is unprivileged if it opens no device, or if the deployment requests it."""
     assert made.container["securityContext"] == UNPRIVILEGED
     assert BECAUSE not in made.template["metadata"].get("annotations", {})
 
 
 def privileged(why: str, *options: str, fields: str = PLAIN, **values: Any) -> None:
-    """Add a case of an agent whose container is privileged, and an annotation of its pod says why."""
+    """Add a case of a privileged agent, with the reason in an annotation of its pod."""
 
     def privileged_because(made: Installed) -> None:
         assert made.container["securityContext"] == PRIVILEGED
@@ -325,14 +325,14 @@ for fields, why in (
     "mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]"
 )
 def locks(made: Installed) -> None:
-    """The agent's arguments allow what the configuration names, and nothing else that it may name later."""
+    """The agent's arguments allow the commands and host paths of this config, and no others."""
     assert made.locks == ["--allow-commands", "--allow-host-path=/opt/x", "--allow-host-path=/run/x/*/y"]
     assert made.writable["/tmp"]
 
 
 @case(fields=f"{PLAIN}, nodes: [/dev/control, /run/ctl/node]")
 def shared_nodes(made: Installed) -> None:
-    """The agent looks at them when it writes a claim's CDI file, and opens them as a probe."""
+    """Nodes under `nodes` are mounted and allowed, as the agent reads them for a claim's CDI file."""
     assert "/run/ctl" in made.hosts
     assert made.locks == ["--allow-host-path=/run/ctl/node"]
     assert "/tmp" not in made.writable
@@ -340,7 +340,7 @@ def shared_nodes(made: Installed) -> None:
 
 @case(fields="devices: [{simulated: {count: 1, unhealthy_file: /run/down/all}}], health: {probe: open}")
 def the_directory_of_a_file_is_made(made: Installed) -> None:
-    """A node on which nobody has written the file of unhealthy devices yet starts the agent all the same."""
+    """The directory of `unhealthy_file` is created if the node does not have it."""
     assert made.hosts["/run/down"] == "DirectoryOrCreate"
 
 
@@ -348,14 +348,14 @@ def the_directory_of_a_file_is_made(made: Installed) -> None:
 @case(fields="devices: [{simulated: {count: 1, unhealthy_file: /a/b/x}}, {path: /a/y*}]")
 @case(fields="devices: [{path: /a/b-c/x}, {path: /a/b/x}, {path: /a/b/c/x*}, {path: /a/b*/c}], nodes: [/dev.d/x]")
 def directories_within_another(made: Installed) -> None:
-    """They are there by the other one."""
+    """A directory below a mounted directory is not mounted again."""
     assert [path for path in made.hosts if path.startswith("/a")] == ["/a"]
 
 
 @case("--runtime-class=nvidia", fields="devices: [{nvidia: {injection: env}}]", runtimeClass="nvidia")
 @case("--runtime-class=nvidia", fields="devices: [{nvidia: {injection: cdi}}]", runtimeClass="nvidia")
 def nvidia(made: Installed) -> None:
-    """The pod gets the driver's library from the runtime, and the GPUs' CDI spec where it needs the names."""
+    """With a RuntimeClass the pod gets the driver's library, and the CDI directory if GPUs are injected by CDI."""
     environment = {one["name"]: one.get("value") for one in made.container["env"]}
     assert made.pod["runtimeClassName"] == "nvidia"
     assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
@@ -366,7 +366,7 @@ def nvidia(made: Installed) -> None:
 @case(fields="devices: [{plugin: {}}]")
 @case(fields="devices: [{plugin: {claims: true}}], driver: b.example.com")
 def adopted_plugins(made: Installed) -> None:
-    """An agent that adopts plugins has the option and a directory for them, also one with claims."""
+    """An agent that adopts plugins has the option --adopt and a writable directory for them, also with claims."""
     where = "/run/deviceplugin/plugins"
     assert f"--adopt={where}" in made.arguments
     assert made.writable[where]
@@ -388,14 +388,14 @@ def adopted_plugins(made: Installed) -> None:
     )
 )
 def names_of_classes(made: Installed) -> None:
-    """Classes of resources whose names are no labels, or long, have names, each its own."""
+    """DeviceClasses have unique names of at most 253 characters, also for long resource names."""
     names = [one["metadata"]["name"] for one in made.of("DeviceClass")]
     assert len(set(names)) == len(names) > 0
     assert max(map(len, names)) <= 253
 
 
 def example(made: Installed) -> None:
-    """The program takes its arguments, and the chart makes the same: no more is asked of an example."""
+    """An example has no further checks: the program takes its arguments, and the chart makes the same objects."""
 
 
 CASES += [Case(path.name, path.read_text(), (), {}, example) for path in EXAMPLES]
@@ -405,20 +405,20 @@ CASES += [Case(path.name, path.read_text(), (), {}, example) for path in EXAMPLE
 def test_manifests(
     one: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `manifests` prints is as the case says, and the program takes the agent's arguments."""
+    """The objects of `manifests` pass the checks of the case, and the program takes the agent's arguments."""
     made = Installed(printed(one, tmp_path, capsys))
     one.facts(made)
     (command,) = made.container["command"]
     program, package = {"deviceplugin": (plugin_cli, "deviceplugin"), "dra-bridge": (cli, "dra_bridge")}[command]
     monkeypatch.setattr(f"{package}.node.process.run_config", lambda *_: 7)
-    monkeypatch.setattr(cli, "run_options", lambda _: None)  # It reads how to reach an API server.
+    monkeypatch.setattr(cli, "run_options", lambda _: None)  # it reads the access to an API server
     assert program.main(made.arguments) == 7
 
 
 @helm_is_there
 @pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
 def test_chart(one: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The chart makes the same objects, but for the namespace, which is Helm's."""
+    """The chart makes the same objects as `manifests`, without the Namespace."""
     found, wanted = by_name(rendered({"config": one.text, **one.values})), by_name(printed(one, tmp_path, capsys))
     assert found.keys() == wanted.keys()
     for name, body in wanted.items():

@@ -138,7 +138,7 @@ def requests(draw: st.DrawFn, most: int) -> tuple[list[str], list[str], int, Sco
 
 
 class TestPreferred:
-    """`preferred` returns the set with the highest total that leaves the best remainder, and of these the smallest ids."""
+    """`preferred` returns the set with the highest total, then with the best remainder, then with the smallest ids."""
 
     @given(requests(8))
     @settings(max_examples=6 * settings().max_examples)
@@ -208,7 +208,7 @@ class TestPreferred:
         assert preferred(gpus(10, 9, 12, 2), (), 2, {}) == gpus(2, 9)
 
     def test_numa_scores_make_it_compact(self) -> None:
-        """With NUMA scores only, one node is used if it has enough devices; if several have, the one with the fewest."""
+        """With NUMA scores only, one node is used if possible: the one with the fewest devices that are enough."""
         numa = {f"gpu{number}": (0,) if number < 5 else (1,) for number in range(8)}
         score = numa_scores(numa)
         assert score[frozenset(gpus(0, 1))] == Link.SAME_CPU
@@ -218,7 +218,7 @@ class TestPreferred:
         assert numa_scores({"gpu0": (0, 1), "gpu1": (1,), "gpu2": ()}) == {frozenset(gpus(0, 1)): Link.SAME_CPU}
 
     def test_impossible_input_gives_what_there_is(self) -> None:
-        """Too many required, too few available, unknown, negative, twice: a list, never an error."""
+        """For too many required or requested devices, unknown ids or a negative size, the result is a list."""
         score = TOPOLOGIES["DGX-1V"][1]
         assert preferred(gpus(0, 1), gpus(3, 2, 1), 2, score) == gpus(1, 2, 3)
         assert preferred(gpus(1, 1, 0), (), 5, score) == gpus(0, 1)
@@ -238,7 +238,7 @@ class TestPreferred:
     @example(["a", "b", "c"], [], 2, {frozenset("ab"): math.nan, frozenset("bc"): math.inf, frozenset("ac"): -math.inf})
     @example(["a", "b", "c"], [], 2, {frozenset("ab"): 10**400, frozenset("bc"): -(10**400), frozenset("ac"): 1e-300})
     def test_it_never_raises(self, available: list[str], must: list[str], size: int, score: Scores) -> None:
-        """For any input the result has the required devices and as many others as possible, sorted, without duplicates."""
+        """For any input the result has the required devices and as many others as possible, sorted, each once."""
         chosen = preferred(available, must, size, score)
         assert set(must) <= set(chosen) <= {*available, *must}
         assert len(chosen) == max(len(set(must)), min(size, len({*available, *must})))
@@ -333,7 +333,7 @@ class TestMany:
         assert preferred(available, (), 14, score) == gpus(*range(10, 64, 4))
 
     def test_a_hidden_clique_is_found(self) -> None:
-        """The search finds twelve devices that are all close to each other, among 64 with a third of all pairs close."""
+        """The search finds twelve devices that are all close to each other, among 64 with a third of pairs close."""
         random_ = random.Random(3)
         hidden = set(random_.sample(range(64), 12))
         score = scores(64, lambda a, b: 100 if {a, b} <= hidden else random_.choice((0, 0, 100)))
@@ -393,7 +393,7 @@ class Day:
         return sum(given) / len(given)
 
     def partition(self) -> Callable[[frozenset[str], int], frozenset[str]]:
-        """Return the rule to compare with: the best partition of all free devices, and the best set of this partition."""
+        """Return the rule to compare with: the best set of the best partition of all free devices."""
         total = self.total
 
         @cache
@@ -515,7 +515,7 @@ class TestPolicies:
     def test_every_policy_keeps_the_contract(
         self, policy: str, available: list[str], must: list[str], size: int, known: bool
     ) -> None:
-        """The required ones, as many as asked if there are, each once, in order, never an error."""
+        """For any input each policy returns the required ids and as many others as possible, sorted, each once."""
         physical = self.physical if known else {}
         chosen = choose(policy, available, must, size, score=self.score, physical=physical)
         assert set(must) <= set(chosen) <= {*available, *must}
@@ -586,7 +586,7 @@ class TestNumaCompact:
         assert numa_compact(devices, list(devices), [], 4) == sims(0, 1, 2, 3)
 
     def test_impossible_input_gives_what_there_is(self) -> None:
-        """Too many required, too few available, unknown, negative, twice: a list, never an error."""
+        """For too many required or requested devices, unknown ids or a negative size, the result is a list."""
         assert numa_compact({}, sims(1), sims(2, 3), 1) == sims(2, 3)
         assert numa_compact({}, sims(1, 1), [], 5) == sims(1)
         assert numa_compact({}, sims(1), sims(1), -4) == sims(1)

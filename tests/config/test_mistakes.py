@@ -1,4 +1,4 @@
-"""What is said of a file that cannot be used: line, place, and advice."""
+"""Errors for an invalid config file: line, place, and advice."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ from tests.config.files import WHOLE, problems, refused
     ],
 )
 def test_wrong_field_is_named_with_advice(field: str, path: str, advice: str) -> None:
-    """A wrong field's error names the file, the line, the place, and says what would be right."""
+    """The error for a wrong field has the file, the line, the path of the field, and advice."""
     text = (
         "resources:\n- name: a/a\n  devices: [path: /dev/x]\n- {name: a/b, devices: [path: /dev/y],\n   "
         + field
@@ -154,7 +154,7 @@ def test_wrong_field_is_named_with_advice(field: str, path: str, advice: str) ->
     ],
 )
 def test_wrong_resource_name_is_refused(name: str, advice: str) -> None:
-    """A name that the kubelet would refuse as an extended resource is refused here, with an example."""
+    """A resource name that the kubelet would refuse is an error with an example."""
     error = refused(f"resources:\n  - devices: [path: /dev/x]\n    name: '{name}'\n")
     assert (error.line, error.path) == (3, "$.resources[0].name")
     assert advice in error.message
@@ -224,7 +224,7 @@ def test_wrong_resource_name_is_refused(name: str, advice: str) -> None:
     ],
 )
 def test_wrong_entry_is_named_with_advice(entry: str, path: str, advice: str) -> None:
-    """A wrong entry of `devices` is named by its number, and the error says what an entry looks like."""
+    """The error for a wrong entry of `devices` has the entry's index and advice."""
     error = refused(f"resources:\n  - name: a/b\n    devices:\n      - path: /dev/z\n      - {entry}\n")
     assert (error.line, error.path) == (5, f"$.resources[0].devices[1]{path}")
     assert advice in error.message
@@ -282,7 +282,7 @@ def test_wrong_entry_is_named_with_advice(entry: str, path: str, advice: str) ->
     ],
 )
 def test_what_is_no_config_is_refused_with_its_line(text: str | bytes, line: int, advice: str) -> None:
-    """A file that is no YAML, or no mapping, or nothing at all, gets one clear error with its line."""
+    """A file that is no YAML, no mapping or empty gets one error with its line."""
     error = refused(text)
     assert error.line == line
     assert advice in str(error)
@@ -299,7 +299,7 @@ def test_what_is_no_config_is_refused_with_its_line(text: str | bytes, line: int
     ],
 )
 def test_glob_that_can_match_nothing_is_refused(glob: str, advice: str) -> None:
-    """A bracket that is not closed and a pattern longer than a path are errors that name the line."""
+    """An unclosed bracket, and a pattern longer than a path, are errors with the line."""
     error = refused(f"resources:\n- name: a/b\n  devices:\n  - path: '{glob}'\n")
     assert (error.line, error.path) == (4, "$.resources[0].devices[0].path")
     assert advice in error.message
@@ -311,13 +311,13 @@ def test_glob_that_can_match_nothing_is_refused(glob: str, advice: str) -> None:
         ([["/dev/dm-0", "/dev/control"], ["/dev/dm-1", "/dev/control"]], 1),
         ([["/dev/dm-*", "/dev/control"], ["/dev/control", "/dev/a*"]], 0),
         ([["/dev/dm-0", "/dev/control"], ["/dev/dm-0", "/dev/control"]], None),  # one device of two resources
-        ([["/dev/dm-0", "/dev/control"], ["/dev/dm-0", "/dev/control", "/dev/x"]], None),  # it, and more of it
+        ([["/dev/dm-0", "/dev/control"], ["/dev/dm-0", "/dev/control", "/dev/x"]], None),  # one with more nodes
         ([["/dev/dm-0", "/dev/contro[l]"], ["/dev/dm-1", "/dev/contro[l]"]], None),
         ([["/dev/video*", "/dev/audio*"], ["/dev/video*", "/dev/meta*"]], None),
     ],
 )
 def test_a_node_of_two_different_groups_is_refused(groups: list[list[str]], refused_at: int | None) -> None:
-    """It may be shared, or what makes the devices one thing; only who writes the file can say which."""
+    """A node in two different groups is an error; globs that may match different nodes are not."""
     lines = [f"- name: a/{n}\n  devices:\n  - group: {json.dumps(one)}\n" for n, one in enumerate(groups)]
     found = problems("resources:\n" + "".join(lines))
     expected = [] if refused_at is None else [(7, f"$.resources[1].devices[0].group[{refused_at}]")]
@@ -326,7 +326,7 @@ def test_a_node_of_two_different_groups_is_refused(groups: list[list[str]], refu
 
 
 def test_a_shared_node_is_no_device_of_its_resource() -> None:
-    """A node under `nodes` goes to every container; one that is a device goes to one."""
+    """A path cannot be under `nodes`, which go to every container, and also be a device."""
     error = refused("resources: [{name: a/b, nodes: [/dev/y, /dev/x], devices: [path: /dev/x]}]")
     assert (error.path, len(error.problems)) == ("$.resources[0].nodes[1]", 1)
 
@@ -340,7 +340,7 @@ def test_a_shared_node_is_no_device_of_its_resource() -> None:
         ("driver: a.b, dra: {share: all}, exclude: [x1]", "exclude: [x1]", False),
         ("driver: a.b, dra: {share: all}", "driver: c.d, dra: {share: 100%}", True),
         ("driver: a.b, dra: {share: 0}", "", True),
-        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # they move together
+        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # both shares move together
         ("driver: a.b, dra: {share: all}, include: [x1]", "exclude: [x1]", True),
     ],
 )
@@ -355,7 +355,7 @@ def test_a_shared_node_is_no_device_of_its_resource() -> None:
 def test_devices_that_nobody_would_be_offered_are_refused(
     one: str, other: str, first: str, second: str, *, good: bool
 ) -> None:
-    """A device is on one side at a time, so all drivers over it need it on the same one."""
+    """Two drivers with the same devices are refused if their shares never put a device on the same side."""
     resources = (f"- {{name: a/a, devices: [{first}], {one}}}", f"- {{name: a/b, devices: [{second}], {other}}}")
     found = problems("\n".join(("resources:", *resources)))
     assert [(problem.line, problem.path) for problem in found] == ([] if good else [(3, "$.resources[1]")])
@@ -364,13 +364,13 @@ def test_devices_that_nobody_would_be_offered_are_refused(
 
 @pytest.mark.parametrize("glob", ["/dev/[abc]x", "/dev/[]]", "/dev/[!]a]", "/dev/[!a-c]/[[]", "/dev/a]b"])
 def test_closed_brackets_are_taken(glob: str) -> None:
-    """Sets of characters as fnmatch reads them, and a closing bracket alone, are good."""
+    """Closed sets of characters, as in fnmatch, and a lone closing bracket are valid."""
     text = f"resources: [{{name: a/b, devices: [{{path: '{glob}'}}], include: ['{glob}']}}]"
     assert parse(text).resources[0].devices[0].path == glob
 
 
 def test_many_problems_are_said_at_once() -> None:
-    """All that is wrong with a file is said together, in the order of the lines."""
+    """All problems of a file are reported together, in the order of their lines."""
     error = refused(
         """
 resources:
@@ -399,6 +399,6 @@ resources:
 
 
 def test_missing_key_is_not_said_twice() -> None:
-    """A required key that was misspelt is named once, as the misspelling."""
+    """A misspelt required key is reported once, as unknown and not also as missing."""
     error = refused("resources: [{nmae: a/b, devices: [path: /dev/x]}]")
     assert [problem.path for problem in error.problems] == ["$.resources[0].nmae"]

@@ -628,7 +628,7 @@ def test_nothing_of_a_cluster_reaches_the_terminal_raw(nodes: FakeFleet, bridge:
 
 
 def test_status_names_classes_that_take_the_resource(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Status warns of two DeviceClasses with one extended resource. Without the right to list them, it does not warn."""
+    """Status warns of two DeviceClasses with one extended resource, unless the user may not list DeviceClasses."""
     nodes.agent("n1")
     for name in ("ours", "theirs"):
         spec = {"extendedResourceName": R}
@@ -830,7 +830,7 @@ def test_options_of_an_authors_agent(nodes: FakeFleet, logs_restored: None) -> N
 
 
 def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """With --wait the command ends when all devices have moved; --unset removes the annotation and returns the devices."""
+    """With --wait the command ends when all devices have moved. --unset removes the annotation."""
     agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "50%", "--wait")
     assert ran.status == 0, ran
@@ -907,7 +907,7 @@ def test_migrate_without_the_right(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 
 def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """After the timeout the output names each device that waits, and its holder; the status is 1 and the move goes on."""
+    """After the timeout the output names the waiting device and its holder; the status is 1, and the move goes on."""
     agent = nodes.agent("n1", held={"gpu-2": "pod default/long"})
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.5")
     assert ran.status == 1

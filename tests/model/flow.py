@@ -1,6 +1,6 @@
-"""The agent's flow on one node, real but for its sockets: register, driver with its CDI files, handover.
+"""The agent's work on one node: its real register, driver with CDI files, and handover, without sockets.
 
-What outlives the agent is recorded as it happens (`record`): who got a device, what the API server has.
+Everything that outlives the agent is recorded as it happens (`record`): grants, pods and claims.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Step = Callable[[str], None]
 
 
 class Source(DeviceSource):
-    """A source whose Prepare leaves traces, so that claims are reserved on disk first."""
+    """A source with hooks, so that claims are reserved on disk first."""
 
     resource = R
     driver = D
@@ -82,8 +82,8 @@ class Plain(DeviceSource):
 class Outside(ClusterClaims):
     """Kubelet and API server.
 
-    pods: devices held by pods; a pod's UID and container are its device's id. running: devices held by claims'
-    containers, by the claim's UID.
+    pods: devices held by pods; a pod's UID and container have the name of its device. running: devices held by the
+    containers of claims, by the claim's UID.
     """
 
     pods: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class Outside(ClusterClaims):
     running: dict[str, str] = field(default_factory=dict)
 
     def record(self, word: str, name: str) -> None:
-        """Take in what happened."""
+        """Record an event."""
         if word == "granted":
             self.pods.add(name)
         elif word == "ended":
@@ -107,7 +107,7 @@ class Outside(ClusterClaims):
             self.allocated.pop(name, None)
 
     def evidence(self) -> HolderEvidence:
-        """Return what the kubelet's checkpoint, written at our request, and the cgroups say."""
+        """Return the evidence of the kubelet's checkpoint, written at the agent's request, and of the cgroups."""
         named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
         return HolderEvidence(
             [CheckpointVersion(named, {})], current=True, pods=PodProcesses(running=frozenset(self.pods))
@@ -142,7 +142,7 @@ class Outside(ClusterClaims):
 
 
 class Served:
-    """A resource's devices, as a service has them."""
+    """A resource's devices and their ids, as a service has them."""
 
     def __init__(self, source: DeviceSource, inventory: Inventory, held: Callable[[str], bool]) -> None:
         self.source = source
@@ -151,7 +151,7 @@ class Served:
         self.ids = DeviceIds(source, inventory, held)
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
-        """Return the ids under which the kubelet knows a device now."""
+        """Return the current ids of a device at the kubelet."""
         return self.ids.names_of(device)
 
     def device_of(self, device_id: str) -> str:
@@ -160,10 +160,10 @@ class Served:
 
 
 class Grants(RegisterHost):
-    """The register of one life of the agent, and what scans lead to.
+    """The register of one life of the agent, and the scanner of holders.
 
-    reconciled: (resource, device) of those whose evidence was compared with the ledger. bridged: whether devices wait
-    for that.
+    reconciled: the (resource, device) pairs whose evidence was compared with the ledger. bridged: the resources whose
+    devices are granted only after this comparison.
     """
 
     def __init__(self, store: Store, served: Mapping[str, Served], *, bridged: Collection[str]) -> None:
@@ -227,7 +227,7 @@ class Flow(DriverHost):
         step: Step = lambda name: None,
         connect: Callable[[str], Any] = connected,
     ) -> Self:
-        """Open the ledger, reconcile the evidence, begin to offer."""
+        """Open the ledger, compare it with the evidence, and offer devices."""
         async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), connect=Watched.by(step, connect)))
         flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
@@ -235,12 +235,12 @@ class Flow(DriverHost):
         return flow
 
     async def end(self) -> None:
-        """End in good order."""
+        """Close driver and ledger."""
         await self.driver.close()
         await self.async_ledger.close()
 
     async def place(self) -> None:
-        """Compare the ledger with what is held."""
+        """Compare the ledger with the holders."""
         held = kubelet_snapshot(0, holders.holders((), self.outside.evidence()), R, str).held
         claims = [
             claim
@@ -251,30 +251,30 @@ class Flow(DriverHost):
         await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time(), D))
         self.grants.reconciled |= {(R, name) for name in DEVICES}
 
-    # What the driver asks.
+    # Questions of the driver.
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether the evidence about a device was compared."""
+        """Return whether the evidence about a device was compared with the ledger."""
         return (resource, device) in self.grants.reconciled
 
-    # What the handover asks.
+    # Questions of the handover.
 
     def _shown(self) -> tuple[float, frozenset[str]]:
         return 0.0, frozenset(name for name in DEVICES if self.register.offers(R, name))
 
     async def scan(self, resource: str, device_ids: Collection[str]) -> KubeletSnapshot:
-        """Find out who holds devices."""
+        """Scan for the holders of devices."""
         before = self.async_ledger.snapshot.sequence
         known = allocations_of(self.async_ledger.snapshot)
         now = holders.holders(known, self.outside.evidence(), float(next(self._clock)))
         return (await self.grants.scanner.observe(now, before))[resource]
 
     def title(self, pod_uid: str) -> str:
-        """Return a pod's name."""
+        """Return a pod's name, here its UID."""
         return pod_uid
 
     def endpoint(self, resource: str) -> None:
-        """Return no servicer of another resource."""
+        """There is no servicer of another resource."""
 
     def moved(self, resource: str) -> None:
         """Write the slice."""
@@ -285,7 +285,7 @@ class Flow(DriverHost):
         return await self.outside.listed()
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
-        """Read one claim."""
+        """Return whether a claim is allocated a device now."""
         return self.outside.allocated.get(claim.partition("/")[2], "") == device
 
     def publish(self) -> None:
@@ -305,17 +305,17 @@ class Flow(DriverHost):
         return found
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when the slice is without a device."""
+        """Return since when the slice is without a device; None if the slice has it."""
         return None if device in self.slice() else 0.0
 
     def offering(self, resource: str, device: str) -> str:
-        """Return that nobody else writes slices."""
+        """Return that no other slice offers a device."""
         return ""
 
-    # What pods and claims ask; each tries again, as the kubelet does.
+    # Requests of pods and claims; each is retried, as the kubelet does.
 
     async def patiently(self, work: Callable[[], Any]) -> Any:
-        """Do something until it is done."""
+        """Call `work` until it does not fail, at most 21 times."""
         for last in (*[False] * 20, True):
             try:
                 return await work()
@@ -325,11 +325,11 @@ class Flow(DriverHost):
         raise AssertionError
 
     async def allocate(self, device: str) -> None:
-        """Start a pod with a device of the plugin's."""
+        """Allocate a device of the plugin to a pod."""
         await self.patiently(lambda: self.register.grant(R, {device: device}))
 
     async def prepare(self, uid: str) -> Prepared:
-        """Have the kubelet prepare a claim."""
+        """Prepare a claim, as the kubelet does."""
 
         async def once() -> Prepared:
             answer = (await self.driver.prepare([ClaimRef("default", uid, uid)]))[uid]
@@ -341,7 +341,7 @@ class Flow(DriverHost):
         return cast("Prepared", await self.patiently(once))
 
     async def unprepare(self, uid: str) -> None:
-        """Have the kubelet unprepare a claim."""
+        """Unprepare a claim, as the kubelet does."""
 
         async def once() -> None:
             answer = (await self.driver.unprepare([ClaimRef("default", uid, uid)]))[uid]
@@ -351,12 +351,12 @@ class Flow(DriverHost):
         await self.patiently(once)
 
     async def advance(self) -> None:
-        """Have the handover execute the steps that are possible now, and write the slice."""
+        """Let the handover make the steps that are possible now, and write the slice."""
         await self.handover._step()
         self.publish()
 
     async def move(self, share: int, until: Callable[[], bool] | None = None) -> None:
-        """Ask for a share and let the handover work until all is as asked for."""
+        """Request a share, and let the handover work until all devices are on the requested side, or until `until`."""
         self.handover.ask(Share(share))
         for _ in range(40):
             with contextlib.suppress(LedgerError):
@@ -369,12 +369,12 @@ class Flow(DriverHost):
         raise AssertionError(f"the move to {share} never ends: {self.async_ledger.snapshot}, {self.handover.waiting}")
 
     def state(self, device: str) -> State:
-        """Return where a device is."""
+        """Return the state of a device."""
         return self.async_ledger.snapshot.device(R, device).state
 
 
 async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
-    """Grant, begin, commit, prepare, unprepare, commit back, grant: each side once, each move both ways."""
+    """Grant, begin, commit, prepare, unprepare, commit back, grant: each side once, each move in both directions."""
     await flow.allocate("a")
     record("granted", "a")
     await flow.move(1)
@@ -395,7 +395,7 @@ async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
 
 
 async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> None:
-    """Start the agent again and prove: nobody gets what somebody has, and nothing is lost."""
+    """Start the agent again, and check that held devices are refused and that no device is lost."""
     flow = await Flow.begin(directory, outside, source)
     try:
         for device in DEVICES:
@@ -413,7 +413,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
                 pass
             else:
                 raise AssertionError(f"device {device} was given to a pod while claim {uid} has it")
-        # The kubelet tries again what was not answered.
+        # The kubelet retries preparations that were not answered.
         for uid in sorted(outside.allocated.keys() - {"late"}):
             if outside.allocated[uid] not in outside.pods:
                 await flow.prepare(uid)
@@ -434,7 +434,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
 
 
 def watched(step: Step, directory: str) -> Iterator[None]:
-    """Have changes of CDI files be steps, too; a generator for contextlib."""
+    """Call `step` at each change of CDI files, too; a generator for contextlib."""
     from deviceplugin import files
 
     draft, rename, remove = files._draft, os.rename, os.remove
@@ -475,7 +475,7 @@ watching = contextlib.contextmanager(watched)
 
 
 def replayed(lines: Iterable[str]) -> Outside:
-    """Return what is outside after all this was recorded."""
+    """Return the outside after these recorded events."""
     outside = Outside()
     for line in lines:
         word, name = line.split()

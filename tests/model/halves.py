@@ -1,23 +1,20 @@
-"""All that can happen to two devices, tens of millions of states, without visiting each of them.
+"""An exploration of all states of two devices, tens of millions, without a visit of each.
 
-A state is what belongs to no device (`Shared`) and two halves, each a device with its pod and its
-claims. A step is one of two kinds. Most belong to one device: they change its half, whatever the
-other is like, and may be taken if there is room for one more pod or claim. The others belong to
-everybody (`FACTS`) and lead each half where its own state says, once some facts of the other are
-known; where such a step is not possible it changes nothing. Of states that differ in the
-second half only, one step therefore leads to states that differ in the second half only.
+A state has a part that belongs to no device (`Shared`) and two halves, each a device with its pods and claims. There
+are two kinds of steps. Most steps belong to one device: they change its half, for any other half, and are possible if
+the node has room for one more pod or claim. The other steps are common (`FACTS`): they lead each half to a result that
+depends on the half's own state and on some facts of the other half. A common step that is not possible changes nothing.
+So from states that differ in the second half only, a step leads to states that differ in the second half only.
 
-So the states with the same `Shared` are kept as a table: for each first half the set of second
-halves that were seen with it, a number's bits. A step takes a whole row along. As devices differ
-in their names only, the table is kept the same read by rows and by columns. Nothing is forgotten
-or merged, no two states are taken for one: in the end every state that can be reached is in the
-tables, and no other.
+The states with the same `Shared` are therefore a table: for each first half, the set of second halves that were seen
+with it, as the bits of a number. A step handles a whole row at once. As devices differ in their names only, the table
+is symmetric. No state is dropped, and no two states are merged: in the end the tables have all states that can be
+reached, and no other state.
 
-The steps are those of `Small.successors`, tried on states of two halves; nothing of it is said
-here once more but the facts. That they are all that a half has to know of the other is what
-`Halves.after` is for: tests compare it with `Small.successors`, state by state, and of smaller
-nodes all states with those that `explore` finds. What is wrong with a state is wrong with one of
-its devices, so each half is checked once, with a partner that nothing can be wrong with.
+The steps are the steps of `Small.successors`, applied to states of two halves; this module adds the facts only.
+`Halves.after` is for tests that the facts are enough: the tests compare it with `Small.successors`, state by state, and
+for smaller nodes with all states that `explore` finds. A wrong state is wrong because of one of its devices, so each
+half is checked once, beside an idle half.
 """
 
 from __future__ import annotations
@@ -37,7 +34,10 @@ TO_PLUGIN: Final = STATES.index(State.TO_PLUGIN)
 
 
 class Shared(NamedTuple):
-    """What belongs to no device. step, written, late: of the stage. sent, want: whether the agent has said any."""
+    """The part that belongs to no device.
+
+    step, written, late: of the stage. sent, want: whether the agent has sent a list and decided on a slice.
+    """
 
     step: Step
     written: bool
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
 
 
 class Half(NamedTuple):
-    """What belongs to one device. pods, claims: as of device 0. The rest: as in the state."""
+    """The part that belongs to one device. pods, claims: with device number 0. Other fields: as in the state."""
 
     device: Device
     pods: tuple[Pod, ...] = ()
@@ -71,7 +71,7 @@ SETTLED: Final = IDLE_HALF._replace(sent=True, received=True)
 
 
 def parted(system: SystemState) -> Parts:
-    """Return what belongs to no device, and the halves."""
+    """Return the shared part and the halves of a state."""
     stage = system.stage
     halves = []
     for number, device in enumerate(system.devices):
@@ -132,16 +132,16 @@ def joined(shared: Shared, one: Half, two: Half) -> SystemState:
     )
 
 
-# The steps that are everybody's.
+# The common steps.
 
 
 def nothing(_half: Half) -> Hashable:
-    """Return what the other half has to know of this one: nothing."""
+    """Return the facts of this half that the other half depends on: none."""
     return ()
 
 
 def withdrawal(half: Half) -> Hashable:
-    """Return whether it is free to move, is out of the slice, and whether the slice has it as the agent wants."""
+    """Return whether the device may move, whether it is also out of the slice, and whether the slice is as wanted."""
     free = half.device.state == TO_PLUGIN and not any(claim.record for claim in half.claims)
     return free, free and not half.slice, half.want == half.slice
 
@@ -176,7 +176,7 @@ FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "agent dies, ledger lost": (Small.fate, lambda half: any(pod.forgotten for pod in half.pods)),
     "agent starts": (Small.fate, lambda half: (half.device.state == UNKNOWN, unlisted(half))),
 }
-"""By step: which of the model's steps it is among, and what each half has to know of the other."""
+"""By common step: the generator of steps that has it, and the facts that each half needs of the other."""
 
 GATHERING: Final = (
     ("request", "withdrawn"),
@@ -190,7 +190,7 @@ GATHERING: Final = (
 
 
 def possible(small: Small, shared: Shared) -> tuple[str, ...]:
-    """Return the steps of everybody that may be possible."""
+    """Return the common steps that may be possible."""
     found = ["receive", "write", "tick"]
     if small.slow:
         found.append("write late" if shared.writing else "draft")
@@ -228,9 +228,9 @@ def mask_of(numbers: Collection[int]) -> int:
 
 
 class Ways(dict[int, int]):
-    """Where a step of everybody's leads the halves of a block when their partners are of a kind.
+    """The results of a common step for the halves of a block, if their partners are of one kind.
 
-    to: the block that it leads to, by the half's own kind.
+    to: the block that the step leads to, by the kind of the half.
     """
 
     def __init__(self, block: Block, word: str, theirs: Hashable) -> None:
@@ -246,7 +246,7 @@ class Ways(dict[int, int]):
         return self.learn(number, next((after for what, after in steps if what == self.word), system))
 
     def learn(self, number: int, after: SystemState) -> int:
-        """Take in where the step leads a half."""
+        """Record the result of the step for a half."""
         shared, half, _ = parted(after)
         block = self.block.all.block(shared)
         assert self.to.setdefault(self.block.kinds[self.word][number], block) is block, "the facts do not suffice"
@@ -255,7 +255,7 @@ class Ways(dict[int, int]):
 
 
 class Block:
-    """The states that share what belongs to no device."""
+    """The states with the same shared part."""
 
     def __init__(self, halves: Halves, shared: Shared) -> None:
         self.all = halves
@@ -288,7 +288,7 @@ class Block:
         return known
 
     def room(self, number: int) -> int:
-        """Return the halves beside which there is room for this one's pod and claims."""
+        """Return the halves that fit beside this one within the node's number of pods and claims."""
         mine, small = self.size[number], self.all.small
         found = 0
         for (pods, claims), members in self.sizes.items():
@@ -297,7 +297,7 @@ class Block:
         return found
 
     def add(self, number: int, partners: int) -> None:
-        """Take in states of a half with these partners."""
+        """Add the states of a half with these partners."""
         new = partners & ~self.rows[number]
         if new:
             if not self.rows[number] and not self.all.problem:
@@ -306,7 +306,7 @@ class Block:
             self.fresh[number] = self.fresh.get(number, 0) | new
 
     def own(self, number: int) -> list[int]:
-        """Return where a half's own steps lead it."""
+        """Return the results of a half's own steps."""
         known = self._own.get(number)
         if known is None:
             half = self.halves[number]
@@ -327,14 +327,14 @@ class Block:
         return known
 
     def way(self, word: str, theirs: Hashable) -> Ways:
-        """Return where a step of everybody's leads when the partners are of a kind."""
+        """Return the results of a common step, if the partners are of this kind."""
         known = self.ways.get((word, theirs))
         if known is None:
             known = self.ways[word, theirs] = Ways(self, word, theirs)
         return known
 
     def proceed(self) -> None:
-        """Take every step from the states that are new."""
+        """Take every step from the new states."""
         fresh, self.fresh = self.fresh, {}
         alike = defaultdict(list)
         for number, partners in fresh.items():
@@ -354,7 +354,7 @@ class Block:
                 self._together(word, ones, others)
 
     def _together(self, word: str, ones: list[int], others: list[int]) -> None:
-        """Take a step of everybody's from all states of one of these and one of those."""
+        """Take a common step from all states with one of `ones` and one of `others`."""
         left, right = self._sorted(word, ones), self._sorted(word, others)
         for mine, some in left.items():
             for theirs, partners in right.items():
@@ -363,7 +363,7 @@ class Block:
                 beside = set(map(back.__getitem__, partners))
                 to = ways.to[mine]
                 assert back.to[theirs] is to, "the halves do not agree where a step leads"
-                # The block sees to it that rows and columns are the same: the fewer rows do.
+                # Rows and columns of a block are kept equal, so the smaller number of rows is enough.
                 if len(after) > len(beside):
                     after, beside = beside, after
                 arrived = mask_of(beside)
@@ -371,7 +371,7 @@ class Block:
                     to.add(number, arrived)
 
     def _sorted(self, word: str, numbers: list[int]) -> dict[Hashable, list[int]]:
-        """Return halves by what others have to know of them."""
+        """Return halves by the facts that their partners need of them."""
         if len(self.example[word]) == 1:
             return {self.kinds[word][0]: numbers}
         kinds = self.kinds[word]
@@ -383,7 +383,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found: how many states (names apart), of how many halves, and what is wrong with one of them."""
+    """The result: the number of states (up to names), the number of halves, and a problem, if any."""
 
     states: int
     halves: int
@@ -393,7 +393,7 @@ class Found:
 class Halves:
     """Every state of two devices that the steps of a `Small` lead to.
 
-    wrong: what must not be, of one device; `Small.wrong` unless given.
+    wrong: returns what is wrong with a state of one device; `Small.wrong` unless given.
     """
 
     def __init__(self, small: Small, wrong: Callable[[SystemState], str] | None = None) -> None:
@@ -404,24 +404,24 @@ class Halves:
         self.blocks: dict[Shared, Block] = {}
 
     def block(self, shared: Shared) -> Block:
-        """Return the states that share this."""
+        """Return the block of this shared part."""
         known = self.blocks.get(shared)
         if known is None:
             known = self.blocks[shared] = Block(self, shared)
         return known
 
     def explore(self, first: SystemState) -> Found:
-        """Visit all states, until something is wrong."""
+        """Visit all states, until one is wrong."""
         shared, one, two = parted(first)
         block = self.block(shared)
         block.add(block.number(one), 1 << block.number(two))
-        # A gathering's later stages last, when much has come together that goes on together.
+        # The later stages of a gathering come last, when many states have arrived and go on together.
         while not self.problem and (waiting := [block for block in self.blocks.values() if block.fresh]):
             min(waiting, key=lambda block: (block.shared.step, block.shared.late)).proceed()
         return Found(self.states(), sum(len(block.halves) for block in self.blocks.values()), self.problem)
 
     def states(self) -> int:
-        """Return how many states were seen, names apart."""
+        """Return the number of states that were seen, up to names."""
         rows = [(number, row) for block in self.blocks.values() for number, row in enumerate(block.rows)]
         return (sum(row.bit_count() for _, row in rows) + sum(row >> number & 1 for number, row in rows)) // 2
 
@@ -434,7 +434,7 @@ class Halves:
         return bool(block.rows[block.numbers[one]] >> block.numbers[two] & 1)
 
     def some(self, count: int, seed: int = 0) -> Iterator[SystemState]:
-        """Return states at random, each as likely as any other."""
+        """Return random states, all with the same probability."""
         rows = [(block, number) for block in self.blocks.values() for number in range(len(block.rows))]
         sizes = [block.rows[number].bit_count() for block, number in rows]
         chance = random.Random(seed)
@@ -443,7 +443,7 @@ class Halves:
             yield joined(block.shared, block.halves[number], block.halves[other])
 
     def after(self, system: SystemState) -> set[Parts]:
-        """Return where the steps of a state that was seen lead, those left out that change nothing."""
+        """Return the results of the steps from a state that was seen, without steps that change nothing."""
         shared, one, two = parted(system)
         block = self.blocks[shared]
         here, there = block.numbers[one], block.numbers[two]
@@ -463,11 +463,11 @@ class Halves:
         return found - {(shared, one, two)}
 
     def endless(self, *, serve: bool) -> str:
-        """Say how `Small.ending` goes round for ever somewhere; "" if it always comes to an end.
+        """Return where `Small.ending` runs in a circle; "" if it always ends.
 
-        It changes what is shared only forward: a gathering goes on to its end and none begins, the
-        agent starts and says what it has not said yet. All that it does otherwise leads a half on
-        whatever its partner is like: if no half can come back to itself, no state can.
+        `Small.ending` changes the shared part forward only: a gathering goes on to its end and none begins, the agent
+        starts and sends what it has not sent yet. Its other steps change a half, whatever the partner is: if no half
+        can come back to itself, no state can.
         """
         for shared, block in self.blocks.items():
             ways = {}
@@ -481,7 +481,7 @@ class Halves:
         return ""
 
     def ended(self, *, serve: bool) -> Iterator[SystemState]:
-        """Return the states in which all has ended that was begun (`Small.ending`), names apart."""
+        """Return the states, up to names, in which everything that was begun has ended (`Small.ending`)."""
         for shared, block in self.blocks.items():
             if not (shared.alive and shared.sent and shared.want) or shared.step:
                 continue

@@ -1,7 +1,7 @@
 """Kubelet, scheduler, API server and containers of one node, beside a life of the agent (`tests.model.life`).
 
-What a container has is told by its answer, not by the agent: an environment variable names the hardware. What part of
-it the container has is as the list or the slice had it when it was asked for.
+The hardware of a container comes from an environment variable in the agent's answer, not from the agent's records. The
+container's part of the hardware is that of the list or slice at the time of its request.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FOREIGN: Final = "nic.example.net"
 NODE: Final = "node-1"
 Key = tuple[str, str]
 LISTS: Final[Mapping[Key, str]] = {(R, "a"): "h0", (R, "b"): "h1", (S, "x"): "h0"}
-"""What the hardware is called at first; S is a second resource over it."""
+"""The hardware of each device at first. S is a second resource with the hardware h0."""
 TOKENS: Final = {f"h{number}": frozenset({f"uuid:h{number}", f"char:240:{number}"}) for number in (0, 1)}
 _HARDWARE: Final = re.compile(r"HARDWARE=(\w+)")
 
 
 @dataclass(eq=False)
 class Pod:
-    """A pod of the plugin side. at: chosen, busy (Allocate at work), answered, admitted, runs, over."""
+    """A pod of the plugin side. at: chosen, busy (in Allocate), answered, admitted, runs, over."""
 
     uid: str
     resource: str
@@ -62,13 +62,13 @@ class Pod:
 
     @property
     def allocation(self) -> Allocation:
-        """As the checkpoint names it."""
+        """The allocation in the checkpoint."""
         return Allocation(self.uid, "c", self.resource, self.device_id)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A device in an accepted slice. replicas: how many claims may share it."""
+    """A device in an accepted slice. replicas: the number of claims that may share it."""
 
     key: Key
     replicas: int
@@ -76,11 +76,11 @@ class Entry:
 
 @dataclass(eq=False)
 class Claim:
-    """A claim. driver, name, part: as it is allocated. pod: the UID of the pod that may use it.
+    """A claim. driver, name, part: of its allocation. pod: the UID of the pod that may use it.
 
-    answer: the last one, for the pod `answered`.
-    node: none, busy (Prepare or Unprepare at work), prepared, stopped (its pod is gone for the kubelet). named: by the
-    kubelet's claim state, with these pods. hardware: what the scheduler meant.
+    answer: the latest answer, for the pod `answered`. node: none, busy (in Prepare or Unprepare), prepared, stopped
+    (the kubelet no longer knows its pod). named: the kubelet's claim state names the claim, with `pods`. hardware: the
+    one that the scheduler allocated.
     """
 
     uid: str
@@ -99,7 +99,7 @@ class Claim:
 
     @property
     def part(self) -> Fraction:
-        """What of the device it has."""
+        """The part of the device that the claim has."""
         return Fraction(1, self.entry.replicas)
 
     def body(self) -> dict[str, Any]:
@@ -139,26 +139,26 @@ class Slices:
 
 
 class Gate:
-    """Holds the agent's work at each step until it is let go on."""
+    """Stops the agent's work at each step until a test lets it go on."""
 
     def __init__(self) -> None:
         self.open = True
         self.waiting: list[asyncio.Future[None]] = []
 
     async def passed(self) -> None:
-        """Wait until it is let go on."""
+        """Wait until `let` is called for this step."""
         if not self.open:
             step = asyncio.get_running_loop().create_future()
             self.waiting.append(step)
             await step
 
     def let(self, index: int) -> None:
-        """Let one go on."""
+        """Let one waiting step go on."""
         self.waiting.pop(index % len(self.waiting)).set_result(None)
 
 
 class Outside:
-    """The node but for the agent; what the agent asks of it has the names of what it replaces."""
+    """The node without the agent; methods have the names of the real ones that they replace."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -175,26 +175,26 @@ class Outside:
         self.claims: dict[str, Claim] = {}
         self.containers: set[Container] = set()
         self.foreign: dict[str, str] = {}
-        """Claims of another vendor's driver whose containers run, and the hardware that they have, if any of ours."""
+        """Claims of another vendor's driver with running containers, and their hardware if it is one of the agent's."""
         self.hooks: list[tuple[str, asyncio.Event]] = []
-        """Hooks that work now, by the hardware."""
+        """Running hooks, with their hardware."""
         self.stuck = False
         self.registered: dict[str, frozenset[str]] = {}
         self.checkpoint: CheckpointVersion | None = CheckpointVersion(frozenset(), {})
         self.drafts: list[CheckpointVersion] = []
-        """Checkpoints that writers of the kubelet have made up and will write late."""
+        """Checkpoints that writers of the kubelet have composed and will write later."""
         self.prompt = False
         self.slices: dict[str, Slices] = {}
         self.lease: Mapping[str, str] = {}
         self.lease_wanted: Mapping[str, str] = {}
-        """The annotations of the node's Lease as the API server has them, and as the agent wants them."""
+        """The annotations of the node's Lease: those on the API server, and those that the agent wants."""
         self.server_up = True
         self.disk_fails = 0
-        """So many commits to come fail, every second one of them although it is on disk."""
+        """The number of commits that will fail; every second one of them is on disk all the same."""
         self.write_state()
 
     def number(self) -> str:
-        """Return a number that nothing has yet."""
+        """Return a number that was not used yet."""
         self.numbers += 1
         return str(self.numbers)
 
@@ -213,7 +213,7 @@ class Outside:
     # The kubelet.
 
     def new_pod(self, *, old: bool = False) -> str:
-        """Return the UID of another pod, whose log directory is made. old: it is older than all of ours."""
+        """Return a new pod's UID and make its log directory. old: the directory is older than all others."""
         uid = f"pod-{self.number()}"
         logs = self.logs / f"default_{uid}_{uid}"
         logs.mkdir()
@@ -222,17 +222,17 @@ class Outside:
         return uid
 
     def connect(self, path: str) -> Any:
-        """Open the database of the register on a disk that may fail."""
+        """Open the register's database on a disk that may fail."""
         return FailingDisk(self, path)
 
     def made_up(self) -> CheckpointVersion:
-        """Return what the device manager's checkpoint is to say."""
+        """Return the current contents for the device manager's checkpoint."""
         answers = {pod.allocation: pod.response for pod in self.pods if pod.memory}
         file: Any = object()  # each is another file
         return CheckpointVersion(frozenset(answers), dict(self.registered), file, answers)
 
     def write_checkpoint(self, draft: CheckpointVersion | None = None) -> None:
-        """Write the device manager's checkpoint, as it is now or as it was made up."""
+        """Write the device manager's checkpoint, with its current contents or those of a draft."""
         self.checkpoint = draft or self.made_up()
         self.forget_pods()
 
@@ -241,7 +241,7 @@ class Outside:
         return self.checkpoint is not None and pod.allocation in self.checkpoint.allocations
 
     def forget_pods(self) -> None:
-        """Drop the pods that nobody names and that do not run."""
+        """Drop ended pods that neither the kubelet nor the checkpoint names."""
         self.pods = [pod for pod in self.pods if pod.at != "over" or pod.memory or self.names(pod)]
 
     def write_state(self) -> None:
@@ -255,13 +255,13 @@ class Outside:
                 ]
                 found.append(DevicesOfClaim("default", claim.uid, claim.uid, {claim.driver: listed}, set(claim.pods)))
         for uid in self.foreign:
-            # Its device has the name of one of ours.
+            # Its device has the name of one of the agent's devices.
             device = AnsweredDevice(("r",), NODE, "a", (f"{FOREIGN}/claim={uid}",), None)
             found.append(DevicesOfClaim("default", uid, uid, {FOREIGN: [device]}, {uid}))
         claim_state.write(self.root, found)
 
     def foreign_files(self, cdi_directory: Path) -> None:
-        """Write the other vendor's CDI files: device nodes with the numbers of our hardware, if it is ours."""
+        """Write the other vendor's CDI files, with the device numbers of the agent's hardware if a claim has it."""
         for path in cdi_directory.glob(f"{FOREIGN}-*"):
             path.unlink()
         for uid, hardware in self.foreign.items():
@@ -271,12 +271,12 @@ class Outside:
             (cdi_directory / f"{FOREIGN}-claim_{uid}.json").write_text(text)
 
     def running(self) -> frozenset[str]:
-        """Return the pods whose processes run."""
+        """Return the pods with running processes."""
         pods = {pod.uid for pod in self.pods if pod.at == "runs"}
         return frozenset(pods | {one.pod for one in self.containers} | self.foreign.keys())
 
     def read(self, named: Collection[str] = ()) -> PodProcesses:
-        """Return what the cgroups say."""
+        """Return the pods with processes in cgroups."""
         return PodProcesses(self.running())
 
     def in_cgroups(self) -> frozenset[str]:
@@ -331,30 +331,30 @@ class Outside:
         """Write no Event."""
 
     def want(self, pool: Pool) -> int:
-        """Say what a driver's slices should be."""
+        """Set the wanted slices of a driver."""
         mine = self.slices.setdefault(pool.driver, Slices())
         if mine.pool != pool:
             mine.ticket, mine.pool = mine.ticket + 1, pool
         return mine.ticket
 
     def state(self, driver: str) -> PoolState:
-        """Return how far a driver's slices are."""
+        """Return the wanted and the accepted ticket of a driver's slices."""
         mine = self.slices.get(driver, Slices())
         return PoolState(mine.ticket, mine.accepted)
 
     async def listed(self, driver: str, seconds: float) -> None:
-        """Have no watch: the agent lists the slices."""
+        """There is no watch: the agent lists the slices."""
 
     def withdrawn(self, driver: str, device: str) -> float | None:
-        """Return since when no slice offers a device."""
+        """Return since when no slice offers a device; None if one does."""
         return None if device in self.slices.get(driver, Slices()).there else 0.0
 
     def offering(self, driver: str, device: str) -> str:
-        """Return that nobody else writes slices."""
+        """Return that no other slice offers a device."""
         return ""
 
     def accept(self, driver: str) -> None:
-        """Have the API server take the slices that are wanted."""
+        """Let the API server accept the wanted slices."""
         mine = self.slices[driver]
         if mine.pool is None:
             return
@@ -366,10 +366,10 @@ class Outside:
                 if offer.offered is None or key[1] in offer.offered:
                     mine.there[name] = Entry(key, offer.replicas.get(key[1], 1))
 
-    # What must be.
+    # What must be true.
 
     def holders(self) -> Iterator[tuple[str, str, Fraction]]:
-        """Yield what runs: hardware, who has some of it, and how much."""
+        """Yield the holders: hardware, holder, and the held part."""
         for pod in self.pods:
             if pod.at == "runs":
                 yield pod.hardware, f"pod {pod.uid} ({pod.device_id})", pod.part
@@ -383,7 +383,7 @@ class Outside:
                 yield hardware, "a hook", Fraction(1)
 
     def wrong(self) -> str:
-        """Say of which hardware more is held than there is; "" of none."""
+        """Return which hardware has holders of more than one whole; "" if none has."""
         found = list(self.holders())
         for hardware in TOKENS:
             if sum(part for of, _, part in found if of == hardware) > 1:
@@ -392,7 +392,7 @@ class Outside:
 
 
 def hardware_of(text: str) -> str:
-    """Return which hardware an answer gives to a container."""
+    """Return the hardware that an answer gives to a container."""
     (found,) = set(_HARDWARE.findall(text))
     return str(found)
 
@@ -403,7 +403,7 @@ class Checkpoints(CheckpointReader):
     outside: Outside
 
     def newest(self, *, nodes: bool = False) -> CheckpointVersion:
-        """Return what is there now."""
+        """Return the current checkpoint."""
         last = self.known.last
         return last if last is self.outside.checkpoint else self.read()
 
@@ -423,7 +423,7 @@ class Checkpoints(CheckpointReader):
 
 
 class FailingDisk:
-    """A connection whose commits fail while `disk_fails` says so."""
+    """A database connection whose next `disk_fails` commits fail."""
 
     def __init__(self, outside: Outside, path: str) -> None:
         self._outside = outside
@@ -444,7 +444,7 @@ class FailingDisk:
 
 
 def free_shares(entry: Entry, name: str, driver: str, claims: Collection[Claim]) -> bool:
-    """Return whether the scheduler finds a share of a device that no claim has."""
+    """Return whether the scheduler finds a free share of a device."""
     taken = sum(one.exists and (one.driver, one.name) == (driver, name) for one in claims)
     whole = any(one.exists and (one.driver, one.name, one.entry.replicas) == (driver, name, 1) for one in claims)
     return taken < entry.replicas and not whole

@@ -647,7 +647,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(hardware=st.sampled_from(["", "", "h0", "h1"]))
     def foreign_claim(self, hardware: str = "") -> None:
-        """Another vendor's claim for a device with the name of one of the agent's devices, perhaps the same hardware."""
+        """Another vendor's claim for a device with a name of the agent's devices, perhaps the same hardware."""
         if len(self.outside.foreign) > 1 or (hardware and (self.work or self.asked_for(hardware))):
             return
         self.outside.foreign[self.outside.new_pod(old=True)] = hardware

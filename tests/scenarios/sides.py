@@ -1,9 +1,9 @@
-"""No device has two holders, whatever kubelet, API server and runtime do; for the fake and a real node.
+"""No device has two holders, after any faults of kubelet, API server and runtime; for the fake and a real node.
 
-In most scenarios resource a has devices that pods hold and that claims wait for (TO_DRA), resource b the other way
-round (TO_PLUGIN), and a pod waits for each: whoever gives a device away too soon gives it to that one. Derive a test
-class from `SidesScenarios` where there is a fixture `scene` that is a `Scene`. With CLUSTER_LONG in the environment all
-combinations run, else some.
+In most scenarios pods hold the devices of resource a, which move to DRA (TO_DRA), and claims hold the devices of
+resource b, which move to the plugin (TO_PLUGIN). A pod waits for each resource: a device that is released too early
+goes to this pod. Derive a test class from `SidesScenarios` and add a fixture `scene` that returns a `Scene`. With
+CLUSTER_LONG in the environment all combinations run, else some of them.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def driver(letter: str) -> str:
 
 
 class Scene(ABC):
-    """A node with an agent of both sides, and pods that tell which devices they have.
+    """A node with an agent of both sides, and pods that report their devices.
 
-    Resources are called by a letter; each names a driver of its own. A step that waits has a deadline and fails the
-    test past it. The scenario fails if a device ever has two holders, or if `released` is called for one that is held.
+    Resources are named by a letter, and each has a driver of its own. A step that waits has a deadline and fails the
+    test past it. The scenario fails if a device ever has two holders, or if `released` is called for a held device.
     """
 
     before = 0
-    """How many held devices at first, for the table of a run."""
+    """The number of held devices before a move, for the table of a run."""
     pace = 1.0
-    """How many times sooner kubelet and agent do what those of a user do."""
+    """The factor by which kubelet and agent are faster than with the default settings."""
     patient = LONG
-    """Whether there is time for what takes the kubelet a minute."""
+    """Whether there is time for steps that take the kubelet a minute."""
 
     # Devices, agent and pods.
 
     @abstractmethod
     def begin(self, **resources: tuple[int, str]) -> None:
-        """Make so many devices of each resource; start the agent with these shares, wait until they are offered."""
+        """Make this number of devices of each resource, start the agent with these shares, and wait for its offers."""
 
     @abstractmethod
     def share(self, **shares: str | int) -> None:
@@ -67,15 +67,15 @@ class Scene(ABC):
 
     @abstractmethod
     def until(self, what: str, condition: Callable[[], object], limit: float = ...) -> None:
-        """Wait until something is so."""
+        """Wait until the condition is true."""
 
     @abstractmethod
     def pod(self, name: str, resource: str, **spec: Any) -> Any:
-        """Start a pod that gets a device by its limits."""
+        """Start a pod with a device by its limits."""
 
     @abstractmethod
     def claimer(self, name: str, resource: str, **spec: Any) -> Any:
-        """Start a pod that gets a device by a claim."""
+        """Start a pod with a device by a claim."""
 
     @abstractmethod
     def claim_user(self, name: str, resource: str) -> Any:
@@ -87,24 +87,24 @@ class Scene(ABC):
 
     @abstractmethod
     def init_pod(self, name: str, resource: str, *, sidecar: bool = False) -> Any:
-        """Start a pod whose init container has a device, and is called as other pods' containers are; wait for it.
+        """Start a pod whose init container has a device and the name of other pods' containers; wait for it.
 
-        It works until the pod is deleted. sidecar: the pod's container runs beside it.
+        The init container runs until the pod is deleted. sidecar: the pod's container runs beside it.
         """
 
     @abstractmethod
     def running(self, *pods: Any) -> None:
-        """Wait until these run and have their devices."""
+        """Wait until these pods run and have their devices."""
 
     @abstractmethod
     def runs(self, uid: str) -> bool:
-        """Whether a container of a pod runs."""
+        """Return whether a container of a pod runs."""
 
     @abstractmethod
     def wants(self, how: str, resource: str, name: str = "", *, scheduled: bool = False) -> None:
-        """Start a pod for which there is no device now, `wants-RESOURCE`; how: by its limits (pod) or a claim.
+        """Start the pod `wants-RESOURCE`, for which no device is free; how: by its limits (pod) or by a claim.
 
-        scheduled: the scheduler takes a device for free that is held, and sends the pod all the same.
+        scheduled: the scheduler counts a held device as free, and binds the pod to the node.
         """
 
     @abstractmethod
@@ -112,19 +112,19 @@ class Scene(ABC):
         """Delete a pod."""
 
     def states(self, resource: str) -> Counter[str]:
-        """Return how many devices of a resource are in which state, as the agent reports."""
+        """Return the number of devices of a resource by their state, as the agent reports it."""
         for text in (self.lease()["metadata"].get("annotations") or {}).values():
             if told := json.loads(text)["resources"].get(named(resource)):
                 return Counter(device["state"] for device in told["devices"].values() if not device.get("gone"))
         return Counter()
 
     def wait_states(self, resource: str, limit: float = 30.0, /, **wanted: int) -> None:
-        """Wait until so many devices of a resource are in these states (to_dra for to-dra)."""
+        """Wait until the devices of a resource have these states (to_dra for to-dra)."""
         expected = Counter({state.replace("_", "-"): count for state, count in wanted.items()})
         self.until(f"{resource}: {dict(expected)}", lambda: self.states(resource) == expected, limit)
 
     def both(self) -> tuple[list[Any], list[Any]]:
-        """Have two devices of a held by pods, two of b by claims, all to move, and a pod waiting for each kind."""
+        """Have two devices of a held by pods and two of b held by claims, all in a move, and a waiting pod for each."""
         self.begin(a=(2, "none"), b=(2, "all"))
         pods = [self.pod(f"a{number}", "a") for number in range(2)]
         users = [self.claimer(f"b{number}", "b") for number in range(2)]
@@ -138,13 +138,13 @@ class Scene(ABC):
         return pods, users
 
     def one_each(self) -> list[Any]:
-        """Have a device of a held by a pod and one of b by a claim, at rest."""
+        """Have one device of a held by a pod and one of b held by a claim, without a move."""
         self.begin(a=(1, "none"), b=(1, "all"))
         pods = [self.pod("a0", "a"), self.claimer("b0", "b")]
         self.running(*pods)
         return pods
 
-    # What goes wrong.
+    # Faults.
 
     @abstractmethod
     def kill_agent(self) -> None:
@@ -152,11 +152,11 @@ class Scene(ABC):
 
     @abstractmethod
     def start_agent(self) -> None:
-        """Start it again, and wait until its drivers are registered."""
+        """Start the agent again, and wait until its drivers are registered."""
 
     @abstractmethod
     def end_kubelet(self, how: str) -> None:
-        """End the kubelet by `sigterm` or `sigkill`; what runs goes on."""
+        """End the kubelet by `sigterm` or `sigkill`; containers go on."""
 
     @abstractmethod
     def start_kubelet(self) -> None:
@@ -172,7 +172,7 @@ class Scene(ABC):
 
     @abstractmethod
     def stop_api_server(self) -> None:
-        """Keep the API server from the kubelet; a kubelet that starts knows of no pods."""
+        """Make the API server unreachable for the kubelet; a kubelet that starts then knows no pods."""
 
     @abstractmethod
     def start_api_server(self) -> None:
@@ -180,7 +180,7 @@ class Scene(ABC):
 
     @abstractmethod
     def flooded(self) -> AbstractContextManager[None]:
-        """Let other clients use up the rate limit of PodResources meanwhile."""
+        """While the context is open, other clients use up the rate limit of PodResources."""
 
     @abstractmethod
     def hang(self, pod: Any) -> None:
@@ -188,11 +188,11 @@ class Scene(ABC):
 
     @abstractmethod
     def thaw(self) -> None:
-        """Let the runtime end what hangs."""
+        """Let the runtime end the containers that hang."""
 
     @abstractmethod
     def static_pod(self, name: str, resource: str) -> Any:
-        """Run a pod by a manifest on the node; its container ignores that it is to end."""
+        """Run a static pod from a manifest on the node; its container ignores SIGTERM."""
 
     @abstractmethod
     def remove_manifest(self, pod: Any) -> None:
@@ -220,19 +220,19 @@ class Scene(ABC):
 
     @abstractmethod
     def forget(self, pod: Any) -> None:
-        """Have the kubelet forget that a pod which it does not know any more has used a claim."""
+        """Make the kubelet forget that a pod which was deleted by force used a claim."""
 
     @abstractmethod
     def end_container(self, pod: Any) -> None:
-        """Have a pod's container end by itself; it is not started again."""
+        """Make a pod's container end by itself; it is not restarted."""
 
     @abstractmethod
     def kubelet_without_pods(self) -> AbstractContextManager[None]:
-        """Start the kubelet; it hears of its pods only after this."""
+        """Start the kubelet; it learns of its pods only after the context has ended."""
 
     @contextlib.contextmanager
     def agent_killed(self, agent: str) -> Iterator[None]:
-        """Have the agent killed before and started after, if it is `killed`."""
+        """Kill the agent before and start it after, if `agent` is `killed`."""
         if agent == "killed":
             self.kill_agent()
         yield
@@ -240,40 +240,40 @@ class Scene(ABC):
             self.start_agent()
 
     def restart_kubelet(self, how: str) -> None:
-        """End the kubelet by `sigterm`, `sigkill` or that and the loss of its `checkpoint`; start it again."""
+        """Restart the kubelet by `sigterm` or `sigkill`; `checkpoint`: kill it and remove its checkpoint."""
         self.end_kubelet(how)
         if how == "checkpoint":
             self.lose_checkpoint()
         self.start_kubelet()
 
-    # What is seen.
+    # Observations.
 
     @abstractmethod
     def check(self) -> None:
-        """Fail if a device had two holders by now."""
+        """Fail if a device has had two holders so far."""
 
     @abstractmethod
     def urge(self) -> None:
-        """Make pods again that the kubelet has refused, and have it try again what it could not prepare."""
+        """Create pods again that the kubelet has refused, and make it retry failed preparations."""
 
     @abstractmethod
     def wipes(self) -> int:
-        """Return for how many devices `released` was called."""
+        """Return the number of devices for which `released` was called."""
 
     @abstractmethod
     def note_holders(self) -> None:
-        """Write down in `before` how many hold devices now."""
+        """Record in `before` the number of devices held now."""
 
     @abstractmethod
     def handed_on(self, end: Callable[[], object], old: Iterable[str], *new: str, limit: float = ...) -> None:
-        """End holders (their pods' UIDs) and wait until waiting pods have got their devices."""
+        """End holders (UIDs of their pods) and wait until waiting pods have got the devices."""
 
     @abstractmethod
     def handed_to_anybody(self, pod: Any) -> None:
-        """Delete a pod and wait until any other one has its device."""
+        """Delete a pod and wait until any other pod has its device."""
 
     def observe(self, seconds: float) -> None:
-        """Look on for so long, twice that with CLUSTER_LONG; it is how long the scenario lasts, not a wait."""
+        """Check for this number of seconds, or twice as many with CLUSTER_LONG, that no device has two holders."""
         deadline = time.monotonic() + (2 * seconds if LONG else seconds) / self.pace
         while time.monotonic() < deadline:
             self.check()
@@ -293,7 +293,7 @@ AGENT = pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=l
 
 
 def end_one_of_each(scene: Scene, pods: Sequence[Any], users: Sequence[Any]) -> None:
-    """Delete a pod of each kind: its device goes to the pod that waits."""
+    """Delete one pod of each kind: the waiting pod gets the device."""
     for holders, wants in ((pods, "wants-a"), (users, "wants-b")):
         if holders:
             scene.handed_on(partial(scene.delete, holders[0]), [holders[0].uid], wants)
@@ -310,7 +310,7 @@ class SidesScenarios:
 
     @pytest.mark.parametrize(("how", "api", "agent"), KUBELET)
     def test_kubelet_restarts(self, scene: Scene, how: str, api: str, agent: str) -> None:
-        """Held devices on their way to either side stay with their holders while the kubelet is restarted."""
+        """Held devices in a move to either side stay with their holders while the kubelet restarts."""
         pods, users = scene.both()
         if api != "up":
             scene.stop_api_server()
@@ -319,9 +319,9 @@ class SidesScenarios:
         if api != "up":
             scene.observe(30 if api == "minute" else 3)
             scene.start_api_server()
-        # Unknown is not to become "nobody" with time.
+        # A device with an unknown holder must not become free with time.
         scene.observe(18 if how == "checkpoint" and LONG else 5)
-        # A kubelet that has lost its checkpoint admits running pods anew. Those whose devices move to DRA fail.
+        # A kubelet without its checkpoint admits running pods again. Pods whose devices move to DRA then fail.
         if failed := [pod.uid for pod in pods if not scene.runs(pod.uid)]:
             assert how == "checkpoint"
             scene.handed_on(lambda: None, failed, "wants-a")
@@ -330,7 +330,7 @@ class SidesScenarios:
 
     @AGENT
     def test_checkpoint_is_lost_at_rest(self, scene: Scene, agent: str) -> None:
-        """A device that the kubelet has forgotten with its checkpoint goes to no other pod while its container runs."""
+        """After the loss of the checkpoint, a device goes to no other pod while its container runs."""
         scene.begin(a=(2, "none"))
         pods = [scene.pod(f"a{number}", "a") for number in range(2)]
         scene.running(*pods)
@@ -341,7 +341,7 @@ class SidesScenarios:
         with scene.agent_killed(agent):
             scene.restart_kubelet("checkpoint")
         scene.observe(5)
-        # Both: the scheduler goes on counting a pod whose device the kubelet has forgotten.
+        # Both pods are deleted: the scheduler still counts a pod whose device the kubelet has forgotten.
         scene.handed_on(lambda: delete_all(scene, pods), [pod.uid for pod in pods], *wanting)
 
     def test_ledger_and_checkpoint_are_lost(self, scene: Scene) -> None:
@@ -377,7 +377,7 @@ class SidesScenarios:
 
     @AGENT
     def test_containers_outlive_their_pods_at_rest(self, scene: Scene, agent: str) -> None:
-        """Without any move, a device goes to no other user of its side while a container of a deleted pod has it."""
+        """Without a move, a device goes to no other pod or claim while a container of a deleted pod has it."""
         pods = scene.one_each()
         scene.wants("pod", "a")
         scene.wants("claim", "b")
@@ -402,8 +402,9 @@ class SidesScenarios:
 
     @pytest.mark.parametrize("agent", [pytest.param("kept", marks=long), "killed"])
     def test_network_is_not_ready(self, scene: Scene, agent: str) -> None:
-        """An admitted pod holds its device before the node's network is ready: it has no sandbox, no pod directory and
-        no cgroup, and PodResources List does not name it.
+        """An admitted pod holds its device while the node's network is not ready.
+
+        The pod has no sandbox, no pod directory and no cgroup, and PodResources List does not name it.
         """
         scene.begin(a=(1, "none"))
         scene.lose_network()
@@ -421,7 +422,7 @@ class SidesScenarios:
         scene.handed_on(lambda: scene.delete(pod), [pod.uid], "wants-a")
 
     def test_claim_loses_its_finalizers(self, scene: Scene) -> None:
-        """A claim that is deleted while its pod runs keeps its device, through restarts of agent and kubelet."""
+        """A claim that is deleted while its pod runs keeps its device, after restarts of agent and kubelet."""
         scene.begin(b=(1, "all"))
         user = scene.claim_user("user", "b")
         scene.running(user)
@@ -430,19 +431,20 @@ class SidesScenarios:
         scene.take_claim(user)
         scene.wants("claim", "b", "wants-claim", scheduled=True)
         scene.observe(1)
-        # The agent asks as soon as the kubelet answers, which then knows no pod yet.
+        # The agent asks as soon as the kubelet answers, when the kubelet does not know the pods yet.
         with scene.agent_killed("killed"):
             scene.restart_kubelet("sigterm")
         scene.observe(11)
         scene.share(b="none")
         scene.observe(3)
         scene.share(b="all")
-        # The scheduler took the device for free when the claim was gone, and allocated it to either of the two.
+        # After the claim was deleted, the scheduler counted the device as free, and allocated it to one of the two
+        # pods.
         scene.handed_to_anybody(user)
 
     @AGENT
     def test_second_pod_of_a_claim_is_forgotten(self, scene: Scene, agent: str) -> None:
-        """A pod that joined a claim and outlives its forced deletion keeps the device after the first pod's end."""
+        """A second pod of a claim that was deleted by force keeps the device after the end of the first pod."""
         if not scene.patient:
             pytest.skip("CLUSTER_LONG is not set")
         scene.begin(b=(1, "all"))
@@ -462,7 +464,7 @@ class SidesScenarios:
 
     @AGENT
     def test_init_containers_and_sidecars(self, scene: Scene, agent: str) -> None:
-        """An init container named like an earlier pod's container is a holder of its own; so is a sidecar."""
+        """An init container with the name of an earlier pod's container is a holder, and so is a sidecar."""
         scene.begin(a=(1, "none"), b=(1, "none"))
         first, sidecar = scene.pod("first", "a"), scene.init_pod("sidecar", "b", sidecar=True)
         scene.running(first, sidecar)
@@ -481,8 +483,9 @@ class SidesScenarios:
 
     @pytest.mark.parametrize("asked", [pytest.param("before", marks=long), "after"])
     def test_job_ends_while_nobody_sees_it(self, scene: Scene, asked: str) -> None:
-        """The device of a pod that ended while kubelet and agent were away moves, by an earlier or a later share,
-        though the kubelet knew no pod when the agent first asked it.
+        """The device of a pod that ended while kubelet and agent were stopped moves to DRA.
+
+        The share is requested before or after, and the kubelet knew no pod when the agent first asked.
         """
         scene.begin(a=(2, "none"))
         ending, other = (scene.pod(f"a{number}", "a", restartPolicy="Never") for number in range(2))
@@ -505,7 +508,7 @@ class SidesScenarios:
         scene.handed_on(come_back, [ending.uid], "wants-a", limit=60)
 
     def test_pod_resources_is_flooded(self, scene: Scene) -> None:
-        """Devices move while another client uses up all calls that the kubelet answers."""
+        """Devices move while another client uses up the rate limit of PodResources."""
         pods, users = scene.both()
         with scene.flooded():
             end_one_of_each(scene, pods, users)

@@ -223,7 +223,7 @@ class TestAllocation:
             pod.wait_running()
 
     def test_device_vanishes_in_flight(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A device that leaves the list during its Allocate would crash the kubelet; the test gets KubeletCrashError."""
+        """A device that leaves the list during its Allocate would crash the kubelet: KubeletCrashError is raised."""
         plugin = plugins(fake_kubelet, "a")
         hold = Hold(plugin, "Allocate")
         pod = fake_kubelet.start_pod("p", ONE)
@@ -249,7 +249,7 @@ class TestAllocation:
         assert fake_kubelet.device_health(pod) == {RESOURCE: {"a": "Unhealthy"}}
 
     def test_init_containers_hand_on(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A sidecar that follows an init container reuses its device; the containers do not get the sidecar's device."""
+        """A sidecar after an init container reuses its device; the containers do not get the sidecar's device."""
         plugin = plugins(fake_kubelet, "a", "b", "c")
         pod = fake_kubelet.run_pod(
             "p",
@@ -272,7 +272,7 @@ class TestAllocation:
         assert not fake_kubelet.start_pod("plugin", ONE).bound
 
     def test_a_claim_and_pre_start(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """With a plugin that needs PreStartContainer, a container whose limit a claim serves does not start (1.36.3)."""
+        """With PreStartContainer, a container whose limit a claim serves does not start (kubelet 1.36.3)."""
         kubelet = kubelets(start_backoff=0.01)
         plugins(kubelet, "a", pre_start=True)
         pod = kubelet.start_pod("p", containers=[ContainerSpec("main", ONE, through_dra=[RESOURCE])])

@@ -47,7 +47,7 @@ def server() -> Iterator[FakeApiServer]:
 
 
 def agent_pod(node: str, port: int | None = 9410, **container: Any) -> dict[str, Any]:
-    """Return an agent's pod, as `manifests` prints it. port: the metrics port; container: more fields of the container."""
+    """Return an agent's pod, as `manifests` prints it. port: the metrics port; container: more fields of it."""
     labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
     ports = [{"name": "metrics", "containerPort": port}] if port else []
     return {
@@ -155,7 +155,7 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
 
 
 async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
-    """The reason of a wait in an agent's answer replaces the one in the slice, if the state of the device is the same."""
+    """The reason of a wait in an agent's answer replaces the one in the slice, if the device's state is the same."""
     device = {"id": "a", "health": "healthy", "state": "to-dra", "waits": "pod default/train-0"}
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (
@@ -178,7 +178,7 @@ async def test_pages_with_tls(server: FakeApiServer) -> None:
 
 
 async def test_agent_without_a_checkpoint(server: FakeApiServer) -> None:
-    """Without a recent checkpoint the holder of a device is unknown, and the reason is reported; its health is known."""
+    """Without a recent checkpoint the holder of a device is unknown with a reason, and its health is known."""
     still = Still(resource("a"))
     still.scanned_at = None
     server.create(agent_pod("n1"))

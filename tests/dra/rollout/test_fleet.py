@@ -292,8 +292,10 @@ def test_begin_keeps_the_first_record() -> None:
 def test_rollouts_end_and_undo_restores(
     before: list[str], shares: list[str | None], most: int, choices: list[int], crash: int
 ) -> None:
-    """Whatever was before, whoever is slow, whenever the command dies and is run again: never more than N nodes are in
-    the move, all nodes end as asked for, and undo leaves every annotation exactly as it was."""
+    """Rollouts end with the requested share everywhere, and undo restores all annotations.
+
+    This holds for any former shares, slow nodes, and commands that die and run again. At most N nodes move at once.
+    """
     at_first = {f"n{number}": {simulated.SHARE: text} if text else {} for number, text in enumerate(before)}
     group = simulated.Group({name: dict(found) for name, found in at_first.items()})
     limits = RolloutLimits(most, ignore_autoscaler=True)
