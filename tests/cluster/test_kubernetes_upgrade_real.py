@@ -1,6 +1,6 @@
-"""An upgrade of Kubernetes and its rollback in the middle of a migration, while pods of both kinds hold devices.
+"""An upgrade of Kubernetes and its rollback during a move, while a pod by limits and a pod by claim hold devices.
 
-docs/upgrading-kubernetes.md says what an administrator does first and last; this is done here.
+The components are changed in the order that docs/upgrading-kubernetes.md states. The node is not drained.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ OLD, NEW = build.FORMER_VERSION, build.DEFAULT_VERSION
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 UPGRADE = (*((name, NEW) for name in CONTROL_PLANE), ("kubelet", NEW))
 ROLLBACK = (("kubelet", OLD), *((name, OLD) for name in reversed(CONTROL_PLANE)))
-"""In these orders: a kubelet is never newer than its API server."""
+"""The order of the components' changes: a kubelet is never newer than its API server."""
 BUILD = 1500.0
-"""Seconds that the build of the older version may take from here on, where `.ci/run` has it run beside the tests."""
+"""Maximum seconds of a wait for the older version, which `.ci/run` builds while the tests run."""
 
 
 @pytest.fixture
@@ -38,13 +38,15 @@ def old_cluster(shared_cluster: Shared) -> Iterator[Cluster]:
 
 
 def lives(*pods: Pod) -> list[tuple[str, str, int]]:
-    """Return what tells whether a container runs on: the pods' phases, containers and restarts."""
+    """Return the pods' phases, container ids and restarts, which stay the same while the containers run."""
     return [(pod.phase, pod.container_id(), pod.restarts()) for pod in pods]
 
 
 def test_an_upgrade_and_its_rollback_in_the_middle_of_a_migration(old_cluster: Cluster) -> None:
-    """Containers of both kinds run on, devices keep their sides and the move its place, and new claims are prepared, at
-    each step of the way to 1.37 and back; the move ends when its holders do."""
+    """After each step of an upgrade and its rollback, running containers and devices' states are the same as before.
+
+    New claims are prepared after each step. The move ends when its holder has ended.
+    """
     cluster = old_cluster
     with serving_cards(cluster) as bridge:
         plain = cluster.start_pod("plain", {RESOURCE: 2}).wait_running()

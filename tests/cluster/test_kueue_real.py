@@ -1,4 +1,4 @@
-"""Kueue counts devices by limits and by claims in one quota, with the mapping that `manifests --kueue` prints."""
+"""Kueue counts devices by limits and by claims in one quota, with the configuration of `manifests --kueue`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTA = 2
 
 
 def configuration() -> dict[str, Any]:
-    """Return what `manifests --kueue` has for Kueue."""
+    """Return Kueue's configuration from the output of `manifests --kueue`."""
     text = yaml.safe_dump({"resources": [SERVED]})
     objects = manifests(parse(text), text, Deployment(kueue=True))
     (found,) = (one for one in objects if one["metadata"]["name"] == "dra-bridge-kueue")
@@ -31,7 +31,7 @@ def configuration() -> dict[str, Any]:
 
 @pytest.fixture
 def kueued(shared_cluster: Shared) -> Iterator[tuple[Cluster, Kueue]]:
-    """A cluster with Kueue, which lets two devices be used at a time."""
+    """A cluster with Kueue, and a quota of two devices."""
     if reason := kueue.missing():
         pytest.skip(reason)
     shared_cluster.stop()
@@ -43,7 +43,7 @@ def kueued(shared_cluster: Shared) -> Iterator[tuple[Cluster, Kueue]]:
 
 
 def pod(claim: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return a pod with one device: by limits, or by a claim."""
+    """Return the spec of a pod with one device: by limits, or by this claim."""
     main: dict[str, Any] = {"name": "main", "image": image.IMAGE, "imagePullPolicy": "Never"}
     main["command"] = ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 2147483647 & wait"]
     main["resources"] = {"limits": {RESOURCE: "1"}} if claim is None else {"claims": [{"name": "device"}]}
@@ -61,14 +61,14 @@ def until_it_runs(cluster: Cluster, job: str) -> None:
 
 
 def why_it_waits(cluster: Cluster, queue: Kueue, job: str) -> str:
-    """Wait until Kueue has judged a job; return its reason for not admitting it, "" if it has."""
+    """Wait until Kueue has judged a job; return Kueue's reason for no admission, "" for an admitted job."""
     cluster.wait_for(lambda: queue.condition(job, "QuotaReserved")[0], 60, f"{job} is judged")
     status, message = queue.condition(job, "QuotaReserved")
     return message if status == "False" else ""
 
 
 def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> None:
-    """Jobs by limits and by claim share one quota: a job too many waits until another job ends."""
+    """Jobs by limits and by claim share one quota: a job above the quota waits until another job ends."""
     cluster, queue = kueued
     template = {"resourceClaimTemplateName": "one"}
     with Bridge.running(cluster, {**SERVED, "dra": {"share": 2}}) as bridge:
@@ -88,19 +88,21 @@ def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> Non
             assert not cluster.pods("default", f"job-name={job}")
         cluster.api.delete("Job", "by-limits")
         cluster.wait_for(lambda: any(map(queue.admitted, waiting)), 120, "a waiting job is admitted")
-        assert not all(map(queue.admitted, waiting))  # which of them is not said: they were made in one second
+        assert not all(map(queue.admitted, waiting))  # either may be admitted: both were created in the same second
         cluster.api.delete("Job", "by-claim")
         for job in waiting:
             until_it_runs(cluster, job)
-        # A claim that others may share has no place in a quota.
+        # Kueue does not admit a job with a named ResourceClaim, which several pods may share.
         bridge.claim("named")
         queue.job("by-name", pod({"resourceClaimName": "named"}))
         assert "does not support use of resource claims" in why_it_waits(cluster, queue, "by-name")
 
 
 def test_a_claim_with_selectors_waits_until_devices_are_published(kueued: tuple[Cluster, Kueue]) -> None:
-    """With `share: none` there are no devices to compare selectors with: Kueue admits such a job once slices have them,
-    and one without selectors at once."""
+    """With `share: none`, Kueue admits a job whose claim has selectors only after slices have devices.
+
+    A job whose claim has no selectors is admitted at once.
+    """
     cluster, queue = kueued
     template = {"resourceClaimTemplateName": "selecting"}
     with Bridge.running(cluster, {**SERVED, "dra": {"share": "none"}}) as bridge:

@@ -1,4 +1,4 @@
-"""A node with 300 devices, and 100 claims at once; `tests.fleet` has the same with 10,000 pods on the fakes."""
+"""A node with 300 devices, and 100 claims at the same time; `tests.fleet` has 10,000 pods on simulated nodes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.cluster.node import LEDGER, Cluster
 DEVICES = 300
 CLAIMS = 100
 TOGETHER = 25
-"""Claims of one pod, which the kubelet has the driver prepare by one call."""
+"""Claims of one pod, which the driver prepares in one call of the kubelet."""
 LOG = 4 * 2**20
-"""Bytes that the log of the ledger may have: it begins anew after 100 commits, and keeps its length."""
+"""Maximum bytes of the ledger's log: after 100 commits it is overwritten from its start, and keeps its length."""
 
 
 def files(bridge: Bridge) -> int:
@@ -26,7 +26,7 @@ def files(bridge: Bridge) -> int:
 
 @pytest.mark.lengthy
 def test_a_hundred_claims_at_once(cluster: Cluster) -> None:
-    """A hundred claims get different devices; after their end, nothing of them is left in the agent or its files."""
+    """A hundred claims get different devices. A repetition opens no more files; the ledger grows by 10 % at most."""
     resource = {
         "name": "example.com/large",
         "driver": "large.example.com",

@@ -1,6 +1,6 @@
-"""Running pods keep their devices, and run on, when a restarted kubelet has lost its checkpoint.
+"""Running pods keep their devices, and run on, after a restart of the kubelet that has lost its checkpoint.
 
-All devices are held, so the kubelet has no other device for a pod that it admits again.
+All devices are held, so the kubelet has no free device for a pod that it admits again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def restart(scene: Scene, agent: str, *, lost: bool) -> None:
 
 @pytest.mark.parametrize("agent", ["kept", "before", "after"])
 def test_running_pods_run_on(scene: Scene, agent: str) -> None:
-    """A new pod gets no device, although the kubelet counts all devices as free.
+    """After the loss the pods run on, and a new pod gets no device, although the kubelet counts all devices as free.
 
-    While the agent runs, the pods also run on when the kubelet restarts again, whose new checkpoint does not name them.
-    Without an agent the kubelet would report no capacity, and then end these pods at its next restart.
+    agent: `kept`: the agent runs on, and the kubelet restarts twice more, with a new checkpoint without the pods. The
+    pods run on. This is tested only with `kept`, because a kubelet without an agent reports no capacity, and ends the
+    pods at its next restart.
     """
     scene.begin(a=(2, "none"))
     pods = [scene.pod(f"a{number}", "a") for number in range(2)]

@@ -1,4 +1,4 @@
-"""A node with 64 resources of simulated devices and a driver for each, as plugins that make one of each device have."""
+"""A node with 64 resources of simulated devices, each with a driver of its own, as for a plugin per device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ REGISTERED = re.compile(r"^.*: registered (again )?as .*$", re.MULTILINE)
 
 
 def listed() -> list[int]:
-    """Return how many ids of each resource the kubelet counts as healthy."""
+    """Return the number of ids of each resource in the kubelet's checkpoint."""
     registered = json.loads((DEVICE_PLUGINS / "kubelet_internal_checkpoint").read_text())["Data"]["RegisteredDevices"]
     return [len((registered or {}).get(resource) or ()) for resource in RESOURCES]
 
 
 def published(bridge: Bridge) -> dict[str, int]:
-    """Return how many devices the slices of each driver offer."""
+    """Return the number of devices in the slices of each driver."""
     offered = dict.fromkeys(bridge.drivers, 0)
     for body in bridge.cluster.api.list("ResourceSlice", api_version=bridge.api_version):
         if body["spec"]["driver"] in offered:
@@ -35,7 +35,7 @@ def published(bridge: Bridge) -> dict[str, int]:
 
 
 def registered_again(bridge: Bridge, figures: dict[str, float]) -> None:
-    """Note the seconds from the next kubelet.sock until each resource has registered once more."""
+    """Add the seconds from the next kubelet.sock until each resource has registered once more to `figures`."""
     socket, before = DEVICE_PLUGINS / "kubelet.sock", file_identity(DEVICE_PLUGINS / "kubelet.sock")
     bridge.cluster.wait_for(lambda: file_identity(socket) not in (before, None), 60, "the kubelet is back")
     began = time.monotonic()
@@ -47,7 +47,7 @@ def registered_again(bridge: Bridge, figures: dict[str, float]) -> None:
 
 @pytest.mark.lengthy
 def test_all_are_served_on_both_sides(cluster: Cluster) -> None:
-    """Each of 64 resources registers once, and once more after a restart of the kubelet."""
+    """Each of 64 resources registers once, and once more after a kubelet restart; pods of both sides run on."""
     resources = [
         {
             "name": resource,

@@ -1,4 +1,4 @@
-"""Device metadata (KEP-5304) on the real node: a program in a container reads what its devices are."""
+"""Device metadata (KEP-5304) on the real node: a program in a container reads the metadata of its devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["scene"]
 
 
 def read(pod: Pod) -> tuple[str, list[dict[str, Any]]]:
-    """Return the path of the only file in a container, and its objects."""
+    """Return the path of the only metadata file in a container, and the file's objects."""
     (path,) = pod.exec(["find", DIRECTORY, "-type", "f"]).split()
     return path, [json.loads(line) for line in pod.exec(["cat", path]).splitlines()]
 
@@ -31,7 +31,7 @@ def on_the_host() -> list[Path]:
 
 @pytest.mark.parametrize("form", ["limits", "template", "claim"])
 def test_a_program_reads_what_its_device_is(scene: Scene, form: str) -> None:
-    """A program reads its device's metadata at a path known from the pod's spec, also after restarts."""
+    """A container has its device's metadata file, also after a restart of the agent and the container."""
     locks.make_node(locks.NODES / "a" / "a0", 1)
     by_limits = form == "limits"
     more: dict[str, Any] = {"attributes": {"model": "u280"}, "metadata": True}

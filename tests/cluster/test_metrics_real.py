@@ -1,7 +1,7 @@
-"""A real Prometheus scrapes the agent on the real node, while pods of all kinds come and go.
+"""A real Prometheus scrapes the agent on the real node, while pods with devices start and end.
 
-What it answers is compared with the devices that the pods themselves report. Wants Debian's packages
-prometheus and chromium.
+The series are compared with the devices that the pods' environments name. Requires Debian's packages prometheus and
+chromium.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ def agent(path: str, accept: str = "*/*") -> str:
 
 
 def said(pod: Pod, kind: str, side: str, container: str = "main") -> set[tuple[str, ...]]:
-    """Return what a pod's container itself says that it holds."""
+    """Return the devices that a container's environment names, as `Prometheus.holders` returns holders."""
     devices = env_of(pod, container)[kind.upper()].split(",")
     return {(f"example.com/{kind}", device, side, pod.name, container) for device in devices}
 
 
 def start_all(bridge: Bridge) -> dict[str, Pod]:
-    """Start a pod of each kind, on each side."""
+    """Start pods by limits, by claim, and with shares, on both sides; wait until all run, and return them by name."""
     cluster = bridge.cluster
     pods = {
         "plugin": cluster.start_pod("plugin", {"example.com/gpu": 2}),
@@ -171,7 +171,7 @@ def start_all(bridge: Bridge) -> dict[str, Pod]:
 
 
 def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each holder of a device, on both sides, shared or an init container, is a series while it has the device."""
+    """Each holder is a series as long as it has its device: by limits, by claim, with a share, an init container."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = (
@@ -185,7 +185,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
     cluster.wait_for(lambda: prometheus.holders() == wanted, 30, "the holders are those who say so")
     claims = {dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="claim"}')}
     assert claims == {"mine"}
-    # By this name an alert knows pods that DRA serves by their limits.
+    # An alert recognises pods by limits that DRA serves by this name of the claim.
     (by_limits,) = {
         dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="extended"}')
     }
@@ -193,7 +193,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
     ids = {dict(labels)["device"] for labels in prometheus.query("deviceplugin_device_holders > 0")}
     assert ids == {holder[1] for holder in wanted}
 
-    # Loads by holder are those of the devices that the pods say they have.
+    # Joined with the holders, each load is that of the holder's own device.
     by_holder = prometheus.query(
         "deviceplugin_allocation_info * on (job, instance, resource, device) group_left () "
         "deviceplugin_device_utilization_ratio"
@@ -202,7 +202,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
         (holder[3], holder[1]): pytest.approx(int(holder[1].rpartition("-")[2]) / 10) for holder in wanted
     }
 
-    # An init container that runs is a holder by its name; when it ended, the main container is.
+    # While an init container runs, it is the holder.
     release = isolate.DEVICES / "release"
     release.unlink(missing_ok=True)
     busy: dict[str, Any] = {
@@ -224,7 +224,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
     release.touch()
     pod.wait_running()
 
-    # They go, their series go, and those of the devices stay.
+    # After the pods' end, no series of a holder is left; the devices' series stay.
     devices = prometheus.query("deviceplugin_device_utilization_ratio").keys()
     for one in (*pods.values(), pod):
         one.delete()
@@ -237,7 +237,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
 
 
 def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Prometheus) -> None:
-    """A claim for administrative access to all devices is shown at each of them, and holds none."""
+    """A claim with `adminAccess` to all devices is shown at each device, but is the holder of none."""
     cluster = bridge.cluster
     cluster.allow_admin_access()
     bridge.claim("mine", bridge.one(resource="example.com/gpu"))
@@ -265,17 +265,17 @@ def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Promethe
     assert line in done.stdout.splitlines(), done.stdout + done.stderr
     assert [held] == re.findall(r"(\S+) +dra +dra +claim default/mine", done.stdout)
     assert "claim default/watch for" not in done.stdout
-    since = prometheus.evaluated() + timedelta(seconds=3)  # longer than an alert takes here
+    since = prometheus.evaluated() + timedelta(seconds=3)  # an alert fires earlier, with the shortened times
     cluster.wait_for(lambda: prometheus.evaluated() > since, 60, "the rules are evaluated")
     assert not [name for name, _ in prometheus.firing() if name == "DeviceHeldTwice"]
 
 
 def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each panel of the dashboard has data, and the figures are those of the node."""
+    """Each query of the dashboard returns data, except for events that did not happen; the values are the node's."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     cluster.wait_for(lambda: len(prometheus.holders()) == 6, 30, "all holders are seen")
-    # What did not happen on this node: nothing moves, is unknown to the kubelet, idle for long, or refused.
+    # Queries of events that did not happen on this node, such as moves, refusals, and long idle times.
     allowed = (
         'state=~"to-dra|to-plugin"',
         "deviceplugin_registered",
@@ -331,7 +331,7 @@ def chromium(url: str, directory: Path, *arguments: str) -> bytes:
 
 @pytest.mark.parametrize("script", [True, False], ids=["with a script", "without"])
 def test_page_in_a_browser_shows_what_the_pods_hold(bridge: Bridge, tmp_path: Path, script: bool) -> None:
-    """The table of the page, read in a browser, names the holders that the pods say they are."""
+    """The table of the agent's page names the right holder of each device, in a browser with and without scripts."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = {
@@ -346,10 +346,10 @@ def test_page_in_a_browser_shows_what_the_pods_hold(bridge: Bridge, tmp_path: Pa
 
     cluster.wait_for(lambda: shown() == wanted, 30, "the page shows them")
     url = f"http://{AGENT}/"
-    if not script:  # a browser without scripts cannot be asked what it shows; one with the page without its script can
+    if not script:  # --dump-dom needs scripts, so the browser gets a copy of the page without its script
         url = (tmp_path / "page.html").as_uri()
         (tmp_path / "page.html").write_text(re.sub(r"(?s)<script>.*</script>", "", agent("/")))
-    # Eight seconds of the browser's time: the script, if there is one, has looked again meanwhile.
+    # Eight seconds of the browser's virtual time, in which the page's script updates the page.
     dom = chromium(url, tmp_path / "a", "--virtual-time-budget=8000", "--dump-dom")
     rows = Table(dom).rows
     assert {row[0]: row[3] for row in rows if row[0] in wanted} == wanted

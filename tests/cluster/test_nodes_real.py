@@ -1,4 +1,4 @@
-"""Device nodes in real containers: the plugin lets a container open them, not the runtime by itself."""
+"""Device nodes in real containers: a container can open a device node only if the plugin grants it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.cluster.node import Cluster, ExecError
 from tests.cluster.test_sources_real import served
 
 RESOURCE = "example.com/guarded"
-# Runtimes let every container open null, zero, random, /dev/net/tun and the like; these they do not.
+# Runtimes let every container open null, zero, random, /dev/net/tun and a few others, but not these.
 GUARDED = [Path(path) for path in ("/dev/fuse", "/dev/kvm", "/dev/loop-control")]
 
 
 @pytest.fixture
 def guarded() -> Iterator[Path]:
-    """A copy of a device node that containers may not open by themselves."""
+    """A device node with the number of a device that containers may not open by default."""
     number = next(os.stat(path).st_rdev for path in GUARDED if path.exists() and _opens(path))
     directory = isolate.DEVICES / "guarded"
     directory.mkdir()
@@ -41,8 +41,9 @@ def _opens(path: Path) -> bool:
 
 
 def test_permissions_of_the_resource_hold_in_the_container(cluster: Cluster, guarded: Path) -> None:
-    """With `permissions: r` a container can open its device for reading and not for writing; without the device,
-    a node that it makes itself with the same number does not open at all.
+    """With `permissions: r`, a container can open its device for reading, but not for writing.
+
+    A container without the device cannot open a node that it makes with the same number.
     """
     text = f"""
         resources:

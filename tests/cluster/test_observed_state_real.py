@@ -1,4 +1,4 @@
-"""What the agent shows of itself while the real API server or kubelet undoes its work, refuses it, or falls silent."""
+"""The agent's status page and metrics while the real API server or kubelet deletes its slices, refuses it, or hangs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Boards(DeviceSource):
 run(Boards(), share="all", argv=[*sys.argv[1:], "--metrics-address=127.0.0.1:9410"])
 """
 NOTICED = 90.0
-"""Seconds in which it has to be said; what passes by itself within 30 s is not said."""
+"""Maximum seconds until a problem is reported; problems that end within 30 s are not reported."""
 HEALED = 120.0
-"""Seconds in which all has to be as before, once the cause is gone: the longest pauses of the agent are 30 s."""
+"""Maximum seconds until the agent is healthy after a problem's end: its longest pause between retries is 30 s."""
 
 
 def get(path: str) -> tuple[int, str]:
@@ -59,13 +59,13 @@ def status() -> dict[str, Any]:
 
 
 def metric(name: str) -> float:
-    """Return the only value of a metric."""
+    """Return the value of a metric that has one series."""
     (value,) = re.findall(rf"^deviceplugin_{name}(?:{{.*}})? (\S+)$", get("/metrics")[1], re.MULTILINE)
     return float(value)
 
 
 def well() -> bool:
-    """Whether the agent says that all is as it should be."""
+    """Return whether the agent is ready, reports no problem, and has published its slices."""
     found = status()
     return (found["ready"], found["problems"], metric("slices_published")) == (True, [], 1)
 
@@ -101,7 +101,10 @@ def wait_well(bridge: Bridge) -> None:
 
 
 def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
-    """Slices that went with the Node to which the token is bound are not called published; a new token heals it."""
+    """The Node is deleted, with its slices and the validity of the token: the agent reports refused credentials.
+
+    It does not report the slices as published. With a new token it publishes them again.
+    """
     cluster = bridge.cluster
     agent = cluster.api_with_token((SERVICE_ACCOUNT / "token").read_text())
 
@@ -123,7 +126,7 @@ def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
 
 
 def test_rights_that_are_taken_and_given_back(bridge: Bridge) -> None:
-    """A slice that is deleted while the agent may not write is missed, and written once it may."""
+    """A slice is deleted while the agent has no rights: it reports this, and writes the slice with rights again."""
     cluster = bridge.cluster
     binding = cluster.api.get("ClusterRoleBinding", "dra-bridge")
     cluster.api.delete("ClusterRoleBinding", "dra-bridge")
@@ -138,7 +141,7 @@ def test_rights_that_are_taken_and_given_back(bridge: Bridge) -> None:
 
 @contextmanager
 def stopped(cluster: Cluster, component: str) -> Iterator[None]:
-    """Have a component hang: its sockets are there, and nobody answers."""
+    """Stop a component's process (SIGSTOP): its sockets exist, but requests get no answer."""
     process = cluster.components[component].process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
@@ -149,7 +152,7 @@ def stopped(cluster: Cluster, component: str) -> Iterator[None]:
 
 
 def test_a_kubelet_that_falls_silent(bridge: Bridge) -> None:
-    """A kubelet that hangs is reported as a problem, and no resource is registered again because of it."""
+    """A kubelet hangs: the agent reports this problem, stays ready, and does not register again."""
     cluster = bridge.cluster
     before = metric("registrations_total"), metric("dra_registrations_total")
     with stopped(cluster, "kubelet"):
@@ -165,7 +168,7 @@ def test_a_kubelet_that_falls_silent(bridge: Bridge) -> None:
 
 
 def test_an_api_server_that_falls_silent(bridge: Bridge) -> None:
-    """Open watches in which nothing comes any more are noticed; the agent stays ready, and knows no slices."""
+    """The API server hangs: the agent reports this problem, stays ready, and does not count slices as published."""
     cluster = bridge.cluster
     with stopped(cluster, "kube-apiserver"):
 

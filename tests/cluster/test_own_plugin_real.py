@@ -1,4 +1,4 @@
-"""The example of an own plugin, packaged as its Dockerfile says and installed as its page says, on the real node."""
+"""The example examples/own-plugin on the real node: image by its Dockerfile, installation as its page describes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOY, CLASS = "example.com/toy", "toy.example.com"
 
 
 def test_the_example_of_an_own_plugin(node: Cluster, archive: Path, tmp_path: Path) -> None:
-    """Pods get a toy by limits and by a claim with parameters, from the pod of the printed DaemonSet."""
+    """A pod by limits, and a pod by a claim with parameters, get a device from the DaemonSet of `manifests`."""
     if node.minor < 34:
         pytest.skip("the example is installed with resource.k8s.io/v1, which came with 1.34")
     image.write_derived(archive, tmp_path / "toys.tar", EXAMPLE, IMAGE)

@@ -1,4 +1,4 @@
-"""The policy that checks opaque parameters at admission, on the real API server."""
+"""The ValidatingAdmissionPolicy that checks opaque parameters of claims, on the real API server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cluster.node import Cluster, ClusterError
 
 RESOURCE, DRIVER = "example.net/tuned", "tuned.example.net"
 PLAIN = "plain.example.net"
-"""A driver without a config type, as all of a config file."""
+"""A driver without a config type, like all drivers of a config file."""
 
 
 class Mode(enum.Enum):
@@ -106,7 +106,7 @@ def device_class(name: str, pieces: list[Object]) -> Object:
 
 
 def refused(cluster: Cluster, body: Object) -> str:
-    """Ask whether an object could be made; return why not, "" if it could."""
+    """Create an object by a dry run; return the policy's message if it is refused, else ""."""
     path = cluster.api.resource(body["kind"], body["apiVersion"]).path(namespace="default")
     try:
         cluster.api.request("POST", f"{path}?dryRun=All", body)
@@ -118,7 +118,7 @@ def refused(cluster: Cluster, body: Object) -> str:
 
 
 def refused_by_the_driver(parameters: Object) -> bool:
-    """Return whether the driver refuses them, with the field that others have to give."""
+    """Return whether the driver refuses these parameters, completed by the required field `needed`."""
     pieces = [ClaimConfig("FromClaim", opaque=Opaque(DRIVER, {"needed": "x", **parameters}))]
     try:
         decoded_config(Tuning, pieces, "one")
@@ -128,7 +128,7 @@ def refused_by_the_driver(parameters: Object) -> bool:
 
 
 def policy() -> list[Object]:
-    """Return the policy that `manifests --check-parameters` prints, and its binding."""
+    """Return the policy that `manifests --check-parameters` prints, with its binding."""
     drivers = {DRIVER: RESOURCE, PLAIN: "example.net/plain"}
     served = tuple(ResourceConfig(name=name, driver=driver, devices=()) for driver, name in drivers.items())
     how = Deployment(name="checked", parameters={DRIVER: expression([Tuning]), PLAIN: expression([None])})
@@ -139,7 +139,7 @@ def policy() -> list[Object]:
 
 @pytest.fixture
 def checked(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster in which the policy is in force."""
+    """A cluster in which the policy is in force. The claim `older`, with wrong parameters, was made before."""
     if cluster.minor < 34:
         pytest.skip("the objects are written in resource.k8s.io/v1, of 1.34")
     wrong = claim("x", config({"wats": 1}))
@@ -155,7 +155,7 @@ def checked(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_the_policy_refuses_what_the_driver_refuses(checked: Cluster) -> None:
-    """Right parameters pass, wrong ones are refused with their field's name, and the driver refuses each of these."""
+    """The policy accepts valid parameters, and refuses invalid ones with the field's name. So does the driver."""
     assert {str(one): refused(checked, claim("x", config(one))) for one in GOOD} == {str(one): "" for one in GOOD}
     assert not [one for one in GOOD if refused_by_the_driver(one)]
     for parameters, problem in BAD:
@@ -164,14 +164,17 @@ def test_the_policy_refuses_what_the_driver_refuses(checked: Cluster) -> None:
 
 
 def test_all_objects_with_parameters_are_checked(checked: Cluster) -> None:
-    """Claims, templates and classes are; other drivers' parameters pass, and a driver that takes none gets none."""
+    """The policy checks claims, claim templates and classes; parameters for a driver without a config type are refused.
+
+    Parameters of other drivers are accepted.
+    """
     for made in (claim, template, device_class):
         assert "unknown field wats" in refused(checked, made("x", config({"watts": 20}, {"wats": 1})))
         assert TAKES_NONE in refused(checked, made("x", config({}, driver=PLAIN)))
         assert refused(checked, made("x", config({"watts": 20}))) == ""
         assert refused(checked, made("x", config({"wats": 1}, driver="other.example.net"))) == ""
         assert refused(checked, made("x", [])) == ""
-    # A class can be changed.
+    # An existing class is checked at a change, too.
     checked.api.apply(device_class("changed.example.net", config({"watts": 20})))
     with pytest.raises(ApiError, match="watts: must be an integer"):
         checked.api.apply(device_class("changed.example.net", config({"watts": "20"})))
@@ -179,7 +182,7 @@ def test_all_objects_with_parameters_are_checked(checked: Cluster) -> None:
 
 
 def test_kubectl_apply_names_the_field(checked: Cluster, tmp_path: Path) -> None:
-    """The message that a user sees names driver and field."""
+    """The error of `kubectl apply` names the driver and the wrong field."""
     file = tmp_path / "claim.json"
     file.write_bytes(msgspec.json.encode(claim("mine", config({"wats": 5}))))
     with pytest.raises(ClusterError, match=rf"parameters of {DRIVER}: unknown field wats; there are watts") as error:
@@ -188,7 +191,7 @@ def test_kubectl_apply_names_the_field(checked: Cluster, tmp_path: Path) -> None
 
 
 def test_what_was_there_before_the_policy_can_be_changed(checked: Cluster) -> None:
-    """A claim with wrong parameters can be labelled, lose a finalizer and be deleted."""
+    """A claim with wrong parameters that is older than the policy can be labelled, lose a finalizer and be deleted."""
     checked.api.patch("ResourceClaim", "older", {"metadata": {"labels": {"a": "b"}, "finalizers": ["example.net/x"]}})
     checked.api.delete("ResourceClaim", "older")
     checked.api.patch("ResourceClaim", "older", {"metadata": {"finalizers": None}})
@@ -196,7 +199,7 @@ def test_what_was_there_before_the_policy_can_be_changed(checked: Cluster) -> No
 
 
 def test_the_api_server_finds_no_fault_in_the_policy(checked: Cluster) -> None:
-    """The types of its expressions are right for all three kinds."""
+    """The API server's type check of the policy has no warnings."""
 
     def judged() -> Object:
         return dict(checked.api.get("ValidatingAdmissionPolicy", "checked-parameters").get("status", {}))

@@ -1,4 +1,4 @@
-"""What `dra-bridge plan` finds on the real API server: each finding where it is, and none where all is well."""
+"""`dra-bridge plan` on the real API server: each finding is reported if its cause exists, and only then."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = "example.net/former"
 
 @pytest.fixture
 def plan(read_here: None, capsys: pytest.CaptureFixture[str]) -> Plan:
-    """Return what runs the command in this process, and returns what it printed as JSON, with its status."""
+    """Return a function that runs `plan` in this process, and returns its JSON output with the exit status."""
 
     def run(cluster: Cluster, *arguments: str, access: Path | None = None) -> dict[str, Any]:
         capsys.readouterr()
@@ -43,7 +43,7 @@ def codes(found: dict[str, Any]) -> set[str]:
 
 
 def created(cluster: Cluster, body: Object) -> Object | None:
-    """Create an object; return None where its PriorityClass or namespace is not seen yet by the API server."""
+    """Create an object; return None if the API server does not know its PriorityClass or namespace yet."""
     try:
         return cluster.api.create(body)
     except ApiError as error:
@@ -53,11 +53,11 @@ def created(cluster: Cluster, body: Object) -> Object | None:
 
 
 def make(cluster: Cluster, body: Object) -> None:
-    """Create an object, and give it its status."""
+    """Create an object, and write its status."""
     status = body.get("status")
     without = {key: value for key, value in body.items() if key != "status"}
     for pod in (status or {}).get("reservedFor", ()):
-        # The controller takes a claim away from a pod of another UID.
+        # The controller removes the reservation of a pod with another UID.
         pod["uid"] = cluster.api.get("pod", pod["name"])["metadata"]["uid"]
     cluster.wait_for(lambda: created(cluster, without), 30, f"{body['kind']} {body['metadata']['name']}")
     if status is not None:
@@ -73,7 +73,7 @@ def remove(cluster: Cluster, body: Object) -> None:
 
 
 def offer(cluster: Cluster, count: int | None) -> None:
-    """Have the node offer boards, as an administrator may without any plugin, or no more (None)."""
+    """Set the Node's capacity and allocatable of boards, without a plugin; None removes them."""
     value = None if count is None else str(count)
     body = {"status": {"capacity": {BOARD: value}, "allocatable": {BOARD: value}}}
     cluster.api.patch("node", cluster.node_name, body, "default", "status")
@@ -81,7 +81,7 @@ def offer(cluster: Cluster, count: int | None) -> None:
 
 @pytest.fixture
 def calm(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster in which nothing is found."""
+    """A cluster in which `plan` has no findings."""
     if cluster.minor < 36:
         pytest.skip("unchanged pods through DRA, without which there are findings, came with 1.36")
     with offering(cluster):
@@ -90,7 +90,7 @@ def calm(cluster: Cluster) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def offering(cluster: Cluster) -> Iterator[None]:
-    cluster.restart_kubelet(reported=True)  # It has 0 of what plugins of other tests had.
+    cluster.restart_kubelet(reported=True)  # Then the kubelet reports 0 of resources of other tests' plugins.
     offer(cluster, COUNT)
     for body in CALM:
         make(cluster, body)
@@ -104,7 +104,7 @@ def offering(cluster: Cluster) -> Iterator[None]:
 
 
 def test_a_former_plugin_is_not_found(cluster: Cluster, plan: Plan) -> None:
-    """A resource whose plugin has gone counts while the kubelet has its devices, and not once it has 0 of them."""
+    """A plugin has ended: `plan` lists its resource while the Node has capacity of it, and not when this is 0."""
     if cluster.minor < 36:
         pytest.skip("there are other findings before 1.36")
     resource = {"name": NAME, "driver": "former.example.net", "devices": [{"simulated": {"count": 2}}]}
@@ -120,7 +120,7 @@ def test_a_former_plugin_is_not_found(cluster: Cluster, plan: Plan) -> None:
 
 
 def test_nothing_is_found_where_all_is_well(calm: Cluster, plan: Plan) -> None:
-    """All is read, the kubelet's configuration included, and the status is 0."""
+    """`plan` reads all objects and the kubelet's configuration, has no findings, and exits with 0."""
     found = plan(calm)
     assert (found["findings"], found["unread"], found["status"]) == ([], [], 0)
     (use,) = found["resources"]
@@ -132,7 +132,7 @@ STATUSES = {Severity.BLOCKER: {4}, Severity.WARNING: {3, 4, 5}, Severity.NOTE: {
 
 
 def test_each_finding_is_found(calm: Cluster, plan: Plan) -> None:
-    """The objects that show a finding, as the API server keeps them, give it, and without them it is not there."""
+    """For each finding, `plan` reports it when its objects exist, and does not report it when they are deleted."""
     wrong: dict[str, Any] = {}
     for case in CASES:
         made: list[Object] = []
@@ -154,7 +154,7 @@ def test_each_finding_is_found(calm: Cluster, plan: Plan) -> None:
 
 
 def left(cluster: Cluster, bodies: Sequence[Object]) -> list[str]:
-    """Return those of some objects that are still there; a namespace ends much later, and does no harm."""
+    """Return the objects that still exist, without namespaces, which end much later and do no harm."""
     found = []
     for body in bodies:
         with contextlib.suppress(ApiError):
@@ -165,7 +165,7 @@ def left(cluster: Cluster, bodies: Sequence[Object]) -> list[str]:
 
 
 def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], plan: Plan) -> None:
-    """`plan` finds the topology manager's policy in the kubelet's configuration."""
+    """`plan` reports a topology manager policy in the kubelet's configuration as the only finding."""
     cluster = make_cluster(kubelet_config={"topologyManagerPolicy": "best-effort"})
     if cluster.minor < 36:
         pytest.skip("there are other findings before 1.36")
@@ -176,7 +176,7 @@ def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], pla
 
 
 def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
-    """A user without the right to patch is warned; without rights to read, the unread kinds are listed."""
+    """For a user without rights, `plan` lists the unread kinds; for a user who may only read, it warns of the lack."""
     rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}]
     subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
     head = {"apiVersion": "rbac.authorization.k8s.io/v1"}
@@ -207,7 +207,7 @@ def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
 
 
 def test_dumps_say_what_the_cluster_says(calm: Cluster, plan: Plan, tmp_path: Path) -> None:
-    """What kubectl dumps in JSON and in YAML gives the same findings and numbers as the API server."""
+    """`plan` on a dump by kubectl, in JSON or YAML, has the same findings and numbers as on the API server."""
     kinds = "nodes,pods,deviceclasses,resourceslices,resourceclaims,resourceclaimtemplates,resourcequotas,"
     kinds += "priorityclasses,daemonsets,clusterroles,clusterrolebindings"
     case = next(case for case in CASES if case.kind is FindingKind.RESTART_ENDS)

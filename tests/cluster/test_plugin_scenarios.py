@@ -1,4 +1,4 @@
-"""The scenarios of device plugins on the real node; the same are run against the fake kubelet."""
+"""The scenarios of device plugins on the real node; the same scenarios run with the fake kubelet."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def node(cluster: Cluster) -> Iterator[RealNode]:
 
 
 class TestOnRealNode(PluginScenarios):
-    """The scenarios with agents as processes of their own, against a kubelet with containers and device nodes."""
+    """The scenarios with each agent in its own process, and a real kubelet with containers and device nodes."""

@@ -1,7 +1,7 @@
-"""Quotas of a tenant that goes over from limits to claims, on the real API server.
+"""Quotas of a tenant that changes from limits to claims, on the real API server.
 
-The key `requests.NAME` counts claims since 1.35 if the feature gate DRAExtendedResource is on, as it is by default from
-1.36 (1.35.4, pkg/quota/v1/evaluator/core/resource_claims.go). 1.34 has no such code.
+The quota key `requests.NAME` counts claims since Kubernetes 1.35 if the feature gate DRAExtendedResource is on, which
+is the default from 1.36 (1.35.4, pkg/quota/v1/evaluator/core/resource_claims.go). 1.34 does not count claims there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gate(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def team(make_cluster: Callable[..., Cluster], gate: bool) -> Iterator[Cluster]:
-    """A namespace with the quota that `manifests --quota 2 --tenant team` prints, in force."""
+    """A cluster with the namespace `team`, in which the quota of `manifests --quota 2 --tenant team` is in force."""
     minor = int(build.default_version().split(".")[1])
     if minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
@@ -54,7 +54,7 @@ def team(make_cluster: Callable[..., Cluster], gate: bool) -> Iterator[Cluster]:
 
 
 def counted(cluster: Cluster) -> dict[str, str]:
-    """Return what counts against the quota now."""
+    """Return the quota's present usage, by key."""
     return dict(cluster.api.get("ResourceQuota", "dra-bridge-devices", TEAM).get("status", {}).get("used") or {})
 
 
@@ -71,7 +71,7 @@ def claim(name: str) -> Object:
 
 
 def refused(cluster: Cluster, body: Object) -> str:
-    """Try to make an object; return why it was refused, "" if it was not."""
+    """Create an object; return the message if it is forbidden, else ""."""
     try:
         cluster.api.create(body, TEAM)
     except ApiError as error:
@@ -82,7 +82,7 @@ def refused(cluster: Cluster, body: Object) -> str:
 
 
 def test_a_tenant_stays_limited_over_the_way_from_limits_to_claims(team: Cluster, gate: bool) -> None:
-    """From 1.35, with the gate, limits and claims together are as many as the quota says; else as many of each kind."""
+    """From 1.35, with the gate, a quota limits the sum of limits and claims; otherwise it limits each of them alone."""
     assert [refused(team, pod(f"pod-{number}")) for number in range(QUOTA)] == [""] * QUOTA
     assert "exceeded quota: dra-bridge-devices" in refused(team, pod("one-too-many"))
     if team.minor >= 35 and gate:

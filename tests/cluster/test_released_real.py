@@ -1,6 +1,6 @@
-"""No pod and no claim gets a device before `released` has succeeded after the holder before.
+"""After a holder's end, no pod and no claim gets its device before the `released` hook has succeeded.
 
-The hook is that of ``tests.cluster.locks``: it writes each of its calls into the log to which containers write theirs.
+The hook of ``tests.cluster.locks`` notes each of its calls in the log in which containers note their locks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SIDES = pytest.mark.parametrize("side", ["limits", "claims"])
 
 
 class OneDevice(Scene):
-    """One device, for pods by limits or for claims."""
+    """A scene with one device, for pods by limits or for claims."""
 
     def start(self, side: str) -> Callable[[str, str], Pod]:
-        """Start the agent; return what makes a pod with a device."""
+        """Start the agent; return the method that starts a pod with a device."""
         self.begin(a=(1, "none" if side == "limits" else "all"))
         return self.pod if side == "limits" else self.claimer
 
@@ -38,14 +38,14 @@ def scene(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[OneDevic
 
 
 def calls() -> list[str]:
-    """Return what containers and the hook have noted, in order."""
+    """Return the notes of containers and the hook, in order."""
     return [note.what for note in locks.notes()]
 
 
 @SIDES
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: str, how: str) -> None:
-    """Nobody gets a device until `released`, which raises twice or hangs past its timeout, was called again."""
+    """`released` raises twice, or hangs longer than its timeout: the device is withheld until a call succeeds."""
     make = scene.start(side)
     first = make("first", "a")
     scene.running(first)
@@ -68,7 +68,7 @@ def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: st
 
 @SIDES
 def test_a_device_is_released_before_its_first_grant_after_a_start(scene: OneDevice, side: str) -> None:
-    """A device is released before its first grant after an agent's start, as a holder may have ended before."""
+    """An agent calls `released` before its first grant of a device: a holder may have ended before it started."""
     make = scene.start(side)
     first = make("first", "a")
     scene.running(first)
@@ -85,6 +85,6 @@ def test_a_device_is_released_before_its_first_grant_after_a_start(scene: OneDev
 
 
 def before_grant(noted: int) -> list[str]:
-    """Return the notes before the next container got its device, without the first ones."""
+    """Return the notes until the next container got its device, without the first `noted` notes."""
     found = calls()[noted:]
     return found[: found.index("got")]

@@ -1,8 +1,9 @@
-"""Kubelet restarts beside moves, on the real node: no move makes a restart end a pod, unless it is forced.
+"""Kubelet restarts during moves, on the real node: after a move that is not forced, a restart ends no pod.
 
-At its start the kubelet admits the node's pods, the oldest first (HandlePodAdditions, kubelet 1.36). It leaves out what
-the admitted pod has through DRA, but not what the pods beside it have (kubernetes#124586), and compares with the larger
-of the Node's number and the ids in its checkpoint. `dra_bridge.handover.admission` says what follows from that.
+At its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions, kubelet 1.36). It does not
+count the devices that the admitted pod gets through DRA for its limits, but counts those of the other pods
+(kubernetes#124586). It compares the sum with the larger of the Node's allocatable and the number of ids in its
+checkpoint. `dra_bridge.handover.admission` describes the consequences.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
 
 
 def by_limits(bridge: Bridge, name: str) -> Pod:
-    """Start a pod that asks for one device by `limits`; it runs, and pods that are made from now on are younger."""
+    """Start a pod with one device by `limits`, and wait until it runs and later pods have a later creation time."""
     return older(bridge.cluster.start_pod(name, {RESOURCE: 1})).wait_running()
 
 
 def older(pod: Pod) -> Pod:
-    """Wait until pods that are made now are younger: the kubelet sorts by seconds."""
+    """Wait until new pods have a later creation time than this pod: the kubelet sorts pods by it, in seconds."""
     created = datetime.fromisoformat(pod.object["metadata"]["creationTimestamp"]).timestamp()
     pod.cluster.wait_for(lambda: time.time() >= created + 1, 10, "the next second")
     return pod
 
 
 def by_claim(bridge: Bridge, name: str) -> Pod:
-    """Start a pod that asks for one device by a claim of its own; it runs."""
+    """Start a pod with one device by a claim of its own, and wait until it runs."""
     return bridge.pod(name, {"card": {"resourceClaimTemplateName": "cards"}}).wait_running()
 
 
 def through_dra(pod: Pod) -> bool:
-    """Whether a pod by limits is served by DRA."""
+    """Return whether a pod by limits got its devices through DRA."""
     return "extendedResourceClaimStatus" in pod.status
 
 
 def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str, str]:
-    """Restart the kubelet, and wait until it has admitted all pods again; return why it denied which.
+    """Restart the kubelet, and wait until it has judged all pods; return the reasons of denied pods, by pod.
 
-    without_agent: the agent is stopped then. The kubelet ends a pod that it has denied some seconds later, and calls it
-    Failed or Succeeded only then; so its log is asked.
+    The reasons are read from the kubelet's log, because the kubelet sets the phase of a denied pod some seconds later.
+    without_agent: the agent is stopped during the restart.
     """
     cluster = bridge.cluster
     if without_agent:
@@ -66,7 +67,7 @@ def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str,
     log = cluster.components["kubelet"].log
     before = log.stat().st_size
     cluster.restart_kubelet(reported=True)
-    # Pods are admitted one after the other, the oldest first: when a new one runs, all others are done.
+    # Pods are admitted one after the other, the oldest first. So when a new pod runs, all other pods were judged.
     canary = cluster.start_pod(f"canary-{next(_CANARIES)}").wait_running()
     canary.delete()
     canary.wait_gone()
@@ -80,7 +81,7 @@ def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str,
 
 
 def no_pod_ends(bridge: Bridge, *pods: Pod) -> None:
-    """Restart the kubelet, once while the agent runs and once while it is stopped; all pods go on."""
+    """Restart the kubelet, first while the agent runs, then while it is stopped; check that all containers run on."""
     before = {pod.name: pod.container_id() for pod in pods}
     for without_agent in (False, True):
         assert restart_kubelet(bridge, without_agent=without_agent) == {}, f"{without_agent=}"
@@ -90,23 +91,23 @@ def no_pod_ends(bridge: Bridge, *pods: Pod) -> None:
 
 
 def page(path: str) -> str:
-    """Return what the agent answers."""
+    """Return the text of a page of the agent."""
     with urllib.request.urlopen(f"http://{METRICS}{path}", timeout=10) as answer:
         text: str = answer.read().decode()
     return text
 
 
 def wait_states(bridge: Bridge, **wanted: int) -> None:
-    """Wait until so many devices are in these states; a state's name has _ for -."""
+    """Wait until these numbers of devices are in these states; a state's name has _ for -."""
     counts = {name.replace("_", "-"): count for name, count in wanted.items()}
     bridge.cluster.wait_for(lambda: dict(states(bridge)) == counts, 60, f"the devices are {counts}")
 
 
 @pytest.mark.lengthy
 def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
-    """A kubelet restart after each step of a migration, there and back, ends no pod."""
+    """A kubelet restart after each step of moves to the DRA side and back ends no pod."""
     cluster = bridge.cluster
-    # There. The first pod is older than all those that DRA serves.
+    # To the DRA side. The first pod is older than all pods that DRA serves.
     first = by_limits(bridge, "first")
     annotate(cluster, "4")
     wait_states(bridge, plugin=4, dra=4)
@@ -124,7 +125,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
     first.wait_gone()
     wait_states(bridge, dra=7, to_dra=1)
     no_pod_ends(bridge, second, claim, *unchanged)
-    # Back, while DRA serves pods by limits: nothing arrives, and no pod of the plugin side comes.
+    # Back, while DRA serves pods by limits: no device arrives, and a pod for the plugin side waits.
     annotate(cluster, "2")
     wait_states(bridge, to_plugin=7, to_dra=1)
     waits = cluster.start_pod("waits", {RESOURCE: 1})
@@ -139,7 +140,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
     assert not through_dra(waits)
     younger = by_limits(bridge, "younger")
     no_pod_ends(bridge, second, claim, waits, younger)
-    # There again, with older and younger pods of the plugin side.
+    # To the DRA side again, with older and younger pods of the plugin side.
     annotate(cluster, "all")
     wait_states(bridge, dra=5, to_dra=3)
     cluster.wait_allocatable(RESOURCE, 0)
@@ -151,7 +152,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
         pod.wait_gone()
     wait_states(bridge, dra=8)
     no_pod_ends(bridge, claim, *again)
-    # And back once more; all pods of both kinds by limits have ended in between.
+    # Back once more, after all pods by limits of both sides have ended.
     for pod in again:
         pod.delete()
         pod.wait_gone()
@@ -162,7 +163,10 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
 
 
 def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> None:
-    """After a forced return none leaves that pods need; force takes it, and a restart ends the pod that is named."""
+    """After a forced return, the next move leaves the plugin side the devices that its pods need at a kubelet restart.
+
+    A forced move takes these devices as well. The agent names the pod that a restart would end, and a restart ends it.
+    """
     cluster = bridge.cluster
     annotate(cluster, "all")
     cluster.wait_for(lambda: at_rest(bridge, 8), 60, "all devices are on the DRA side")
@@ -187,7 +191,7 @@ def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> N
     annotate(cluster, "all force")
     wait_states(bridge, dra=7, to_dra=1)
     cluster.wait_allocatable(RESOURCE, 0)
-    # Another agent knows it, too, and says so.
+    # A restarted agent reports this pod, too.
     bridge.stop()
     bridge.start("--metrics-address", METRICS)
     bridge.wait_registered()
@@ -199,7 +203,10 @@ def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> N
 
 
 def one_waits(bridge: Bridge) -> tuple[Pod, Pod, Pod]:
-    """Have a pod that waits for what an older one has, and a younger one; ask for all devices. Return the three."""
+    """Start a pod, a second pod that waits for the first pod's devices, and a third pod that runs; return the three.
+
+    Then request `share: all`.
+    """
     cluster = bridge.cluster
     first = older(cluster.start_pod("first", {RESOURCE: 2})).wait_running()
     waits = older(cluster.start_pod("waits", {RESOURCE: 7}))
@@ -210,7 +217,7 @@ def one_waits(bridge: Bridge) -> tuple[Pod, Pod, Pod]:
 
 
 def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge) -> None:
-    """With `cordon`, DRA serves a pod that waited beside a younger pod of the plugin side, as documented."""
+    """With `drain: cordon`, DRA serves a waiting pod, and a kubelet restart ends a younger pod of the plugin side."""
     first, waits, younger = one_waits(bridge)
     wait_states(bridge, dra=5, to_dra=3)
     first.delete()
@@ -220,7 +227,7 @@ def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge
 
 
 def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridge: Bridge) -> None:
-    """With `wait`, DRA serves a pod by limits only when the plugin side has no pods, while agent and kubelet run."""
+    """With `drain: wait`, DRA serves a waiting pod by limits only after the plugin side's last pod has ended."""
     cluster = bridge.cluster
     bridge.resources[0]["dra"] = {"share": "none", "drain": "wait"}
     bridge.write()
@@ -229,7 +236,7 @@ def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridg
     wait_states(bridge, dra=5, plugin=3)
     first.delete()
     wait_states(bridge, dra=7, plugin=1)
-    # Not restarted here: while its number is 0 the scheduler sends the pod that waits to DRA.
+    # No restart here: while allocatable is 0, the scheduler gives the waiting pod devices through DRA.
     assert waits.unschedulable()
     younger.delete()
     waits.wait_running()
@@ -238,7 +245,7 @@ def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridg
 
 
 def test_with_wait_devices_go_on_being_offered_beside_pods_that_dra_serves_by_limits(bridge: Bridge) -> None:
-    """While such a pod runs none returns, and new claims get them; `cordon` takes all of them out of the slice."""
+    """With `drain: wait`, no device returns while DRA serves a pod by limits; new claims still get devices."""
     cluster = bridge.cluster
     bridge.resources[0]["dra"] = {"share": "all", "drain": "wait"}
     bridge.write()

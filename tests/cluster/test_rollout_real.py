@@ -1,6 +1,6 @@
-"""`dra-bridge rollout` over a group of nodes of the real API server: killed at any write, and without the server.
+"""`dra-bridge rollout` over a group of nodes of the real API server: kills after each write, and an API server restart.
 
-Agents and `rollout` are real; Nodes and kubelets are not (`tests.cluster.group`).
+Agents and `rollout` are real. Nodes and kubelets are simulated (`tests.cluster.group`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ RESOURCE, DRIVER = "example.net/card", "card.example.net"
 COUNT = 3
 SHARE = share_annotation(DRIVER)
 MOST = 40
-"""Runs of a rollout that is killed after each write: many more than it makes writes."""
+"""Maximum runs of a rollout that is killed after each write: many more than the rollout's writes."""
 FORMER: tuple[dict[str, str], ...] = (
     {SCALE_DOWN_DISABLED: "true", "example.net/note": "of an administrator"},
     {SHARE: "none"},
     {},
 )
-"""What the nodes have before: one is marked by an administrator, one has its share by a request, one has nothing."""
+"""The Nodes' annotations before the rollout: an administrator's marks, a requested share, and none."""
 
 
 @pytest.fixture
 def group(cluster: Cluster) -> Iterator[Group]:
-    """Nodes with the annotations of FORMER, at rest."""
+    """Nodes with the annotations of FORMER, whose agents have read them."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     with Group.running(cluster, RESOURCE, DRIVER, COUNT) as running:
@@ -44,7 +44,7 @@ def group(cluster: Cluster) -> Iterator[Group]:
 
 
 def metadata(group: Group) -> list[dict[str, Any]]:
-    """Return labels and annotations of all nodes, but those of Kubernetes' own controllers."""
+    """Return labels and annotations of all nodes, without those of Kubernetes' own controllers."""
     kept = ("labels", "annotations")
     return [
         {
@@ -75,7 +75,10 @@ def result(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def killed_again_and_again(group: Group, look: Callable[[], None], *arguments: str) -> int:
-    """Run a rollout that is killed as soon as it has written something, until one ends by itself; return the runs."""
+    """Run a rollout again and again, and kill it after its first change of a Node, until it succeeds.
+
+    Call `look` after each run. Return the number of runs.
+    """
     for number in range(1, MOST):
         before = metadata(group)
         process = started(group, *arguments)
@@ -94,12 +97,15 @@ def killed_again_and_again(group: Group, look: Callable[[], None], *arguments: s
 
 
 def test_a_rollout_that_is_killed_after_each_write(group: Group) -> None:
-    """A rollout that was killed anywhere goes on when run again, one node at a time; --undo restores every node."""
+    """A rollout that is killed after each write continues when it is run again, one node at a time.
+
+    `--undo`, killed in the same way, restores the labels and annotations of every node.
+    """
     former = metadata(group)
     names = [node.name for node in group.nodes]
 
     def look() -> None:
-        """At most one node has begun and is not done: the next one waits for it."""
+        """Check that at most one node has begun its moves and not finished them."""
         wanted = [(node["metadata"].get("annotations") or {}).get(SHARE) for node in group.objects()]
         moving = [
             name
@@ -109,7 +115,7 @@ def test_a_rollout_that_is_killed_after_each_write(group: Group) -> None:
         assert len(moving) <= 1, moving
 
     runs = killed_again_and_again(group, look, "--share", "all")
-    assert runs > COUNT  # It was killed in between.
+    assert runs > COUNT  # The rollout was killed at least once for each node.
     group.until(lambda: group.slices() == dict.fromkeys(names, DEVICES), "each slice has all devices")
     administrators = {SCALE_DOWN_DISABLED: "true"}
     assert group.annotations() == [administrators, {}, {}]
@@ -119,7 +125,7 @@ def test_a_rollout_that_is_killed_after_each_write(group: Group) -> None:
 
 
 def test_a_rollout_outlasts_a_restart_of_the_api_server(group: Group) -> None:
-    """The API server dies when the first node has begun; the rollout ends when all nodes are done, and is undone."""
+    """The API server restarts after the first node has begun: the rollout still succeeds, and can be undone."""
     former = metadata(group)
     names = [node.name for node in group.nodes]
     process = started(group, "--share", "all")

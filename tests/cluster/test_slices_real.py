@@ -1,4 +1,4 @@
-"""Slices, classes and rights on a real API server and scheduler; no driver is needed to see allocations."""
+"""Slices, classes and rights on a real API server and scheduler. Claims are allocated without a running driver."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ resources:
 
 @pytest.fixture
 def cluster(cluster: Cluster) -> Iterator[Cluster]:
-    """The session's cluster; kubelets before 1.34 may keep a pod whose claim has no driver (kubernetes#129402)."""
+    """The session's cluster. At the end, pods are deleted by force.
+
+    Kubelets before 1.34 may keep a pod whose claim has no driver (kubernetes#129402).
+    """
     yield cluster
     for one in cluster.api.list("pods", "default"):
         cluster.api.delete("pod", one["metadata"]["name"], grace=0)
@@ -60,13 +63,13 @@ def many(count: int, **options: Any) -> list[Device]:
 
 
 def writes_of(publisher: Publisher) -> int:
-    """Requests so far that change something."""
+    """Return the number of requests so far that are not GET."""
     return sum(count for method, count in publisher.cluster.statistics.requests.items() if method != "GET")
 
 
 @contextlib.asynccontextmanager
 async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = None) -> AsyncIterator[Publisher]:
-    """A publisher of these pools, once the API server has them."""
+    """Run a publisher of these pools. The context begins when the API server has their slices."""
     backoff = Backoff(0.1, 2.0)
     async with kube.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
         publisher = Publisher(connection, cluster.node_name)
@@ -136,7 +139,7 @@ def pod(name: str, claim_name: str) -> dict[str, Any]:
 
 
 def allocated(cluster: Cluster, name: str, seconds: float = 30.0) -> list[dict[str, Any]]:
-    """What the scheduler gave to a claim."""
+    """Start a pod with a claim, wait until the claim is allocated, and return the allocation's results."""
     cluster.api.create(pod(f"pod-{name}", name))
 
     def results() -> list[dict[str, Any]]:
@@ -147,7 +150,7 @@ def allocated(cluster: Cluster, name: str, seconds: float = 30.0) -> list[dict[s
 
 
 async def test_three_devices(cluster: Cluster) -> None:
-    """A small pool is one slice, owned by the Node; a second publisher writes nothing."""
+    """A pool with three devices is one slice, owned by the Node. A second publisher of the same pool writes nothing."""
     wanted = pool(cluster, *many(3))
     async with publishing(cluster, wanted) as publisher:
         (body,) = published(cluster)
@@ -160,7 +163,7 @@ async def test_three_devices(cluster: Cluster) -> None:
 
 
 async def test_three_hundred_devices(cluster: Cluster) -> None:
-    """A large pool is several slices of one generation; a taint is one write of one of them; it is usable."""
+    """A pool with 300 devices is five slices of one generation. A new taint changes one slice. Claims are allocated."""
     async with publishing(cluster, pool(cluster, *many(300))) as publisher:
         bodies = published(cluster)
         assert [len(body["spec"]["devices"]) for body in bodies] == [64, 64, 64, 64, 44]
@@ -180,7 +183,7 @@ async def test_three_hundred_devices(cluster: Cluster) -> None:
 
 
 async def test_selectors(cluster: Cluster) -> None:
-    """Selectors on attributes of all kinds and on capacity find the device that is meant."""
+    """A claim with selectors on attributes of each type, or on capacity, gets the device that matches."""
     devices = [
         Device("a", attributes={"family": "Arc", "lanes": 8, "firmware": Version("1.9.0")}, capacity={"memory": "8Gi"}),
         Device(
@@ -209,9 +212,9 @@ async def test_selectors(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("lists", [False, True])
 async def test_devices_of_two_drivers_that_are_close(make_cluster: Callable[..., Cluster], lists: bool) -> None:
-    """By NUMA node, also where one is close to several and the server takes lists, and by PCIe root.
+    """A claim with `matchAttribute` gets devices of two drivers with the same NUMA node, or the same PCIe root.
 
-    Devices without a NUMA node match nothing.
+    A device without a NUMA node matches no other device. lists: one device lists two NUMA nodes.
     """
     if lists and int(build.default_version().split(".")[1]) < 37:
         pytest.skip("the scheduler of 1.36 matches no lists: AllocatorFeatures lacks DRAListTypeAttributes")
@@ -239,7 +242,7 @@ async def test_devices_of_two_drivers_that_are_close(make_cluster: Callable[...,
 
 
 async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:
-    """A claim does not get a tainted device, and gets it once the taint is gone."""
+    """An unhealthy device is not allocated; the waiting claim gets the device when it is healthy again."""
     async with publishing(cluster, pool(cluster, Device("a", health=Health.UNHEALTHY))) as publisher:
         if cluster.minor >= 33:
             (device,) = devices_of(cluster).values()
@@ -261,7 +264,7 @@ async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:
 
 
 async def test_shared_device(cluster: Cluster) -> None:
-    """A device with three replicas goes to three claims at a time, each with a fair part, and not to a fourth."""
+    """A device with three replicas is allocated to three claims, each with a third of its memory; a fourth waits."""
     if cluster.minor < 34:
         pytest.skip("consumable capacity came with 1.34")
     shared = pool(cluster, Device("a", capacity={"memory": "12Gi"}), replicas=3)
@@ -278,14 +281,14 @@ async def test_shared_device(cluster: Cluster) -> None:
 
 
 async def test_partitions(cluster: Cluster) -> None:
-    """Partitions that share counters are not given out beyond them."""
+    """A claim for a partition waits if an allocated partition has left too little of their shared counter."""
     sets = {"card0": {"memory": "80Gi"}}
     devices = [
         Device(name, counters=sets, consumes={"card0": {"memory": size}}, attributes={"size": size})
         for name, size in (("half0", "40Gi"), ("half1", "40Gi"), ("whole", "80Gi"))
     ]
     async with publishing(cluster, pool(cluster, *devices)) as publisher:
-        if cluster.minor < 35:  # there counters and devices had to lie in one slice
+        if cluster.minor < 35:  # these versions require counters and devices in one slice
             assert publisher.state(DRIVER).unsupported == {"counters"}
             assert devices_of(cluster) == {}
             return
@@ -300,7 +303,7 @@ async def test_partitions(cluster: Cluster) -> None:
 
 
 async def test_apiserver_restart(cluster: Cluster) -> None:
-    """What is wanted while the API server is away is there soon after it is back."""
+    """A pool that is requested while the API server is stopped, and a deleted slice, are written after its start."""
     async with publishing(cluster, pool(cluster, *many(3))) as publisher:
         await asyncio.to_thread(cluster.stop_apiserver)
         ticket = publisher.want(pool(cluster, *many(5)))
@@ -321,12 +324,12 @@ def remove_all(cluster: Cluster) -> int:
 
 @pytest.mark.parametrize("gate", ["DRADeviceTaints", "DRAConsumableCapacity", "DRAPartitionableDevices"])
 async def test_dropped_fields(make_cluster: Callable[..., Cluster], gate: str) -> None:
-    """With a feature gate off its fields are missed, said once, and nothing wrong is published instead."""
+    """A feature gate is off: the publisher reports the missing feature, and publishes nothing that needs it."""
     minor = int(build.default_version().split(".")[1])
     if FEATURE_GATES[gate] > minor:
         pytest.skip(f"{gate} came with 1.{FEATURE_GATES[gate]}")
     gates = {gate: False}
-    # A server refuses to start with a gate on that needs one that is off.
+    # The server does not start if an enabled gate depends on a disabled one.
     if gate == "DRADeviceTaints" and minor >= FEATURE_GATES["DRADeviceTaintRules"]:
         gates["DRADeviceTaintRules"] = False
     if gate == "DRAConsumableCapacity" and minor >= 37:
@@ -353,7 +356,7 @@ async def test_dropped_fields(make_cluster: Callable[..., Cluster], gate: str) -
 
 
 async def test_manifests_are_accepted(cluster: Cluster) -> None:
-    """What is printed is applied as it is; the class has the extended resource and selects the devices."""
+    """The printed manifests can be applied; their class has the extended resource, and selects the driver's devices."""
     text = to_yaml(manifests(parse(CONFIG), CONFIG, deployment(cluster)))
     applied = cluster.api.apply(text)
     assert [one["kind"] for one in applied][-1] == "DaemonSet"
@@ -387,7 +390,7 @@ def remove(cluster: Cluster, applied: list[dict[str, Any]]) -> None:
 
 
 async def test_rights(cluster: Cluster) -> None:
-    """A token bound to the node publishes that node's slices; it can write no other node's, no Node and no claim."""
+    """A token bound to a node may write the node's slices and devices' status in claims, but no Node or other slice."""
     applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "rights")))
     node = cluster.node_name
     try:
@@ -396,7 +399,7 @@ async def test_rights(cluster: Cluster) -> None:
         api = cluster.api_with_token(cluster.service_account_token("agent", "rights", ("Node", node)))
         loose = cluster.api_with_token(cluster.service_account_token("agent", "rights"))
 
-        # the policy takes some time to be in force
+        # The policy is in force some seconds after it was applied.
         def foreign(driver: str = DRIVER, at: str = "node2") -> dict[str, Any]:
             return {
                 "apiVersion": api_version(cluster),
@@ -507,17 +510,17 @@ FORBIDDEN = {
     ),
     "a finalizer": ({"metadata": {"finalizers": ["example.com/x"]}}, "nothing of a Node but"),
 }
-"""What the agent may not do with the status of its own Node, and what the API server says to it."""
+"""Patches of its own Node's status that the agent may not make, each with a part of the API server's message."""
 
 
 def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable(cluster: Cluster) -> None:
-    """The policy allows its own Node and its own resources up to the capacity; what it rejects is printed."""
+    """The agent may set its own resources' allocatable on its own Node, up to the capacity; the rest is refused."""
     applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "node-status")))
     node = cluster.node_name
     numbers = {RESOURCE: "8", "example.com/other": "8"}
     try:
         cluster.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node2"}})
-        for name in (node, "node2"):  # as if devices were served; a kubelet keeps what it does not know
+        for name in (node, "node2"):  # as if devices were served; a kubelet keeps resources that it does not know
             body = status_patch(numbers, capacity=numbers)
             cluster.api.request("PATCH", f"/api/v1/nodes/{name}/status", body, content_type=MERGE)
         api = cluster.api_with_token(cluster.service_account_token("agent", "node-status", ("Node", node)))
@@ -533,7 +536,7 @@ def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable
             return ""
 
         allowed = status_patch({RESOURCE: "5"})
-        # The policy takes some time to be in force.
+        # The policy is in force some seconds after it was applied.
         cluster.wait_for(lambda: "may not write" in answer(allowed, "node2"), 30.0, "the policy is in force")
         assert answer(allowed) == ""
         assert answer(status_patch({RESOURCE: "8"})) == ""
@@ -553,7 +556,7 @@ def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable
 
 
 def test_of_leases_the_agent_writes_only_its_own_nodes(cluster: Cluster) -> None:
-    """An agent reports of its drivers in its node's Lease; it writes no other, deletes none, in no other namespace."""
+    """An agent may write its drivers' reports in its node's Lease, but no other Lease, and may not delete Leases."""
     namespace, node, report = "leases", cluster.node_name, f"{DRIVER}/handover"
     applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, namespace)))
 

@@ -1,7 +1,7 @@
-"""Sources on a real node: PCI and path devices in real containers, their NUMA nodes honoured by the real kubelet.
+"""Sources on a real node: PCI and path devices in real containers, aligned by NUMA node by the real kubelet.
 
-The machine may have one NUMA node. The kubelet takes what /sys/devices/system/node says, so in the isolated run a
-second one is laid over it; devices on both are made sysfs trees with real device nodes.
+The machine may have only one NUMA node. The kubelet reads NUMA nodes from /sys/devices/system/node, so the isolated run
+mounts a directory with two NUMA nodes over it. The PCI devices are made sysfs trees, with real device nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def served(*sources: DeviceSource) -> Iterator[Agent]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A directory on which device nodes work."""
+    """A directory on a file system in which device nodes can be opened."""
     path = isolate.DEVICES / "sources"
     path.mkdir()
     yield path
@@ -61,7 +61,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def two_numa_nodes() -> Iterator[None]:
-    """Let the kubelet find two NUMA nodes, the CPUs divided between them."""
+    """Mount two NUMA nodes, with half of the CPUs each, over the machine's."""
     cpus = sorted(path.name for path in NODES.glob("node*/cpu[0-9]*"))
     memory = (NODES / "node0/meminfo").read_text()
     subprocess.run(["mount", "-t", "tmpfs", "none", str(NODES)], check=True)
@@ -89,7 +89,7 @@ def restricted(two_numa_nodes: None, make_cluster: Callable[..., Cluster]) -> Cl
 
 
 def null(path: Path) -> Path:
-    """Make a device node that swallows everything."""
+    """Make a device node with the numbers of /dev/null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     return path
@@ -120,8 +120,9 @@ def address_of(pod: Pod, name: str = "PCIDEVICE_EXAMPLE_COM_GPU") -> str:
 def test_pod_gets_the_pci_device_of_the_numa_node_where_the_other_device_is(
     restricted: Cluster, directory: Path
 ) -> None:
-    """Restricted policy: with GPUs on both nodes and one network card on node 1, a pod that wants both gets the GPU
-    of node 1, whatever comes first; its container has that GPU's node and no other one.
+    """`restricted`, a network card on NUMA node 1: a pod with a GPU and the card gets the GPU of NUMA node 1.
+
+    Its container has the device nodes of these two devices only. A second pod with two GPUs gets those of NUMA node 0.
     """
     tree = Tree(directory)
     for bus, numa in (("01", 0), ("02", 0), ("81", 1)):
@@ -140,7 +141,7 @@ def test_pod_gets_the_pci_device_of_the_numa_node_where_the_other_device_is(
 
 
 def test_pod_whose_devices_are_on_different_numa_nodes_is_refused(restricted: Cluster, directory: Path) -> None:
-    """Restricted policy: what can only be had across nodes is a TopologyAffinityError, and what fits still runs."""
+    """`restricted`: a pod with devices of two NUMA nodes gets TopologyAffinityError; a pod with one device runs."""
     tree = Tree(directory)
     pci(tree, "0000:01:00.0", 0)
     pci(tree, "0000:82:00.0", 1, "02")
@@ -155,7 +156,7 @@ def test_pod_whose_devices_are_on_different_numa_nodes_is_refused(restricted: Cl
 def test_numa_node_that_the_machine_has_not_is_refused_and_can_be_left_out(
     restricted: Cluster, directory: Path
 ) -> None:
-    """A device on a NUMA node that does not exist cannot be allocated by `restricted`, but with `topology: false`."""
+    """`restricted` refuses a device on a missing NUMA node; with `topology: false` the device is allocated."""
     tree = Tree(directory)
     pci(tree, "0000:01:00.0", 7)
     anywhere = pci_source(tree, "example.com/anywhere", "03")
@@ -170,7 +171,7 @@ def test_numa_node_that_the_machine_has_not_is_refused_and_can_be_left_out(
 
 
 class NumaPaths(PathSource):
-    """Path devices of which the name's digit is the NUMA node: sysfs knows none of a node that is made by hand."""
+    """Path devices whose NUMA node is the last digit of their name, since sysfs has none for made device nodes."""
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         from dataclasses import replace
@@ -192,7 +193,7 @@ def test_path_devices_are_aligned_with_each_other(restricted: Cluster, directory
 
 
 def test_pci_device_of_this_machine_reaches_a_container(cluster: Cluster) -> None:
-    """A real PCI device, found by the config file's entry: the container finds its address, and its nodes if any."""
+    """A container gets the address of a PCI device of this machine in its environment, and the device nodes."""
     devices = PciSource(PciConfig(address="*")).scan()
     assert devices, "this machine has no PCI bus"
     device = min(devices, key=lambda one: len(one.container_edits.device_nodes))
@@ -242,8 +243,9 @@ def test_probe_withdraws_a_device_of_the_real_node_and_gives_it_back(cluster: Cl
 def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
     restricted: Cluster, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs as the fake NVML tells of them, by device nodes: a pod gets a pair linked by NVLink on one NUMA node, its
-    container has these nodes and the common ones; an XID takes a GPU out of allocatable.
+    """GPUs of a fake NVML library: a pod gets a pair that NVLink links, on one NUMA node, and its device nodes.
+
+    The GPUs are allocatable only when /dev/nvidia-uvm exists. An XID of a GPU lowers allocatable by one.
     """
     machine = FakeGpus(directory / "machine", build_library(tmp_path))
     monkeypatch.setenv("FAKE_NVML", str(machine.state))
@@ -253,7 +255,7 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
         (dev / name).unlink(missing_ok=True)
         null(dev / name)
     gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=machine.places, resource="nvidia.com/gpu", period=1)
-    (dev / "nvidia-uvm").unlink()  # as on a headless node on which nothing has made it yet
+    (dev / "nvidia-uvm").unlink()  # as on a headless node on which no program has made it yet
     with served(gpus):
         restricted.wait_for(lambda: restricted.capacity("nvidia.com/gpu") == 8, 30, "the GPUs are listed")
         assert restricted.allocatable("nvidia.com/gpu") == 0

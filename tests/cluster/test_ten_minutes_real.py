@@ -1,10 +1,10 @@
-"""docs/limits-to-claims.md, command by command, on the real node: what it prints is what the page shows.
+"""The commands of docs/limits-to-claims.md on the real node: each command prints what the page shows.
 
-tests/pages.py has the rules of the page. `TEN_MINUTES=record` writes into the page what the commands print where that
-is not what it shows; look at the difference then.
+tests/pages.py has the rules of the page. `TEN_MINUTES=record` writes the commands' outputs into the page where they
+differ from it; check the difference then.
 
-What differs from a reader's cluster: the image is imported, not built by Docker (commands of BEFORE are not run), and
-the agent sees the cgroups of this run alone.
+Differences from a reader's cluster: the image is imported, not built by Docker (commands of BEFORE are not run), and
+the agent sees only the cgroups of this run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits-to-claims.md"
 BEFORE = ("pip ", "docker ")
 LOOKS = ("kubectl get ", "kubectl logs ", "dra-bridge status")
-"""Commands that change nothing: they are run again until they show what the page shows."""
+"""Commands that change nothing: they are run again until their output is the page's."""
 PATIENCE = 60.0
 RECORD = os.environ.get("TEN_MINUTES") == "record"
 DEVICES = [Path(f"/dev/ttyS{number}") for number in range(4)]
 
 
 def forget(node: Cluster) -> None:
-    """Remove what agents of other tests, or the page, leave at the API server and on the node."""
+    """Remove the objects and the ledger that the page's commands, or agents of other tests, have left."""
     kinds = "namespace,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding"
     node.kubectl("delete", kinds, "--selector=app.kubernetes.io/managed-by=dra-bridge")
     node.kubectl("delete", "configmap", "deviceplugin", "--namespace=kube-system", "--ignore-not-found")
@@ -44,7 +44,10 @@ def forget(node: Cluster) -> None:
 
 @pytest.fixture
 def reader(node: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """What somebody has who begins the page: a cluster, four serial ports on the node, the images, the programs."""
+    """Prepare the page's requirements: a cluster, four serial ports on the node, images, and programs.
+
+    Return the environment variables of the commands.
+    """
     if node.minor < 35:
         pytest.skip("step 4 of the page needs what came with 1.35")
     forget(node)
@@ -53,7 +56,7 @@ def reader(node: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     programs = tmp_path / "bin"
     programs.mkdir()
     bridge = programs / "dra-bridge"
-    # The host's cgroups have the pods of other runs, too.
+    # The host's cgroups also contain pods of other runs.
     bridge.write_text(
         f"#!/bin/bash\nset -o pipefail\n"
         f'if [ "$1" = manifests ]; then {sys.executable} -m dra_bridge "$@" | '
@@ -86,7 +89,7 @@ def reader(node: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.lengthy
 def test_the_page_is_what_happens(reader: dict[str, str], tmp_path: Path) -> None:
-    """Every command of the page prints what the page shows, from the plain plugin to claims and back."""
+    """Every command of the page prints the output that the page shows."""
     page = PAGE.read_text()
     recorded = {}
     for step in steps(page):

@@ -1,4 +1,4 @@
-"""Claims that an unprivileged tenant may create, and what the agent has to do with them: nothing stops its moves."""
+"""Claims of an unprivileged tenant that are large, many or malformed do not stop the agent's moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.scenarios.sides import LONG
 TENANT: Final = "tenant"
 MANY: Final = 200
 WEIGHT: Final = 500_000
-"""Bytes of one heavy claim; etcd takes 1.5 MiB."""
+"""Bytes of one heavy claim; etcd accepts 1.5 MiB."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
 
 @contextmanager
 def tenant(bridge: Bridge) -> Iterator[Api]:
-    """A user with the right to make claims in one namespace; what it made is deleted at the end."""
+    """A client of a user who may create claims in one namespace. At the end, the claims are deleted."""
     cluster = bridge.cluster
     place = {"name": TENANT, "namespace": TENANT}
     rule = {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["create"]}
@@ -55,7 +55,7 @@ def tenant(bridge: Bridge) -> Iterator[Api]:
         yield cluster.api_with_token(cluster.service_account_token(TENANT, TENANT))
     finally:
         answer = b""
-        while b'"items":[]' not in answer:  # it is not decoded: parameters nest too deep
+        while b'"items":[]' not in answer:  # the answer is not decoded, as parameters may nest too deep
             code, answer = cluster.api.raw("DELETE", claims_path(bridge) + "?limit=1000")
             assert code == 200, answer[:500]
 
@@ -76,7 +76,7 @@ def claim(bridge: Bridge, name: str, annotation: str = "", parameters: str = "{}
 
 
 def heavy(bridge: Bridge, api: Api) -> None:
-    """As many bytes as fit into annotation and parameters; JSON writes each < as six."""
+    """Make 200 claims with annotation and parameters of the maximum size; JSON encodes each < in six bytes."""
     text = "<" * 170_000
     parameters = json.dumps({"text": "x" * 10_200})
 
@@ -88,19 +88,19 @@ def heavy(bridge: Bridge, api: Api) -> None:
 
 
 def ordinary(bridge: Bridge, api: Api) -> None:
-    """As many as large clusters have."""
+    """Make as many claims as large clusters have."""
     note, names = "x" * 1_500, (f"ordinary-{number}" for number in range(30_000 if LONG else 3_000))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: made(api, claims_path(bridge), claim(bridge, name, note)), names))
 
 
 def deep(bridge: Bridge, api: Api) -> None:
-    """Parameters that nest deeper than a decoder of JSON in Python goes."""
+    """Make a claim whose parameters nest deeper than Python's JSON decoder can decode."""
     made(api, claims_path(bridge), claim(bridge, "deep", parameters='{"a":' + "[" * 4000 + "]" * 4000 + "}"))
 
 
 def letters(bridge: Bridge, api: Api) -> None:
-    """An annotation that is no UTF-8; only a client that writes protobuf can make it."""
+    """Make a claim whose annotation is not UTF-8, which is possible only in protobuf."""
     code, template = api.raw(
         "POST",
         claims_path(bridge) + "?dryRun=All",
@@ -121,7 +121,7 @@ def made(api: Api, path: str, body: bytes, content_type: str = "application/json
 
 
 def highest(bridge: Bridge) -> int:
-    """Return the most resident memory that the agent ever had, in MiB."""
+    """Return the agent's peak resident memory in MiB."""
     assert bridge.process is not None
     with open(f"/proc/{bridge.process.pid}/status") as status:
         return int(re.findall(r"VmHWM:\s+(\d+)", status.read())[0]) // 1024
@@ -131,7 +131,10 @@ def highest(bridge: Bridge) -> int:
 def test_devices_return_to_the_plugin_side_beside_claims_of_a_tenant(
     bridge: Bridge, make: Callable[[Bridge, Api], None]
 ) -> None:
-    """Whatever claims a tenant makes, devices return to the plugin side, and the API server is not called lost."""
+    """A tenant has made such claims: devices still return to the plugin side, and the API server is not called lost.
+
+    The agent's peak memory grows by less than 64 MiB.
+    """
     bridge.share("all")
     bridge.wait_offered(8)
     bridge.cluster.wait_allocatable(RESOURCE, 0)

@@ -1,7 +1,7 @@
-"""What an operator does to agents that run in a DaemonSet while pods hold devices, on the real node.
+"""Operations on agents in a DaemonSet while pods hold devices, on the real node.
 
-An update with ``maxSurge``, a new image together with a broken file, an upgrade and its rollback in the middle of a
-move, and a drain of the node. `tests.cluster.test_daemonset_real` has the agents' life without moves.
+The operations are an update with ``maxSurge``, a new image together with a broken config file, an upgrade and its
+rollback during a move, and a drain of the node. `tests.cluster.test_daemonset_real` tests agents without moves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BY_HAND = {"updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSur
 
 
 def set_image(deployed: Deployed, image: str) -> None:
-    """Have the DaemonSet update its pods to another image, and nothing else."""
+    """Set another image in the DaemonSet."""
     deployed.cluster.kubectl("set", "image", "daemonset/dra-bridge", f"agent={image}", ON)
 
 
@@ -46,7 +46,7 @@ def unready(pod: Pod) -> str:
 
 
 def other_pod(deployed: Deployed, agent: Pod) -> Pod:
-    """Wait for the pod that is to follow an agent; return it when its container runs and answers."""
+    """Wait for the pod that replaces this agent's pod; return the new pod when its container runs and answers."""
 
     def other() -> Pod | None:
         found = [pod for pod in deployed.pods() if pod.uid != agent.uid and "deletionTimestamp" not in metadata(pod)]
@@ -73,7 +73,7 @@ def metadata(pod: Pod) -> dict[str, Any]:
 
 
 def one_more_each(deployed: Deployed) -> tuple[Pod, Pod]:
-    """Start a pod by limits and one by a claim; both run."""
+    """Start one more pod by limits and one more pod by a claim, and wait until both run."""
     # While no plugin is registered, a pod by limits gets its device through DRA.
     deployed.cluster.wait_reported()
     deployed.cluster.wait_allocatable(RESOURCE, 2)
@@ -85,25 +85,25 @@ def one_more_each(deployed: Deployed) -> tuple[Pod, Pod]:
 
 
 def states(deployed: Deployed) -> Counter[str]:
-    """Return how many devices are in which state, as `status` tells."""
+    """Return the number of devices in each state, from the output of `status`."""
     return Counter(state for _, state, _ in deployed.sides().values())
 
 
 def wait_states(deployed: Deployed, **wanted: int) -> None:
-    """Wait until so many devices are in these states; a state's name has _ for -."""
+    """Wait until these numbers of devices are in these states; a state's name has _ for -."""
     counts = Counter({name.replace("_", "-"): count for name, count in wanted.items()})
     deployed.cluster.wait_for(lambda: states(deployed) == counts, 60, f"the devices are {dict(counts)}")
 
 
 def share(deployed: Deployed, text: str) -> None:
-    """Ask for a share; nothing is waited for."""
+    """Request a share by `migrate`, without waiting for the moves."""
     deployed.run_cli("migrate", deployed.cluster.node_name, "--driver", DRIVER, "--share", text)
 
 
 def test_max_surge_by_hand(deployed: Deployed) -> None:
-    """An update with maxSurge never ends, and the log, /readyz and `status` say why; both sides are served meanwhile.
+    """An update with maxSurge does not end, and the log, /readyz and `status` state the reason. Pods still get devices.
 
-    With the manifests as they are printed it ends.
+    After the printed manifests are applied, the update ends.
     """
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, held = deployed.both_doors()
@@ -129,7 +129,10 @@ def test_max_surge_by_hand(deployed: Deployed) -> None:
 
 
 def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
-    """The new pod serves both sides as the one before, and is not ready and says why, until the file is mended."""
+    """A new image comes with a broken config file: the new agent serves the last good file, and is not ready.
+
+    It states the reason. It is ready after the file is repaired.
+    """
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, held = deployed.both_doors()
     containers = plain.container_id(), user.container_id()
@@ -180,7 +183,7 @@ def test_upgrade_and_rollback_in_the_middle_of_a_move(deployed: Deployed) -> Non
     waits.wait_running()
     assert held_by(waits) == device
     wait_states(deployed, dra=4)
-    # And back, with the image from before.
+    # Back to the plugin side, and back to the former image.
     share(deployed, "none")
     wait_states(deployed, to_plugin=4)
     cluster.kubectl("rollout", "undo", "daemonset/dra-bridge", ON)
@@ -196,7 +199,7 @@ def test_upgrade_and_rollback_in_the_middle_of_a_move(deployed: Deployed) -> Non
 
 
 def test_drain(deployed: Deployed) -> None:
-    """`kubectl drain` ends the pods that hold devices and not the agent; moves end, and pods come after `uncordon`."""
+    """`kubectl drain` ends the pods with devices, but not the agent; the move ends. Pods run again after `uncordon`."""
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, _ = deployed.both_doors()
     share(deployed, "all")

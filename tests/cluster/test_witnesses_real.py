@@ -1,8 +1,9 @@
-"""No device has two holders, whatever kubelet, API server, runtime or operator do, as the kernel's locks show.
+"""No device has two holders after faults of kubelet, API server, runtime or operator, as the kernel's locks show.
 
-See ``tests.cluster.locks`` for how an overlap is noticed. In most scenarios resource a has devices that pods hold and
-that are asked for by claims (TO_DRA), resource b the other way round (TO_PLUGIN), and a pod waits for each: whoever
-gives a device away too soon gives it to that one. With CLUSTER_LONG in the environment all combinations run, else some.
+``tests.cluster.locks`` describes how an overlap is detected. In most scenarios, pods by limits hold the devices of
+resource a, which have to move to claims (state to-dra). Claims hold the devices of resource b, which have to move to
+the plugin (to-plugin). A pod waits for a device of each resource, so a device that is granted too early goes to this
+pod, and overlaps. With CLUSTER_LONG in the environment all combinations of parameters run, otherwise some of them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from tests.scenarios.sides import SidesScenarios, long, named
 from tests.service_manager import service_manager
 
 LIMIT = 30.0
-"""Seconds in which a device moves at the most; what is good is judged elsewhere."""
+"""Maximum seconds of a wait for a move or for another condition."""
 CHECKPOINT = DEVICE_PLUGINS / "kubelet_internal_checkpoint"
 CDI = Path("/var/run/cdi")
 
@@ -69,17 +70,17 @@ class Row:
 
 
 class Agents(Bridge):
-    """`dra-bridge run` and `deviceplugin run` of one config file, both with a `released` hook that tries the locks."""
+    """`dra-bridge run` and `deviceplugin run` with one config file, and a `released` hook that tries the locks."""
 
     metrics = ""
-    """Where an agent serves its metrics; "": nowhere, since two cannot serve at one address."""
+    """The address of an agent's metrics; "" for no metrics, since two agents cannot serve at one address."""
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config), *ANY_CONFIG]
         return [*command, *(["--metrics-address", self.metrics] if self.metrics else [])]
 
     def page(self, path: str) -> str:
-        """Return a page of the agent's, also that of an error."""
+        """Return the text of a page of the agent, also if the HTTP status is an error."""
         try:
             with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
                 return str(answer.read().decode())
@@ -87,11 +88,11 @@ class Agents(Bridge):
             return error.read().decode()
 
     def lacks(self) -> str:
-        """Return what the agent lacks; "" if it is ready."""
+        """Return why the agent is not ready; "" if it is ready."""
         return "" if (page := self.page("/readyz")).strip() == "ok" else page
 
     def start_plugin(self) -> subprocess.Popen[bytes]:
-        """Start `deviceplugin run`, whatever else runs."""
+        """Start `deviceplugin run`, without a check whether another agent runs."""
         log = self.cluster.logs / f"plugin-{time.monotonic_ns()}.log"
         self._logs.append(log)
         command = [sys.executable, "-m", "tests.cluster.locks", "plugin", "--config", str(self.config), *ANY_CONFIG]
@@ -102,7 +103,7 @@ class Agents(Bridge):
 
 
 class Scene(sides.Scene):
-    """The devices, agents and pods of one scenario, and what became of them."""
+    """The devices, agents and pods of one scenario, and the scenario's results."""
 
     kind = Agents
 
@@ -113,10 +114,10 @@ class Scene(sides.Scene):
         self.seconds: list[float] = []
         self.stack = contextlib.ExitStack()
         self.waiting: dict[str, dict[str, Any]] = {}
-        """The manifests of pods that wait for a device; one that the kubelet refuses is made again."""
+        """The manifests of pods that wait for a device, by name; a pod that the kubelet refuses is made again."""
         self._minors = iter(range(1, 256))
         self._without_network: dict[str, Any] = {}
-        """What a pod needs to be scheduled while the node's network is not ready."""
+        """The fields of a pod's spec with which it is scheduled while the node's network is not ready."""
 
     # Devices and agents.
 
@@ -128,7 +129,7 @@ class Scene(sides.Scene):
         ]
 
     def serve(self, *resources: Mapping[str, Any]) -> Agents:
-        """Start the agent; it is gone at the end, and everything that it served before."""
+        """Start an agent for these resources; the scene's end stops the agent and its pods."""
         self.agents = self.stack.enter_context(self.kind.running(self.cluster, *resources))
         self.stack.callback(self.restore)
         for name in self.agents.classes:
@@ -160,7 +161,7 @@ class Scene(sides.Scene):
         return ClaimPod(self.cluster, created) if created["spec"].get("resourceClaims") else Pod(self.cluster, created)
 
     def remake(self, pod: Pod, manifest: Mapping[str, Any]) -> Pod:
-        """Put another pod in the place of one that the kubelet has refused."""
+        """Delete a pod that the kubelet has refused, and create it again."""
         pod.delete(0)
         pod.wait_gone()
         return self.make(manifest)
@@ -181,10 +182,10 @@ class Scene(sides.Scene):
             self.wait(manifest)
 
     def wait(self, manifest: Mapping[str, Any]) -> None:
-        """Start a pod for which there is no device now.
+        """Start a pod for which there is no device now, and wait until it is unschedulable.
 
-        A kubelet that reports every second may write its number from before a move once more: then the scheduler sends
-        a pod that the kubelet refuses, which is made again.
+        The kubelet may report the number of devices from before a move once more. Then the scheduler binds the pod, the
+        kubelet refuses it, and it is made again.
         """
         name = manifest["metadata"]["name"]
         self.waiting[name] = dict(manifest)
@@ -208,7 +209,7 @@ class Scene(sides.Scene):
         return next(one.key for one in locks.holders() if one.uid == pod.uid)
 
     def claimed(self, letter: str) -> Pod:
-        """Have the only device of a resource held by a claim, at rest; return the claim's pod."""
+        """Serve one device with `share: all`, and start a pod that holds it by a claim; return the pod."""
         self.nodes(letter, 1)
         self.serve(resource(letter, "all"))
         self.agents.wait_offered(1)
@@ -229,7 +230,7 @@ class Scene(sides.Scene):
     def joins(self, pod: Pod, name: str) -> Pod:
         joining = self.user(name, pod.name)
         main = joining["spec"]["containers"][0]
-        main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # it gets the lock after pod
+        main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # waits for the pod's lock
         return self.make(joining).wait_running()
 
     def forget(self, pod: Pod) -> None:
@@ -294,7 +295,7 @@ class Scene(sides.Scene):
 
     @contextlib.contextmanager
     def kubelet_without_pods(self) -> Iterator[None]:
-        """Start the kubelet; the address at which it looks for the API server exists only after this."""
+        """Start the kubelet without a reachable API server; the end of the context makes the server reachable."""
         config = self.cluster.directory / "kubelet.kubeconfig"
         text = config.read_text()
         address = ["10.96.0.2/32", "dev", "lo"]
@@ -321,7 +322,7 @@ class Scene(sides.Scene):
             yield
 
     def static_pod(self, name: str, resource: str) -> locks.Holder:
-        """Run a pod by a manifest on the node, which ignores SIGTERM."""
+        """Run a static pod, whose container ignores SIGTERM; return it as the holder of its device."""
         manifest = self.cluster.directory / "static" / f"{name}.json"
         manifest.parent.mkdir(exist_ok=True)
         self.cluster.kubelet_config["staticPodPath"] = str(manifest.parent)
@@ -352,11 +353,11 @@ class Scene(sides.Scene):
         self._without_network = {"hostNetwork": True, "tolerations": [{"operator": "Exists"}]}
 
     def restore_network(self) -> None:
-        """Make it ready; containerd reads again what is written, not what is renamed."""
+        """Make the network ready. The file is written, because containerd ignores a renamed file."""
         self._cni.write_text(self._network)
 
     def admitted(self, name: str, resource: str) -> Pod:
-        """Start a pod while the network is not ready: its init container has the device."""
+        """Start a pod while the network is not ready; its init container has the device. Wait until it is admitted."""
         init = [locks.container("init", {named(resource): 1})]
         spec: dict[str, Any] = {
             "nodeName": self.cluster.node_name,
@@ -376,12 +377,12 @@ class Scene(sides.Scene):
         pod.wait_gone()
 
     def freeze(self, pod: Pod) -> None:
-        """Have a pod's shim hang, so that the runtime can end nothing of it."""
+        """Stop a pod's shim processes (SIGSTOP), so that the runtime cannot end the pod's containers."""
         for shim in {locks.parent(pid) for pid in locks.pids(pod.uid)}:
             os.kill(shim, signal.SIGSTOP)
 
     def restore(self) -> None:
-        """Start again what was stopped, so that the pods can end."""
+        """Start stopped components and continue stopped shims, so that the pods can end."""
         for name in COMPONENTS:
             if not self.cluster.components[name].running:
                 self.cluster.start_component(name)
@@ -408,7 +409,7 @@ class Scene(sides.Scene):
         self.before = len(locks.holders())
 
     def overlaps(self) -> list[str]:
-        """Return containers that did not get the lock of a device that they have."""
+        """Return the containers, with the device, that did not get the lock of a device that they have."""
         return [f"{one.pod}/{one.container}: {one.key}" for one in locks.notes() if one.what == "failed"]
 
     def released(self) -> list[str]:
@@ -419,9 +420,10 @@ class Scene(sides.Scene):
         assert not self.overlaps(), f"holders now: {[(one.key, one.pod) for one in locks.holders()]}"
 
     def urge(self) -> None:
-        """Make pods again that the kubelet has refused, and have it try again what it could not prepare.
+        """Make pods again that the kubelet has refused, and make the kubelet retry the preparation of claims.
 
-        A kubelet that has lost its checkpoint lets pods run without a device until the plugin is registered again.
+        A kubelet that has lost its checkpoint lets pods run without a device until the plugin is registered again. Such
+        pods are made again, too.
         """
         with contextlib.suppress(ApiError, OSError, ClusterError):
             self._urge()
@@ -433,18 +435,21 @@ class Scene(sides.Scene):
             if found.phase == "Failed" or found.uid in without:
                 self.remake(found, manifest)
             elif "resourceClaims" in manifest["spec"] or "extendedResourceClaimStatus" in found.status:
-                # Any change makes the kubelet try again at once; its own Events are rate limited and do not tell.
+                # Any change of the pod makes the kubelet retry at once.
                 annotations = {"retry": str(int(time.monotonic()))}
                 self.cluster.api.patch("Pod", name, {"metadata": {"annotations": annotations}})
 
     def handed_on(self, end: Callable[[], object], old: Iterable[str], *new: str, limit: float = LIMIT) -> None:
-        """End holders (their pods' UIDs) and wait until waiting pods have got the devices; note how long it took."""
+        """Call `end`, which ends the pods `old` (UIDs), and wait until the pods `new` have their devices.
+
+        Add the seconds between the end of the last old container and the last grant to `seconds`.
+        """
         uids = set(old)
 
         def noted() -> list[locks.Note]:
             return [note for note in locks.notes() if note.what == "got" and note.uid in uids]
 
-        # A process that has only begun has not noted what it got.
+        # A container that has just started may not have noted its lock yet.
         self.cluster.wait_for(lambda: {note.uid for note in noted()} == uids, LIMIT, "the holders have their locks")
         keys = {note.key for note in noted()}
         end()
@@ -483,7 +488,7 @@ class Scene(sides.Scene):
         self.check()
 
     def row(self) -> Row:
-        """Return what is told of it."""
+        """Return the scenario's row of the table of holders."""
         after = self.after if self.after is not None else len(locks.holders())
         seconds = " ".join(f"{one:.1f}" for one in self.seconds) or "-"
         return Row(self.name, self.before, after, len(self.overlaps()), len(self.released()), seconds)
@@ -512,7 +517,7 @@ S = TypeVar("S", bound=Scene)
 
 
 def unbroken(made: S) -> Iterator[S]:
-    """Yield a scene. In the end no device had two holders, and `released` was called for no held device."""
+    """Yield a scene. At its end, check that no device had two holders, and `released` was called for no held device."""
     locks.prepare()
     with made.stack:
         yield made
@@ -543,7 +548,7 @@ def start_api_server(cluster: Cluster) -> None:
     """Start the API server again and wait until a new pod can run."""
     cluster.start_apiserver()
     for name in ("kube-controller-manager", "kube-scheduler"):
-        cluster.kill(name)  # these and the kubelet wait for up to a minute before they connect again
+        cluster.kill(name)  # otherwise the component waits for up to a minute before it connects again
         cluster.start_component(name)
     cluster.start_pod("canary").wait_running()
 
@@ -554,7 +559,7 @@ class TestSides(SidesScenarios):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count: int) -> None:
-    """A container that restarts after the checkpoint's loss gets a device again; others get only other devices."""
+    """A container that restarts after the checkpoint's loss gets a device; another pod gets only the other device."""
     scene.begin(a=(count, "none"))
     pod = scene.pod("a0", "a", restartPolicy="Always")
     scene.running(pod)
@@ -589,7 +594,7 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
 
 
 def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
-    """What SQLite had not taken from its log is gone, and the checkpoint: the copy of the allocations is newer."""
+    """SQLite's log of the ledger and the checkpoint are lost: the agent knows the holder from the newer copy file."""
     scene.begin(a=(1, "none"))
     scene.agents.stop()
     scene.agents.start()
@@ -619,14 +624,17 @@ def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End an agent after this."""
+    """End an agent's process at the end of the context."""
     yield
     process.terminate()
     process.wait(20)
 
 
 def forgotten(scene: Scene) -> tuple[Pod, Pod]:
-    """Have a pod of two devices hang, and the kubelet forget it; return it, and the pod for which the kubelet did."""
+    """Delete a pod whose container hangs by force, and wait until the kubelet's checkpoint does not name the pod.
+
+    The kubelet writes its checkpoint when a second pod starts. Return the hanging pod and the second pod.
+    """
     pod = scene.pod("a0", "a")
     scene.running(pod)
     scene.before = len(locks.holders())
@@ -640,7 +648,7 @@ def forgotten(scene: Scene) -> tuple[Pod, Pod]:
 
 
 def handed_on_at_its_end(scene: Scene, pod: Pod, other: Pod) -> None:
-    """Have two pods want the two devices; both have one only when the hanging pod has ended."""
+    """Start two pods for the two devices; both pods have a device only after the hanging container has ended."""
     other.delete(0)
     other.wait_gone()
     for name in ("wants-0", "wants-1"):
@@ -660,7 +668,7 @@ def handed_on_at_its_end(scene: Scene, pod: Pod, other: Pod) -> None:
 
 @pytest.mark.parametrize("successor", ["bridge", "plugin"])
 def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str) -> None:
-    """The copy of the former agent's allocations names the pod, which was deleted by force, and nothing else does."""
+    """A pod was deleted by force but still runs: another agent knows it from the former agent's copy of allocations."""
     scene.nodes("a", 2)
     scene.stack.callback(remove_ledger, "other")
     scene.serve(resource("a", "none"))
@@ -676,7 +684,7 @@ def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str)
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
 def test_a_plugin_alone_knows_what_hangs_after_its_restart(scene: Scene, how: signal.Signals) -> None:
-    """The plugin has no ledger; the copy of its allocations names the pod, and nothing else does."""
+    """A pod was deleted by force but still runs: a restarted plugin without a ledger knows it from its copy file."""
     scene.nodes("a", 2)
     scene.serve(resource("a", "none"))
     scene.agents.stop()
@@ -730,9 +738,9 @@ def test_a_second_agent_of_another_name(scene: Scene) -> None:
 
 
 def test_the_runtime_has_forgotten_a_process(scene: Scene) -> None:
-    """The kubelet kills what is left in a pod's cgroup after its claim is unprepared; until then the device is held.
+    """A process that is left in a pod's cgroup holds the claim's device until the kubelet kills it.
 
-    Such a process is the `runc init` of a container that containerd was creating when the kubelet ended.
+    Such a process may be the `runc init` of a container that containerd was creating when the kubelet ended.
     """
     user = scene.claimed("a")
     left = subprocess.Popen(["sleep", "1000"])
@@ -759,7 +767,7 @@ def test_the_runtime_has_forgotten_a_process(scene: Scene) -> None:
 
 
 def one_of_each(scene: Scene) -> tuple[Pod, Pod]:
-    """Have a pod and a claim hold the two devices of resource a."""
+    """Start a pod by limits and a pod by claim, which hold the two devices of resource a; return both."""
     scene.nodes("a", 2)
     scene.serve(resource("a", 1))
     scene.cluster.wait_allocatable(named("a"), 1)
@@ -772,7 +780,7 @@ def one_of_each(scene: Scene) -> tuple[Pod, Pod]:
 
 @pytest.mark.parametrize("how", ["overlapping", pytest.param("killed", marks=long)])
 def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
-    """`deviceplugin run` after `dra-bridge run`, and back: nobody gets what pods or running claims hold."""
+    """`deviceplugin run` follows `dra-bridge run`, and vice versa: no held device is granted to another pod."""
     scene.nodes("a", 3)
     scene.serve(resource("a", 2))
     agents = scene.agents
@@ -783,7 +791,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
     scene.wait(plain("wants-plain", "a"))
 
     def late() -> None:
-        """A claim comes to be held when the plugin has begun already."""
+        """Start a pod by claim that holds the third device."""
         scene.running(scene.claimer("late", "a"))
         scene.before = len(locks.holders())
 
@@ -808,7 +816,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
         scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the bridge waits")
         plugin.terminate()
         plugin.wait(20)
-    # With nothing on the plugin's side, a pod with limits is served by claims too.
+    # If the plugin's side has no device, DRA serves a pod by limits, too.
     del scene.waiting["wants-plain"]
     scene.cluster.pod("wants-plain").delete(0)
     scene.wait(claimer("wants-claim", "a"))
@@ -817,7 +825,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
 
 
 def damage(how: str) -> None:
-    """Do something to the ledger."""
+    """Damage all files of the ledger in this way."""
     for file in LEDGER.parent.glob(f"{LEDGER.name}*"):
         if how == "removed":
             file.unlink()
@@ -839,13 +847,13 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("how", "successor"), DAMAGED)
 def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
-    """An agent that starts with a damaged ledger gives nobody a device that another pod or claim has."""
+    """An agent that starts with a damaged ledger grants no device that another pod or claim holds."""
     pod, user = one_of_each(scene)
     scene.wait(plain("wants-plain", "a"))
     scene.wait(claimer("wants-claim", "a"))
     former = scene.agents.process
     assert former is not None
-    if how == "locked":  # it hangs, and keeps its lock
+    if how == "locked":  # the former agent hangs, and keeps the ledger's lock
         former.send_signal(signal.SIGSTOP)
         scene.stack.callback(former.wait)
         scene.stack.callback(former.kill)
@@ -870,7 +878,7 @@ def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
 
 @pytest.mark.parametrize("how", ["reload", pytest.param("restart", marks=long)])
 def test_driver_is_renamed(scene: Scene, how: str) -> None:
-    """Devices of a renamed driver's claims go neither to pods nor to claims of the new driver."""
+    """A driver is renamed: devices that its claims hold go neither to pods nor to claims of the new driver."""
     pod, _ = one_of_each(scene)
     before = scene.agents.resources[:]
     scene.wait(plain("wants-plain", "a"))
@@ -885,11 +893,11 @@ def test_driver_is_renamed(scene: Scene, how: str) -> None:
     scene.wait(claimer("wants-claim", "renamed"))
     try:
         scene.observe(6)
-        # Whichever side it is on now, one of the two gets it.
+        # One of the two waiting pods gets the device, on whichever side the device is now.
         scene.handed_to_anybody(pod)
     finally:
         scene.after = len(locks.holders())
-        scene.agents.resources[:] = before  # what was prepared by the former name can be ended by it alone
+        scene.agents.resources[:] = before  # only the former driver can unprepare its claims
         scene.agents.write()
         if how == "restart":
             scene.agents.kill()
@@ -898,7 +906,7 @@ def test_driver_is_renamed(scene: Scene, how: str) -> None:
 
 @pytest.mark.parametrize("share", ["none", "all"])
 def test_resource_and_driver_are_renamed(scene: Scene, share: str) -> None:
-    """A device that is held goes to nobody through a new resource and driver, under another id, until its pod ends."""
+    """A new resource and driver list a held device under another id: no other pod gets the device while it is held."""
     scene.nodes("a", 1)
     agents = scene.serve(resource("a", share))
     if share == "none":
@@ -921,7 +929,7 @@ def test_resource_and_driver_are_renamed(scene: Scene, share: str) -> None:
     assert [one.pod for one in locks.holders()] == ["holder"]
     if share == "none":
         scene.handed_on(holder.delete, [holder.uid], "wants")
-    else:  # the former driver alone can end the claim
+    else:  # only the former driver can unprepare the claim
         agents.stop()
         agents.resources[:] = before
         agents.write()
@@ -931,7 +939,7 @@ def test_resource_and_driver_are_renamed(scene: Scene, share: str) -> None:
 
 @pytest.mark.parametrize("how", ["resource", "node"])
 def test_plugin_alone_has_another_name_for_a_device(scene: Scene, how: str) -> None:
-    """What a pod holds is neither offered nor released by a plugin that starts with another resource or node name."""
+    """A plugin that starts with another resource or node name neither grants nor releases a held device."""
     scene.nodes("a", 2)
     agents = scene.serve(resource("a", "none"))
     agents.stop()
@@ -1015,10 +1023,10 @@ def test_aliases_of_a_node(scene: Scene) -> None:
 
 
 def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
-    """Do to the node what a reboot does, but for the kernel: everything dies, /run is empty, the boot id is another.
+    """Simulate a reboot: kill all programs and containers, empty directories of /run, and change the boot id.
 
-    agent: when it starts: `after the kubelet`, `before the kubelet`, `plugin before the kubelet` (`deviceplugin run`),
-    or `later`. Before it means that the kubelet starts as systemd starts it: when the agent has said that it serves.
+    agent: when the agent starts: `after the kubelet`, `before the kubelet`, `plugin before the kubelet` (`deviceplugin
+    run`), or `later`, which is not in this function. `before`: the kubelet starts after the agent's READY notification.
     """
     cluster = scene.cluster
     scene.agents.kill()
@@ -1064,7 +1072,7 @@ def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
 
 @pytest.mark.parametrize("agent", ["before the kubelet", "plugin before the kubelet", "later"])
 def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
-    """A pod by limits runs again where the agent waits for the kubelet; else it fails, and says of what."""
+    """After a reboot, a pod by limits runs again if the agent was ready before the kubelet started; else it fails."""
     scene.begin(a=(1, "none"))
     pod = scene.pod("a0", "a")
     scene.running(pod)
@@ -1081,13 +1089,13 @@ def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
 
 @pytest.mark.parametrize("api", ["up", "down"])
 def test_node_reboots(scene: Scene, api: str) -> None:
-    """After a reboot containers that start again have their devices to themselves, and what failed pods had moves."""
+    """After a reboot, restarted containers share no device, and a failed pod's device moves to the waiting pod."""
     plains, claimers = scene.both()
     if api == "down":
         scene.cluster.stop_apiserver()
     reboot(scene)
     if api == "down":
-        scene.observe(5)  # the kubelet is asked while it knows no pod
+        scene.observe(5)  # the kubelet lists no pod in this time
         start_api_server(scene.cluster)
 
     def over() -> bool:
@@ -1124,14 +1132,14 @@ def test_cdi_directory_is_wiped(scene: Scene) -> None:
 
 @pytest.fixture
 def last_cluster(shared_cluster: Shared) -> Iterator[None]:
-    """Stop the cluster in the end: after a restored etcd some of its parts watch at positions of the future."""
+    """Stop the cluster at the end: some components watch from resource versions that the restored etcd lacks."""
     yield
     shared_cluster.stop()
 
 
 @pytest.mark.usefixtures("last_cluster")
 def test_etcd_is_restored(scene: Scene) -> None:
-    """After an older state of the API server came back the slices are mended, and a new share is heard."""
+    """etcd is restored from an older copy: the agent takes held devices out of the slices, and follows a new share."""
     cluster = scene.cluster
     data, copy = cluster.directory / "etcd", cluster.directory / "etcd-copy"
     control_plane = ("kube-controller-manager", "kube-scheduler", "kube-apiserver", "etcd")
@@ -1182,6 +1190,6 @@ def test_etcd_is_restored(scene: Scene) -> None:
     began = time.monotonic()
     cluster.wait_for(lambda: scene.states("a")["plugin"] == 0, LIMIT, "the new share is heard")
     scene.seconds.append(time.monotonic() - began)
-    cluster.restart_kubelet()  # it watches at a position of the future, too
+    cluster.restart_kubelet()  # the kubelet, too, watches from a resource version that the restored etcd lacks
     cluster.wait_for(lambda: any(one.pod == "wants-a" for one in locks.holders()), 60, "the device has moved")
     scene.check()
