@@ -1,1 +1,1 @@
-"""A real Kubernetes node for the tests, and the tests that need it."""
+"""A real Kubernetes node, and the tests that need a real node."""

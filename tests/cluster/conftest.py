@@ -1,9 +1,9 @@
-"""Fixtures for tests on a real node; ``python -m tests.cluster.isolate python -m pytest tests/cluster`` runs them.
+"""Fixtures for tests on a real node. ``python -m tests.cluster.isolate python -m pytest tests/cluster`` runs the tests.
 
-``cluster`` is one started Cluster for the whole session; after each test that uses it everything the test may have left
-on the API server is removed (``Cluster.clean``), and a component that the test stopped is started again.
-``make_cluster`` gives it other options: the kubelet is started again with another configuration, and other feature
-gates take a Cluster in place of the one before. It keeps them until a test wants others.
+``cluster`` is one started Cluster for the whole session. After each test that uses the cluster, the objects of the test
+are removed from the API server (``Cluster.clean``), and stopped components are started again. ``make_cluster`` returns
+the cluster with other options: for another kubelet configuration the kubelet is restarted, and for other feature gates
+a new Cluster is started. The options stay until a test requests others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SHARED = pytest.StashKey["Shared"]()
 
 
 class Shared:
-    """The session's cluster, started when it is first wanted, when its options change and after it was stopped."""
+    """The session's cluster. `get` starts it if it is not running, or if its options change."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Start nothing yet."""
+        """Store the configuration; no cluster is started."""
         self._config = config
         self._cluster: Cluster | None = None
         self._gates: Mapping[str, bool] = {}
@@ -39,7 +39,7 @@ class Shared:
     def get(
         self, *, feature_gates: Mapping[str, bool] | None = None, kubelet_config: Mapping[str, Any] | None = None
     ) -> Cluster:
-        """The started cluster, with these options of Cluster and no others."""
+        """Return the started cluster, with only these options of Cluster."""
         gates, kubelet = feature_gates or {}, kubelet_config or {}
         if self._cluster is None or gates != self._gates:
             self.stop()
@@ -61,7 +61,7 @@ class Shared:
             cluster.stop()
 
     def clean(self) -> None:
-        """Start again what a test stopped, and remove what it left; a cluster in which that fails is stopped."""
+        """Start stopped components, and remove a test's objects. If this fails, stop the cluster."""
         cluster = self._cluster
         if cluster is None:
             return
@@ -71,15 +71,15 @@ class Shared:
                     cluster.start_component(name)
             cluster.clean()
         except ClusterError:
-            self.stop()  # the next test gets a new one
+            self.stop()  # the next test gets a new cluster
             raise
 
 
 def longest_first(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Return tests so that each process begins with some of the longest.
+    """Return the tests in an order in which each process begins with some of the longest tests (`lengthy`).
 
-    `--dist worksteal` gives each process a run of them, and moves tests from the end of a run later. The others stay in
-    their order: those next to each other often want the same options of a cluster.
+    `--dist worksteal` gives each process a consecutive part of the tests, and later moves tests from the end of a part.
+    The other tests keep their order, because neighbours often need the same options of the cluster.
     """
     longest = [item for item in items if item.get_closest_marker("lengthy")]
     rest = [item for item in items if item not in longest]
@@ -93,7 +93,10 @@ def longest_first(items: Sequence[pytest.Item], processes: int) -> list[pytest.I
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse to run where a node would harm the machine, instead of skipping; put the longest tests first."""
+    """Exit if the tests of this directory do not run isolated, as a node would harm the machine. Sort the tests.
+
+    Each test of this directory gets a timeout of 1800 s.
+    """
     here = Path(__file__).parent
     ours = [item for item in items if here in item.path.parents]
     if len(ours) == len(items):
@@ -111,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def shared_cluster(request: pytest.FixtureRequest) -> Iterator[Shared]:
-    """What keeps the session's cluster."""
+    """The object that starts and stops the session's cluster."""
     shared = request.config.stash.setdefault(_SHARED, Shared(request.config))
     yield shared
     shared.stop()
@@ -119,20 +122,20 @@ def shared_cluster(request: pytest.FixtureRequest) -> Iterator[Shared]:
 
 @pytest.fixture
 def make_cluster(shared_cluster: Shared) -> Iterator[Callable[..., Cluster]]:
-    """Return the session's cluster with the given options (those of `Shared.get`), with nothing on it but the node."""
+    """A function (`Shared.get`) that returns the session's cluster with these options, without other tests' objects."""
     yield shared_cluster.get
     shared_cluster.clean()
 
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
-    """The session's cluster, with nothing on it but the node."""
+    """The session's cluster with default options, without objects of other tests."""
     return make_cluster()
 
 
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image that examples/Dockerfile describes, under two tags; made once for all processes of a run."""
+    """The archive of the image of examples/Dockerfile, with two tags; written once for all processes of a run."""
     text = (Path(__file__).parents[2] / "examples" / "Dockerfile").read_text()
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
     directory = tmp_path_factory.getbasetemp()
@@ -150,7 +153,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def node(cluster: Cluster, archive: Path) -> Cluster:
-    """A node with the image, which stays in containerd for as long as the cluster runs."""
+    """The session's cluster, whose containerd has the image."""
     if archive not in cluster.imported:
         cluster.import_image(archive)
         cluster.imported.add(archive)
@@ -159,7 +162,7 @@ def node(cluster: Cluster, archive: Path) -> Cluster:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say with a failure where the logs of the cluster are."""
+    """Add the directory of the cluster's logs to the report of a failed test."""
     report = yield
     logs = item.config.stash.get(_LOGS, [])
     if report.failed and logs:
@@ -168,7 +171,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the table of the scenarios about holders: how many there were, and what went wrong."""
+    """Print a table of the scenarios about holders: numbers of holders and overlaps, and seconds of moves."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     found = [
         json.loads(str(value))

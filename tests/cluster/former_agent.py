@@ -1,7 +1,6 @@
-"""An agent of the version before reports went into Leases, as far as the API server sees it.
+"""Simulates an agent of an older version, which wrote its report as an annotation of its slice, not in a Lease.
 
-It wrote its whole report as an annotation of its slice, so it kept a slice without devices. It did not know a rollout's
-request for a pool.
+The older version kept a slice without devices for the report. It ignored a rollout's request for a pool.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LOOK = 0.2
 
 @dataclass
 class FormerAgent:
-    """One driver on one node. It writes with the rights that the manifests of now give an agent."""
+    """A former agent of one driver on one node. It has the rights of the present manifests."""
 
     group: Group
     node: GroupNode
@@ -32,7 +31,7 @@ class FormerAgent:
     @classmethod
     @contextlib.contextmanager
     def running(cls, group: Group, node: GroupNode) -> Iterator[Self]:
-        """Publish the slice, and follow the share that the Node requests. The slice stays at the end."""
+        """Publish a slice, and write it again when the Node requests another share. The slice stays at the end."""
         agent = cls(group, node)
         agent.write("")
         thread = threading.Thread(target=agent._follow, daemon=True)
@@ -44,11 +43,11 @@ class FormerAgent:
             thread.join(60)
 
     def end(self) -> None:
-        """Let the agent end, as when its pod is replaced."""
+        """End the agent, as if its pod were replaced."""
         self._over.set()
 
     def replaced(self) -> bool:
-        """Return whether no slice of the node has a report, as only slices of former agents have one."""
+        """Return whether no slice of the node has a report. Only former agents write reports in slices."""
         found = self.group.cluster.api.list("ResourceSlice")
         texts = [
             (one["metadata"].get("annotations") or {}).get(f"{self.group.driver}/handover")
@@ -67,7 +66,7 @@ class FormerAgent:
                     known = requested
 
     def write(self, requested: str) -> None:
-        """Create or replace the slice: with the devices of the requested share, and the report."""
+        """Create or replace the slice, with the devices of the requested share and the report."""
         cluster, driver, name = self.group.cluster, self.group.driver, self.node.name
         share = requested or "none"
         moved = parse_share(share).of(DEVICES)

@@ -1,7 +1,7 @@
-"""A group of nodes on the real API server, each with a fake kubelet and a real agent under its own rights.
+"""A group of nodes on the real API server, each with a fake kubelet, and a real agent with the manifests' rights.
 
-The Nodes are objects: nothing runs their pods. Real are what agents and `dra-bridge rollout` write, the scheduler, the
-controllers and the admission policies.
+The Nodes are only API objects, so their pods have no containers. Agents, `dra-bridge rollout`, scheduler, controllers
+and admission policies are real.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.programs import ANY_CONFIG
 Object = dict[str, Any]
 LABEL = "pool"
 DEVICES = 4
-"""Devices and CPUs of a node."""
+"""Number of devices of a node, and of its CPUs."""
 HEARTBEAT = 10.0
-"""Seconds between two heartbeats of a Node; without one for 50 s the node controller takes it for dead."""
+"""Seconds between two heartbeats of a Node. After 50 s without one, the node controller calls the Node unreachable."""
 
 
 @dataclass
 class GroupNode:
-    """One node, its kubelet and its agent, if it has one."""
+    """One node with its fake kubelet, and its agent, which may be missing."""
 
     cluster: Cluster
     name: str
@@ -80,9 +80,9 @@ class Group:
         *,
         agents: int | None = None,
     ) -> Iterator[Self]:
-        """Apply the manifests, make so many nodes, and run an agent on each, with `share: none`.
+        """Apply the manifests, make `count` nodes, run an agent on each with `share: none`, and wait for the reports.
 
-        agents: how many of the nodes, from the first on, have an agent; all by default.
+        agents: the number of nodes with an agent, from the first node on; None for all nodes.
         """
         config = {"resources": [{"name": resource, "driver": driver, "devices": [{"simulated": {"count": DEVICES}}]}]}
         text = json.dumps(config)
@@ -124,7 +124,7 @@ class Group:
             return None
 
     def _beat(self) -> None:
-        """Say for each Node that its kubelet lives."""
+        """Renew each Node's Lease, as its kubelet would do."""
         while not self._over.wait(HEARTBEAT):
             now = time.strftime("%Y-%m-%dT%H:%M:%S.000000Z", time.gmtime())
             for node in list(self.nodes):
@@ -142,7 +142,7 @@ class Group:
     # What is there.
 
     def report(self, name: str) -> Object:
-        """Return what the node's Lease says of the driver; nothing before it does."""
+        """Return the agent's report of the driver in the node's Lease; an empty object before there is a report."""
         try:
             metadata = self.cluster.api.get("Lease", name, Deployment().namespace)["metadata"]
         except ApiError:
@@ -151,17 +151,17 @@ class Group:
         return dict(json.loads(text)) if text else {}
 
     def objects(self) -> list[Object]:
-        """Return the Nodes as the API server has them."""
+        """Return the group's Nodes from the API server."""
         return [self.cluster.api.get("Node", node.name) for node in self.nodes]
 
     def annotations(self) -> list[Object]:
-        """Return the Nodes' annotations that agents and rollouts know."""
+        """Return each Node's annotations about the pool and the autoscaler's scale-down."""
         known = ("/dra-pool", "/dra-scale-down", "/scale-down-disabled")
         found = [node["metadata"].get("annotations") or {} for node in self.objects()]
         return [{key: text for key, text in each.items() if key.endswith(known)} for each in found]
 
     def slices(self) -> dict[str, int]:
-        """Return how many devices each node's slices have, of those nodes that have any."""
+        """Return the number of devices in each node's slices, for nodes that have slices."""
         names, counts = {node.name for node in self.nodes}, dict[str, int]()
         for one in self.cluster.api.list("ResourceSlice"):
             if (name := one["spec"].get("nodeName", "")) in names:
@@ -169,7 +169,7 @@ class Group:
         return counts
 
     def verdicts(self) -> list[Verdict]:
-        """Return what the model of the autoscaler makes of each node now."""
+        """Return the verdict of the autoscaler's model on each node now."""
         api = self.cluster.api
         slices, claims, pods = api.list("ResourceSlice"), api.list("ResourceClaim"), api.list("Pod")
         return list(judge(self.objects(), slices, claims, pods).values())
@@ -187,9 +187,9 @@ class Group:
             node.agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
     def start_pods(self, per_node: Sequence[int], *, claims: bool = False) -> None:
-        """Have so many pods on each node, each with a CPU and a device: by `limits`, or by a claim.
+        """Start pods with one CPU and one device each, by `limits` or by claim, and wait until all are bound.
 
-        On a node without an agent no kubelet runs them.
+        per_node: the number of pods of each node. On a node without an agent, the fake kubelet does not run the pods.
         """
         template = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate"}
         request = {"name": "one", "exactly": {"deviceClassName": self.driver}}
@@ -217,7 +217,7 @@ class Group:
             resources["claims"] = [{"name": "one"}]
             spec["resourceClaims"] = [{"name": "one", "resourceClaimTemplateName": "one"}]
         spec["containers"] = [{"name": "main", "image": "none", "resources": resources}]
-        movable = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}  # though no controller makes it again
+        movable = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}  # although the pod has no controller
         metadata = {"name": name, "namespace": "default", "annotations": movable}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
@@ -230,12 +230,12 @@ class Group:
                 fake.delete()
 
     def rollout(self, *arguments: str) -> tuple[int, str]:
-        """Run `dra-bridge rollout` over the group; return its status and what it has said."""
+        """Run `dra-bridge rollout` over the group; return its exit status and output."""
         return self.run("rollout", "--driver", self.driver, "-l", f"{LABEL}={self.label}", *arguments)
 
     @contextlib.contextmanager
     def rolling(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Have `dra-bridge rollout` over the group run beside the test; it is killed at the end if it still does."""
+        """Run `dra-bridge rollout` over the group while the context is active; kill it at the end if it still runs."""
         command = [
             sys.executable,
             "-m",
@@ -254,12 +254,12 @@ class Group:
             process.wait(30)
 
     def run(self, *arguments: str, timeout: float = 240.0) -> tuple[int, str]:
-        """Run `dra-bridge` with an administrator's rights."""
+        """Run `dra-bridge` with an administrator's rights; return its exit status and output."""
         command = [sys.executable, "-m", "dra_bridge", *arguments, "--kubeconfig", str(self.cluster.kubeconfig)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         print(f"--- {arguments}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.returncode, done.stdout + done.stderr
 
     def until(self, what: Callable[[], object], text: str, timeout: float = 120.0) -> None:
-        """Wait until something is so."""
+        """Wait until the condition `what` is true. text: the condition, for the error message."""
         self.cluster.wait_for(what, timeout, text)

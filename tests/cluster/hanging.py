@@ -1,7 +1,8 @@
-"""A file system that can hang: what is in one directory is seen at another one, through FUSE, by a process of its own.
+"""A file system that can hang: a FUSE mount that shows the files of another directory, served by its own process.
 
-While that process is stopped, whoever looks at a path there waits, as with a server of NFS that is lost. It speaks the
-kernel's protocol (linux/fuse.h, 7.31) by itself, so that tests need no library: one request at a time, nothing cached.
+While this process is stopped, each access to a path of the mount blocks, as with an unreachable NFS server. The process
+implements the kernel's protocol (linux/fuse.h, 7.31), so that tests need no library. It handles one request at a time,
+and lets the kernel cache nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MODE, _SIZE, _HANDLE = 1, 8, 1
 
 
 class HangingFileSystem:
-    """Shows `backing` at `point`, which is made if it is missing."""
+    """Mounts the directory `backing` at `point`. Missing directories are made."""
 
     def __init__(self, backing: Path, point: Path) -> None:
         self.point = point
@@ -53,12 +54,12 @@ class HangingFileSystem:
         self._process.stdout.close()
 
     def hang(self) -> None:
-        """Answer nobody any more."""
+        """Stop the process (SIGSTOP), so that all accesses block."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def answer(self) -> None:
-        """Answer who waits, and everybody after."""
+        """Continue the process, which then answers waiting and new requests."""
         self._process.send_signal(signal.SIGCONT)
 
 
@@ -70,7 +71,7 @@ class Server:
         self._next = ROOT + 1
 
     def serve(self, device: int) -> None:
-        """Serve until it is unmounted."""
+        """Answer requests until the file system is unmounted."""
         while True:
             try:
                 request = os.read(device, 1 << 21)
@@ -89,7 +90,7 @@ class Server:
                 answer, code = b"", errno.ENOSYS
             except OSError as error:
                 answer, code = b"", error.errno or errno.EIO
-            with contextlib.suppress(FileNotFoundError):  # who asked has been killed
+            with contextlib.suppress(FileNotFoundError):  # the requesting process was killed
                 os.write(device, struct.pack("<IiQ", 16 + len(answer), -code, unique) + answer)
 
     def _at(self, node: int, name: bytes) -> str:
@@ -167,7 +168,7 @@ class Server:
         return b""
 
     def _forget(self, path: str) -> None:
-        """Give the node of a path that goes another one, so that the next file there gets a node of its own."""
+        """Give the node of a removed path another path, so that the next file at this path gets its own node."""
         for node, known in self._paths.items():
             if known == path:
                 self._paths[node] = f"{path}\n"
@@ -266,11 +267,11 @@ class Server:
         38: _nothing,
         45: _rename2,
     }
-    """By the kernel's number of the operation; ENOSYS for others, FLUSH too, for which the end of a process waits."""
+    """The handlers by the kernel's number of the operation. Other operations get ENOSYS, also FLUSH."""
 
 
 def main(backing: str, point: str) -> None:
-    """Mount and serve."""
+    """Mount the file system, print "mounted", and answer requests."""
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
     libc = ctypes.CDLL(None, use_errno=True)

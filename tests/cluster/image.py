@@ -1,8 +1,8 @@
-"""Images for the pods of a cluster, as OCI archives, for nothing can be pulled.
+"""Makes images for the pods of a cluster, as OCI archives, because nodes cannot pull images.
 
-``IMAGE`` is a static busybox, which pods of tests run. An agent's image is that of examples/Dockerfile as far as it can
-be made without its base image: the same Python and Debian release, from Debian's packages; the same versions of what
-the packages require; and the same script, examples/image/tree.py, chooses the files.
+``IMAGE`` is a static busybox for the pods of tests. The agent's image resembles the image of examples/Dockerfile, but
+has no base image: Python and Debian have the same releases, from Debian's packages; the dependencies have the same
+versions; and the same script, examples/image/tree.py, selects the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.cluster import build
 
 IMAGE = "localhost/busybox:1"
 AGENTS = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
-"""The names of one agent's image, so that tests can roll another one out."""
+"""Two names of the agent's image, so that tests can update a DaemonSet to another name."""
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
@@ -33,7 +33,7 @@ _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 EXTRAS = ("bridge", "nvidia")
-"""Of our distribution: what it requires with these is in an agent's image."""
+"""Extras of this project's distribution whose dependencies are in the agent's image."""
 
 
 def _file(archive: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
@@ -51,7 +51,7 @@ def _link(archive: tarfile.TarFile, name: str, target: str) -> None:
 
 
 def _begin(archive: tarfile.TarFile) -> None:
-    """Write what every image has."""
+    """Write the directories and files that every image has."""
     for name in ("bin", "dev", "etc", "proc", "run", "sys", "tmp", "var"):
         entry = tarfile.TarInfo(name)
         entry.type = tarfile.DIRTYPE
@@ -63,7 +63,7 @@ def _begin(archive: tarfile.TarFile) -> None:
 
 
 def write_busybox(busybox: str, path: Path) -> None:
-    """Write ``IMAGE`` for ``Cluster.import_image``."""
+    """Write the archive of ``IMAGE``, for ``Cluster.import_image``. busybox: the path of the program."""
     applets = subprocess.run([busybox, "--list"], check=True, capture_output=True, text=True).stdout.split()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -72,8 +72,8 @@ def write_busybox(busybox: str, path: Path) -> None:
         for applet in applets:
             if applet != "busybox":
                 _link(archive, f"bin/{applet}", "busybox")
-    # What the sandbox of a pod runs; the containers of the tests bring their own command. Where the containers are in
-    # the sandbox's pid namespace it buries orphans, as the usual image of sandboxes does: a shell that waits does.
+    # A pod's sandbox runs this command; the containers of the tests have their own command. If the containers share the
+    # sandbox's pid namespace, the waiting shell reaps orphaned processes, as the usual sandbox image does.
     forever = "trap 'exit 0' INT TERM; while :; do sleep 2147483647 & wait; done"
     config = {"Cmd": ["/bin/sh", "-c", forever], "Env": ["PATH=/bin"]}
     _write(path, [buffer.getvalue()], config, [IMAGE])
@@ -85,15 +85,15 @@ def write_agent(
     names: Sequence[str],
     environment: Mapping[str, str],
 ) -> None:
-    """Write an agent's image under several names; as root, for it is made in a chroot.
+    """Write the agent's image with several names. Requires root, because the image is made in a chroot.
 
-    environment: variables of the image; its bytecode is compiled with them.
+    environment: environment variables of the image, with which its bytecode is compiled, too.
     """
     root = build.ensure_python()
     python = f"/usr/bin/python{build.image_base()[0]}"
     buffer = io.BytesIO()
     with (
-        # In the file system of the cache, so that nothing is copied.
+        # In the cache's file system, so that files are linked instead of copied.
         tempfile.TemporaryDirectory(prefix=".image-", dir=build.cache_directory()) as directory,
         tarfile.open(fileobj=buffer, mode="w") as archive,
     ):
@@ -116,7 +116,10 @@ def write_agent(
 
 
 def write_derived(base: Path, into: Path, directory: Path, name: str) -> None:
-    """Write what a directory's Dockerfile makes of an image that `write_agent` wrote: COPY of files, and ENTRYPOINT."""
+    """Write the image of a directory's Dockerfile, whose base is an image of `write_agent`.
+
+    Of the Dockerfile, only COPY of files and ENTRYPOINT are executed.
+    """
     text = (directory / "Dockerfile").read_text()
     with tarfile.open(base) as archive:
 

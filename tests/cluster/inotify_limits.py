@@ -1,8 +1,9 @@
-"""Run a program whose user has few inotify instances or watches or none left, as on many busy nodes.
+"""Run a program with a limit of inotify instances or watches, as on busy nodes on which few or none are left.
 
-``python -m tests.cluster.inotify_limits instances|watches NUMBER COMMAND...`` runs the command in a user namespace of
-its own, in which all users are what they are outside. The kernel counts them for each user and namespace, so the limit
-there concerns nobody else: neither the kubelet nor other tests. `allow` changes it while the program runs. Needs root.
+``python -m tests.cluster.inotify_limits instances|watches NUMBER COMMAND...`` runs the command in its own user
+namespace, in which all users have the same ids as outside. The kernel counts inotify objects for each user and
+namespace, so the limit does not apply to the kubelet or other tests. `allow` changes the limit while the program runs.
+Requires root.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 __all__ = ["allow"]
 
 LIMITS = "/proc/sys/user/max_inotify_"
-"""Those of the namespace of who opens them."""
+"""The files' common prefix. The limits are those of the user namespace of the process that opens the file."""
 MAP = "0 0 4294967295"
 NEW_USER_NAMESPACE = 0x10000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,19 +29,19 @@ def _done(result: int) -> None:
 
 
 def allow(process: int, what: str, number: int) -> None:
-    """Change the limit of instances or watches of a program that runs."""
+    """Change the limit of instances or watches (`what`) of the running program `process`."""
     command = [sys.executable, "-m", __name__, "--of", str(process), what, str(number)]
     subprocess.run(command, check=True)
 
 
 def main(argv: list[str]) -> None:
-    """Enter a namespace, set the limit, and run the command."""
+    """Enter a user namespace, set the limit, and run the command, if one is given."""
     if argv[0] == "--of":
         file = os.open(f"/proc/{argv[1]}/ns/user", os.O_RDONLY)
         _done(_libc.setns(file, NEW_USER_NAMESPACE))
         Path(f"{LIMITS}{argv[2]}").write_text(argv[3])
         return
-    # Only who is outside of the namespace may map all users into it.
+    # Only a process outside of the namespace may map all users into it.
     inside, outside = (os.pipe() for _ in range(2))
     mine = os.getpid()
     if not (child := os.fork()):

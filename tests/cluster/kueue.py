@@ -1,7 +1,7 @@
-"""Kueue beside a cluster's own programs. It is not built here: it is found in the directory that PEER_PROGRAMS names.
+"""Runs Kueue in a test's cluster. Kueue is not built here; PEER_PROGRAMS has to name a directory with the program.
 
-That directory has the program `kueue` (sigs.k8s.io/kueue/cmd/kueue, 0.19.2), and `kueue-components`, which is the
-directory `config/components` of the same module: its CustomResourceDefinitions and webhooks.
+The directory contains the program `kueue` (sigs.k8s.io/kueue/cmd/kueue, 0.19.2), and `kueue-components`, a copy of the
+directory `config/components` of the same module, with its CustomResourceDefinitions and webhooks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ VERSION = "v1beta2"
 HEALTH, WEBHOOKS = 18081, 19443
 """Ports."""
 SHADOWED = 'mount --bind "$0" /etc && exec "$@"'
-"""Kueue has a directory for a certificate in /etc, and reads nothing else there."""
+"""A shell script that mounts another directory over /etc. Kueue reads nothing in /etc except its certificate."""
 OWN = ("-kueue-x-k8s-io-", "-batch-v1-job")
-"""In the paths of the webhooks that matter here: those of other projects' jobs have no kind in this cluster."""
+"""Parts of the paths of webhooks that are installed. Other webhooks are for kinds that this cluster lacks."""
 
 
 def missing() -> str:
-    """Return what Kueue lacks to run, "" if it can."""
+    """Return why Kueue cannot run; "" if it can."""
     named = os.environ.get(build.PEER_PROGRAMS)
     if not named:
         return f"{build.PEER_PROGRAMS} names no directory with kueue and kueue-components"
@@ -41,7 +41,7 @@ def missing() -> str:
 
 
 class Kueue:
-    """Kueue's controllers as a process, and one queue, `team`, that has all namespaces."""
+    """Kueue's controllers as a process, with one queue, `team`, which accepts jobs of all namespaces."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -51,7 +51,7 @@ class Kueue:
     @classmethod
     @contextmanager
     def running(cls, cluster: Cluster, configuration: Mapping[str, Any], quotas: Mapping[str, int]) -> Iterator[Self]:
-        """Run Kueue with a configuration, and with so many devices of each resource in its queue."""
+        """Run Kueue with this configuration. quotas: the number of devices of each resource in the queue."""
         kueue = cls(cluster)
         process = kueue._start(configuration)
         try:
@@ -90,7 +90,7 @@ class Kueue:
         etc = directory / "kueue-etc"
         certificates = etc / "kueue" / "metrics" / "certs"
         certificates.mkdir(parents=True)
-        for end in ("crt", "key"):  # its webhooks are called by the API server's own address
+        for end in ("crt", "key"):  # the webhooks have the API server's address, so its certificate is valid for them
             shutil.copy(directory / "pki" / f"apiserver.{end}", certificates / f"tls.{end}")
         file = directory / "kueue.yaml"
         own = {
@@ -101,7 +101,7 @@ class Kueue:
             "webhook": {"port": WEBHOOKS, "certDir": "/etc/kueue/metrics/certs"},
             "leaderElection": {"leaderElect": False},
             "integrations": {"frameworks": ["batch/job"]},
-            "featureGates": {"VisibilityOnDemand": False},  # it is an aggregated API, with a certificate of its own
+            "featureGates": {"VisibilityOnDemand": False},  # an aggregated API, which needs another certificate
         }
         file.write_text(yaml.safe_dump({**configuration, **own}))
         run = [str(self._program), f"--config={file}", f"--kubeconfig={self.cluster.kubeconfig}"]
@@ -118,7 +118,7 @@ class Kueue:
             return False
 
     def _hook(self) -> None:
-        """Have the API server call Kueue's webhooks, by its address: there are no Services here."""
+        """Install Kueue's webhooks, with the process's address instead of a Service, which this cluster lacks."""
         bundle = b64encode((self.cluster.directory / "pki" / "ca.crt").read_bytes()).decode()
         text = (self._components / "webhook" / "manifests.yaml").read_bytes()
         for one in yaml.load_all(text, yaml.CSafeLoader):
@@ -132,25 +132,25 @@ class Kueue:
             self.cluster.api.create({**one, "webhooks": hooks})
 
     def job(self, name: str, pod: Mapping[str, Any]) -> None:
-        """Make a Job of one pod in the queue, as a user does: nothing of it is suspended by hand."""
+        """Create a Job of one pod in the queue, as a user does, without `suspend`."""
         template = {"spec": {"restartPolicy": "Never", **pod}}
         spec = {"template": template, "backoffLimit": 0}
         metadata = {"name": name, "namespace": "default", "labels": {"kueue.x-k8s.io/queue-name": "team"}}
         self.cluster.api.create({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
 
     def workload(self, job: str) -> Object:
-        """Return the Workload of a Job; an object without a status before there is one."""
+        """Return the Workload of a Job; an empty object before there is a Workload."""
         found: Objects = self.cluster.api.list("Workload", "default", f"kueue.x-k8s.io/{VERSION}")
         owned = [one for one in found if any(by["name"] == job for by in one["metadata"].get("ownerReferences", ()))]
         return owned[0] if owned else {}
 
     def condition(self, job: str, kind: str) -> tuple[str, str]:
-        """Return status and message of a condition of a Job's Workload; empty before it has it."""
+        """Return status and message of a condition of a Job's Workload; two empty strings without the condition."""
         conditions = self.workload(job).get("status", {}).get("conditions", [])
         return next(((one["status"], one["message"]) for one in conditions if one["type"] == kind), ("", ""))
 
     def admitted(self, job: str) -> bool:
-        """Return whether a Job is admitted, and its pods may be made."""
+        """Return whether a Job is admitted and not suspended."""
         suspended = self.cluster.api.get("Job", job)["spec"].get("suspend")
         return self.condition(job, "Admitted")[0] == "True" and not suspended
 

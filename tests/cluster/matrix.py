@@ -1,13 +1,14 @@
-"""``python -m tests.cluster.matrix``: what works on which Kubernetes, by running the tests on real nodes of each.
+"""``python -m tests.cluster.matrix`` runs the tests on real nodes of each Kubernetes version, for the support matrix.
 
-The versions are run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. A
-test is one feature and its docstring says which. With ``--record`` what was seen goes into RECORD, in the place of what
-was seen of these tests on this minor version before, and PAGE is made of it. So a part can be run alone::
+The versions run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. The first
+line of a test's docstring is the feature's name on PAGE. With ``--record`` the results are written into RECORD, where
+they replace earlier results of these tests on this minor version, and PAGE is made from RECORD. So a part of the tests
+can be run alone::
 
     python -m tests.cluster.matrix --record --version 1.35.4 test_quota_real test_dra::test_selectors
     python -m tests.cluster.matrix --merge DIRECTORY    # records reports VERSION.xml and PART-VERSION.xml of pytest
 
-With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version, else some of them.
+With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version; otherwise a part runs.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ TESTS = {
     "test_metadata_real": "Files about devices in containers",
     HOLDERS: "No device has two holders",
 }
-"""The modules of tests, and the heading of each on PAGE."""
+"""The headings on PAGE, by the module of the tests."""
 MACHINE = "test_unit"
-"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a report of its own."""
+"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a separate report."""
 TITLES = {**TESTS, MACHINE: "As a unit of systemd, with cgroup v2, in a virtual machine"}
 SCENARIOS = {
     "test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py",
     MACHINE: HERE.parent / "vm" / "test_unit.py",
 }
-"""Where a module has its tests from, if not from the file of its name."""
+"""The file with the tests of a module, for modules whose tests are in another file."""
 HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps", "released in use", "seconds of moves"]
 RECORD = HERE / "matrix.json"
-"""What was seen of each test on each minor version: the fields of Seen, by module, test and minor version."""
+"""The file of the results: the fields of Seen, by module, test and minor version."""
 PAGE = ROOT / "docs" / "support-matrix.md"
 INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
 
@@ -76,9 +77,9 @@ A container locks its devices; a lock that fails is an overlap.
 
 
 class Seen(NamedTuple):
-    """How a test went on one version: yes, no or FAILED; on which and when, why it was skipped or what failed.
+    """The result of a test on one version. word: yes, no (skipped) or FAILED. reason: of the skip or the failure.
 
-    holders: what a scenario about holders counted, HEAD without scenario and version.
+    holders: the counts of a scenario about holders, as in HEAD, without scenario and version.
     """
 
     word: str
@@ -92,10 +93,10 @@ Record = dict[str, dict[str, dict[str, Seen]]]
 
 
 def outcomes(version: str, report: Path) -> dict[str, dict[str, Seen]]:
-    """Return how each test went by module and test from a report of pytest's in JUnit's form.
+    """Return the results in a JUnit report of pytest, by module and test.
 
-    Scenarios about holders that were skipped are left out: that is for want of time, not of a feature. What pytest says
-    of itself, such as that it was interrupted, is of the module "".
+    Skipped scenarios about holders are left out: they were skipped to save time, not because a feature is missing.
+    Entries of pytest itself, such as an interruption, have the module "".
     """
     found: dict[str, dict[str, Seen]] = {}
     for suite in ET.parse(report).getroot().iter("testsuite"):  # pytest wrote it
@@ -114,13 +115,13 @@ def outcomes(version: str, report: Path) -> dict[str, dict[str, Seen]]:
             tests, name = found.setdefault(module, {}), case.get("name", "")
             if module == HOLDERS and seen.word == "no":
                 continue
-            if name not in tests or tests[name].word != "FAILED":  # a test can fail once more, in its teardown
+            if name not in tests or tests[name].word != "FAILED":  # a failed test may have an entry of its teardown
                 tests[name] = seen
     return found
 
 
 def read() -> Record:
-    """Return RECORD; nothing if there is none."""
+    """Return the content of RECORD; an empty record if the file does not exist."""
     modules = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return {
         module: {test: {at: Seen(*seen) for at, seen in cells.items()} for test, cells in tests.items()}
@@ -129,8 +130,10 @@ def read() -> Record:
 
 
 def merged(record: Record, seen: Sequence[Mapping[str, Mapping[str, Seen]]]) -> Record:
-    """Return a record with what reports have; of a test that one has, all earlier cells of that version are left out,
-    those of other parameters too. Tests that are no more are left out.
+    """Return a record with the results of these reports added.
+
+    If a report has a test, all earlier results of this test on this minor version are left out, also those of other
+    parameters. Tests that no longer exist are left out.
     """
     cells = [(module, test, one) for report in seen for module, tests in report.items() for test, one in tests.items()]
     anew = {(module, plain(test), minor(one.version)) for module, test, one in cells}
@@ -147,7 +150,7 @@ def merged(record: Record, seen: Sequence[Mapping[str, Mapping[str, Seen]]]) -> 
 
 
 def write(record: Record) -> None:
-    """Write RECORD, a line for each test, and make PAGE of it."""
+    """Write RECORD, with a line for each test, and write PAGE from this record."""
 
     def cells(of: Mapping[str, Seen]) -> str:
         short = {at: seen[: 5 if seen.holders else 4 if seen.reason else 3] for at, seen in sorted(of.items())}
@@ -162,7 +165,7 @@ def write(record: Record) -> None:
 
 
 def features(module: str) -> dict[str, str]:
-    """Return the first line of each test's docstring by the test."""
+    """Return the first line of each test's docstring, by the test's name."""
     path = SCENARIOS.get(module, HERE / f"{module}.py")
     return {
         item.name: (ast.get_docstring(item) or item.name).partition("\n")[0]
@@ -172,14 +175,14 @@ def features(module: str) -> dict[str, str]:
 
 
 def versions_of(tests: Mapping[str, Mapping[str, Seen]]) -> list[str]:
-    """Return the minor versions that something of a part was seen on."""
+    """Return the minor versions on which any of these tests ran."""
     return sorted({at for cells in tests.values() for at in cells})
 
 
 def table(tests: Mapping[str, Mapping[str, Seen]], said: Mapping[str, str]) -> str:
-    """Return how many of a part's tests passed on all versions, a table of the others, and the reasons below it.
+    """Return how many of a part's tests passed on all versions, a table of the other tests, and their reasons.
 
-    Tests that said lacks are left out; those that were never run have a row.
+    said: the features by test. Tests without a feature are left out; tests that never ran have a row.
     """
     ran = {plain(name) for name in tests}
     names = [name for name in [*tests, *(one for one in said if one not in ran)] if plain(name) in said]
@@ -202,7 +205,7 @@ def table(tests: Mapping[str, Mapping[str, Seen]], said: Mapping[str, str]) -> s
 
 
 def holders_table(tests: Mapping[str, Mapping[str, Seen]]) -> str:
-    """Return the sums of the scenarios about holders, a row for each version."""
+    """Return a table with the sums of the scenarios about holders, with a row for each version."""
     rows = [["", "scenarios", "passed", *HEAD[4:6], "moves: half within", "slowest move"]]
     for version in versions_of(tests):
         cells = [cells[version] for cells in tests.values() if version in cells]
@@ -226,7 +229,7 @@ def minor(version: str) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is its head."""
+    """Return a Markdown table. rows: the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
@@ -234,7 +237,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def runs(record: Record) -> str:
-    """Return a table of the programs' versions and days: how many tests of each part were seen with them."""
+    """Return a table of the number of tests of each part, by version and day of the run."""
     versions = sorted({at for tests in record.values() for at in versions_of(tests)})
     rows = [["", *versions]]
     for module, tests in record.items():
@@ -247,7 +250,7 @@ def runs(record: Record) -> str:
 
 
 def page(record: Record) -> str:
-    """Return PAGE."""
+    """Return the text of PAGE."""
     parts = [INTRODUCTION.format(containerd=build.CONTAINERD_VERSION, default=minor(build.DEFAULT_VERSION))]
     parts += ["How many tests were seen, with which programs and when:\n", runs(record)]
     for module, tests in record.items():
@@ -260,7 +263,7 @@ def page(record: Record) -> str:
 
 
 def run(version: str, tests: Sequence[str], nodes: int, report: Path) -> None:
-    """Run the tests on nodes of one version."""
+    """Run the tests on `nodes` nodes of one version, and write pytest's report."""
     environment = {**os.environ, "KUBERNETES_VERSION": version}
     subprocess.run([sys.executable, "-m", "tests.cluster.build", version], check=True, env=environment)
     isolated = f"{nodes}*popen//python={sys.executable} -m tests.cluster.isolate {sys.executable}"
@@ -269,13 +272,13 @@ def run(version: str, tests: Sequence[str], nodes: int, report: Path) -> None:
 
 
 def in_pytest(what: str) -> str:
-    """Return what pytest calls a module, or a test of it that is named as MODULE::TEST."""
+    """Return pytest's argument for MODULE or MODULE::TEST."""
     module, *test = what.split("::", 1)
     return "::".join([str(HERE / f"{module}.py"), *test])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all versions and print what did not pass; 1 if a test failed anywhere or a version gave no report."""
+    """Run all versions and print failed tests; return 1 if a test failed or a version has no report."""
     parser = argparse.ArgumentParser(prog="tests.cluster.matrix", description=__doc__)
     parser.add_argument("--version", action="append", help="one of these instead of all (may be given again)")
     parser.add_argument("--nodes", type=int, default=NODES, help=f"how many nodes at a time ({NODES})")

@@ -1,7 +1,7 @@
 """A real Prometheus with the example's rules and scrape configuration, for tests on the real node.
 
-Debian's Prometheus is built without the discovery of Kubernetes. So its targets are in a file, with the labels that the
-discovery of pods would give them; the example relabels these.
+Debian's Prometheus is built without service discovery for Kubernetes. So the targets are in a file, with the labels
+that the discovery of pods would add. The example's relabelling uses these labels.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHORTER = {
     r"3 \* 86400": "900",
     r"\[2m\]": "[5s]",
 }
-"""The times of the rules, with patience for a test instead of for an operator."""
+"""Replacements of the rules' times by shorter times for tests."""
 Series = dict[frozenset[tuple[str, str]], float]
 
 
 class Prometheus:
-    """A Prometheus that scrapes agents every second, and a `KubeState` if there is one."""
+    """A Prometheus that scrapes agents, and a `KubeState` if it runs, every second."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -83,7 +83,7 @@ class Prometheus:
         self.process.wait()
 
     def discover(self, *agents: tuple[str, str]) -> None:
-        """Have these agents scraped, each with an address and a node's name."""
+        """Set the scraped agents, each by its address and its node's name."""
         found = [
             {
                 "targets": [address],
@@ -107,7 +107,7 @@ class Prometheus:
         return body["data"]
 
     def query(self, text: str) -> Series:
-        """Return the series of an instant query by their labels, without those of the scrape."""
+        """Return the values of an instant query by the series' labels, without the labels that the scrape adds."""
         data = self.get("query", query=text)
         assert data["resultType"] == "vector", data
         drop = ("__name__", "job", "instance", "node")
@@ -119,7 +119,7 @@ class Prometheus:
         }
 
     def value(self, text: str) -> float | None:
-        """Return the one value of an instant query, None without a series."""
+        """Return the only value of an instant query; None without a series."""
         found = list(self.query(text).values())
         assert len(found) <= 1, found
         return found[0] if found else None
@@ -133,27 +133,27 @@ class Prometheus:
         }
 
     def alerts(self) -> list[dict[str, str]]:
-        """Return the labels of the alerts that fire."""
+        """Return the labels of the firing alerts."""
         return [one["labels"] for one in self.get("alerts")["alerts"] if one["state"] == "firing"]
 
     def firing(self) -> set[tuple[str, str]]:
-        """Return alerts that fire, with the device or resource that they are about."""
+        """Return the firing alerts' names, each with the alert's device or resource."""
         return {(labels["alertname"], labels.get("device") or labels.get("resource") or "") for labels in self.alerts()}
 
     def told(self, alert: str, label: str) -> set[str]:
-        """Return the values of a label of an alert that fires; empty if it does not."""
+        """Return the values of a label of a firing alert; an empty set if the alert does not fire."""
         return {labels[label] for labels in self.alerts() if labels["alertname"] == alert}
 
     def evaluated(self) -> datetime:
-        """Return when the rules were evaluated last."""
+        """Return the time of the rules' last evaluation."""
         (group,) = self.get("rules")["groups"]
         return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", group["lastEvaluation"]))
 
 
 class KubeState:
-    """What kube-state-metrics 2 says of pods and nodes, as far as the rules ask for it: it is not built here.
+    """Simulates kube-state-metrics 2, which is not built here, for the series of pods and nodes that the rules use.
 
-    It has the API server's own objects at each scrape. Of `kube_node_info` only the labels that are always there.
+    Each scrape reads the objects of the API server. `kube_node_info` has only the labels that are always present.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -184,7 +184,7 @@ class KubeState:
 
 
 def kube_state(cluster: Cluster) -> Iterable[str]:
-    """Yield the lines of kube-state-metrics (internal/store, pod.go and node.go)."""
+    """Yield the lines of a scrape, as kube-state-metrics prints them (internal/store, pod.go and node.go)."""
     yield "# HELP kube_pod_created [STABLE] Unix creation timestamp"
     yield "# TYPE kube_pod_created gauge"
     for pod in cluster.api.list("Pod"):

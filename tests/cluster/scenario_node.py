@@ -1,4 +1,4 @@
-"""The real node as the scenarios see it: kubelet, scheduler, containers and device nodes of the cluster."""
+"""The real node for the shared scenarios: kubelet, scheduler, containers and device nodes of the cluster."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RealPod:
 
 
 class RealNode(NodeWithAgents):
-    """The node of the session's cluster, with a directory and agents of one scenario."""
+    """The node of the session's cluster, with the directory and the agents of one scenario."""
 
     patience = 60.0
 
@@ -76,9 +76,9 @@ class RealNode(NodeWithAgents):
     @classmethod
     @contextmanager
     def running(cls, cluster: Cluster, program: Sequence[str] = ()) -> Iterator[RealNode]:
-        """Use the cluster; at the end the agents are ended, and their logs printed for whoever looks.
+        """Yield the node of this cluster. At the end, end the agents and print their logs, and delete the pods.
 
-        program: Python's arguments to a program that runs agents.
+        program: the arguments of Python for a program that runs agents.
         """
         directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
         node = cls(cluster, directory, program)
@@ -90,12 +90,12 @@ class RealNode(NodeWithAgents):
                 pod.delete()
             for pod in cluster.pods("default"):
                 pod.wait_gone()
-            # What the next scenario waits for is not to be what this one left in the node's status.
+            # Otherwise the next scenario could mistake this scenario's allocatable for its own.
             cluster.wait_for(node.nothing_allocatable, 60.0, "nothing is allocatable any more")
             shutil.rmtree(directory, ignore_errors=True)
 
     def nothing_allocatable(self) -> bool:
-        """Return whether the node's status has 0 of all extended resources of tests; raise ClusterError if not."""
+        """Return True if the Node's allocatable of all extended resources of tests is 0. Raises ClusterError if not."""
         allocatable = self.cluster.node()["status"]["allocatable"]
         left = {name: count for name, count in allocatable.items() if name.startswith("example.") and count != "0"}
         if left:

@@ -1,1 +1,1 @@
-"""Checks on a machine with NVIDIA GPUs; `tox -e gpu` runs them."""
+"""Checks on a machine with NVIDIA GPUs. `tox -e gpu` runs the checks."""

@@ -1,7 +1,7 @@
-"""Checks of the NVIDIA source on real hardware: `python -m tests.gpu`, which is what `tox -e gpu` does.
+"""Checks the NVIDIA source on real hardware. `tox -e gpu` runs `python -m tests.gpu`.
 
-It changes nothing on the machine. Each check prints a line; all that was seen is recorded in a JSON file, so that a
-run on one machine can be read on another. The exit status is 1 when a check failed or there is no GPU.
+The checks change nothing on the machine. Each check prints a line. All measured values are written to a JSON file, so
+that a run can be examined on another machine. The exit status is 1 if a check failed or there is no GPU.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import serve
 
 MOST_BLOCKED = 0.25
-"""Seconds for which the loop may stand still while the GPUs are looked at."""
+"""Maximum seconds for which the event loop may be blocked while GPUs are scanned and measured."""
 
 
 class Failed(Exception):  # noqa: N818
-    """A check found something else than it should."""
+    """A check has failed. The message states the unexpected value."""
 
 
 def expect(right: object, what: str) -> None:
@@ -47,7 +47,7 @@ def expect(right: object, what: str) -> None:
 
 
 class Checks:
-    """All checks, and what they saw."""
+    """All checks, their results, and the measured values."""
 
     def __init__(self, places: Places, seconds: float) -> None:
         self.places = places
@@ -61,7 +61,7 @@ class Checks:
         return NvidiaSource(NvidiaConfig(**options), places=self.places, resource="nvidia.com/gpu", period=period)
 
     def run(self) -> bool:
-        """Run them all; the first one tells whether there is a GPU at all."""
+        """Run all checks; return whether all succeeded. If the first check fails, skip the others."""
         self.seen["machine"] = {"python": sys.version, "kernel": platform.release(), "at": time.time()}
         for check in (
             self.look, self.describe, self.compare, self.nodes, self.partitions, self.choose, self.wait, self.measure,
@@ -85,7 +85,7 @@ class Checks:
     # What is there.
 
     def look(self) -> None:
-        """NVML answers, a second look is quick, and asks for no links."""
+        """NVML lists at least one GPU. Two later scans have the same result, and the last one takes less than 2 s."""
         session = self._session()
         try:
             times, looks = [], []
@@ -113,7 +113,7 @@ class Checks:
         self.devices = source.devices()
 
     def describe(self) -> None:
-        """Each GPU has what claims select on, in a form that the API server takes."""
+        """Each GPU is not unhealthy, and has memory and the usual attributes, in a form that the API server accepts."""
         self.seen["devices"] = [
             {
                 "id": device.id,
@@ -134,7 +134,7 @@ class Checks:
             expect(device.health is not Health.UNHEALTHY, f"{device.id} is unhealthy: {device.message}")
 
     def compare(self) -> None:
-        """nvidia-smi says the same, where it is installed."""
+        """If nvidia-smi is installed, it has the same GPUs, indexes, addresses, names, and about the same memory."""
         smi = shutil.which("nvidia-smi")
         self.seen["nvidia-smi"] = smi
         if smi is None:
@@ -154,7 +154,7 @@ class Checks:
             expect(abs(mine - int(row[4])) <= mine // 50, f"{device.id}: nvidia-smi has {row[4]} MiB, not {mine}")
 
     def nodes(self) -> None:
-        """Injection by nodes names nodes that exist; what CDI specs there are is recorded."""
+        """All device nodes of `injection: nodes` exist, and nvidiactl is one of them. CDI devices are only recorded."""
         source = self.source(injection="nodes")
         source.update(self._looked())
         paths = sorted({node.host for one in source.devices() for node in one.container_edits.device_nodes})
@@ -167,7 +167,7 @@ class Checks:
         self.seen["cdi"] = {one.id: list(one.edits.cdi) or f"none of {CDI_KIND}" for one in source.devices()}
 
     def partitions(self) -> None:
-        """MIG partitions, if there are any, are described in a form that the API server takes."""
+        """MIG partitions, if there are any, have their profile, and are in a form that the API server accepts."""
         look = self._looked()
         self.seen["mig"] = {
             gpu.uuid: None if gpu.partitions is None else [repr(part) for part in gpu.partitions] for gpu in look.gpus
@@ -180,7 +180,7 @@ class Checks:
                 expect(device.attributes["profile"] == profile, f"{device.id} is of another profile")
 
     def choose(self) -> None:
-        """Links lead to a choice, in time."""
+        """For each number of GPUs, the choice by links has this number of GPUs, and takes less than 0.1 s."""
         source = self.source()
         source.update(self._looked())
         ids = [device.id for device in source.devices()]
@@ -193,7 +193,7 @@ class Checks:
         self.seen["chosen"] = chosen
 
     def wait(self) -> None:
-        """Waiting for XIDs ends when its time is over."""
+        """A wait of 0.5 s for XIDs ends in less than 2 s."""
         session = self._session()
         try:
             session.scan()
@@ -208,7 +208,7 @@ class Checks:
     # What it does.
 
     def measure(self) -> None:
-        """Load is measured in base units and is plausible."""
+        """Measured quantities are known ones; memory, utilization and temperature have plausible values."""
         session = self._session()
         try:
             session.scan()
@@ -229,7 +229,10 @@ class Checks:
             expect(isinstance(heat, dict) and all(0 < degrees < 130 for degrees in heat.values()), f"{name}: {heat}")
 
     def follow(self) -> None:
-        """Followed and measured for some seconds, the GPUs stay as they are and the loop is never blocked."""
+        """While the GPUs are watched and measured, their list stays the same, and the event loop is not blocked.
+
+        The loop is not blocked for `MOST_BLOCKED` seconds or longer.
+        """
         blocked, lists, readings = asyncio.run(self._follow(self.seconds))
         self.seen["follow"] = {"blocked_seconds": blocked, "lists": lists, "readings": readings}
         expect(lists == 1, f"the list changed {lists - 1} times")
@@ -265,7 +268,7 @@ class Checks:
         return worst, lists, readings
 
     def serve(self) -> None:
-        """A pod of a kubelet without containers gets a GPU by its UUID."""
+        """A pod of the fake kubelet gets one GPU, whose id is in NVIDIA_VISIBLE_DEVICES."""
         with FakeKubelet() as kubelet, serve(self.source(), kubelet, timeout=60):
             kubelet.wait_allocatable("nvidia.com/gpu", len(self.devices), 60)
             pod = kubelet.run_pod("pod", {"nvidia.com/gpu": 1})

@@ -1,4 +1,4 @@
-"""Tests on a node as most clusters have it: a virtual machine with systemd, cgroup v2 and the agent as a unit.
+"""Tests on a node like those of most clusters: a virtual machine with systemd and cgroup v2; the agent is a unit.
 
-`tox -e vm` runs them on demand. They need root, a Go tool chain and Debian's packages; without KVM they take an hour.
+`tox -e vm` runs the tests. They require root, a Go tool chain and Debian's packages. Without KVM they take an hour.
 """

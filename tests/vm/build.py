@@ -1,7 +1,8 @@
-"""Makes the disk of the virtual machine: Debian with its kernel, and what its units run, in the cache of tests.cluster.
+"""Makes the disk of the virtual machine, with Debian and its kernel, and the programs of its units.
 
-``python -m tests.vm.build`` makes what is missing, in some three minutes. Debian's packages come by debootstrap, the
-agent's dependencies as wheels from PyPI, kubelet and containerd from their Go modules (``tests.cluster.build``).
+``python -m tests.vm.build`` makes missing parts in about three minutes, and stores them in the cache of tests.cluster.
+Debian's packages are installed by debootstrap, the agent's dependencies are wheels from PyPI, and kubelet and
+containerd are built from their Go modules (``tests.cluster.build``).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from tests.cluster.build import BuildError, run
 
 RELEASE = "bookworm"
 PYTHON = "3.11"
-"""Of that release; the oldest one that the project supports."""
+"""The version of Python in this release, which is the oldest version that the project supports."""
 PACKAGES = (
     *("systemd", "systemd-sysv", "udev", "dbus", "linux-image-cloud-amd64", "openssh-server", "python3"),
     *("runc", "containernetworking-plugins", "iproute2", "kmod", "procps", "ca-certificates"),
 )
 GATEWAY = "10.78.0.1"
-"""The host's end of the machine's network."""
+"""The host's address in the machine's network."""
 ADDRESS = "10.78.0.2"
-"""The machine's end."""
+"""The machine's address in this network."""
 NODE = "node1"
 LABEL = "programs"
-"""Of the file system that a machine has at /opt/node."""
+"""The label of the file system that a machine mounts at /opt/node."""
 _FILES = {
     "etc/hostname": f"{NODE}\n",
     "etc/hosts": f"127.0.0.1 localhost\n{ADDRESS} {NODE}\n",
@@ -46,7 +47,7 @@ _FILES = {
     "etc/modules-load.d/node.conf": "overlay\nveth\n",
     "etc/sysctl.d/90-node.conf": "net.ipv4.ip_forward=1\nvm.overcommit_memory=1\nkernel.panic=10\n",
     "etc/systemd/journald.conf.d/node.conf": "[Journal]\nStorage=persistent\nRateLimitIntervalSec=0\n",
-    # PAM would start a service manager of root's for each connection: minutes where there is no KVM.
+    # PAM would start root's service manager for each connection, which takes minutes without KVM.
     "etc/ssh/sshd_config.d/node.conf": "UseDNS no\nUsePAM no\n",
 }
 _MASKED = (
@@ -57,7 +58,7 @@ _MASKED = (
 
 @dataclass(frozen=True)
 class Disk:
-    """The files that a machine boots from, and what is copied to it. site: the agent's dependencies."""
+    """The directory of the files from which a machine boots. site: the directory of the agent's dependencies."""
 
     directory: Path
     site: Path
@@ -74,7 +75,7 @@ class Disk:
 
 
 def missing_packages() -> list[str]:
-    """Return the Debian packages whose programs are not here."""
+    """Return the required Debian packages whose programs are not installed on this host."""
     wanted = {
         "qemu-system-x86": "qemu-system-x86_64",
         "qemu-utils": "qemu-img",
@@ -109,23 +110,24 @@ def _make_disk(work: Path, into: Path) -> None:
 
 def _make_site(_: Path, into: Path) -> None:
     run(build.install_locked(PYTHON, into / "site"), into)
-    # The image of the DaemonSet reads no kubeconfig and lacks what does, as the extra `cli` of setup.cfg names it.
+    # The DaemonSet's image lacks the library that reads a kubeconfig, which setup.cfg has in the extra `cli`.
     fits = [f"--python-version={PYTHON}", "--only-binary=:all:"]
     (clients,) = re.findall(
         r"^    (kubernetes_asyncio\S+)$", (build.EXAMPLES.parent / "setup.cfg").read_text(), re.MULTILINE
     )
     run([sys.executable, "-m", "pip", "install", "-q", *fits, f"--target={into / 'clients'}", clients], into)
     shutil.copytree(into / "clients", into / "site", dirs_exist_ok=True)
-    # Each start of the agent would compile them: its unit may not write there. Without effect for another Python.
+    # The agent's unit may not write bytecode there, so each start would compile the files. Without effect for another
+    # version of Python.
     run([sys.executable, "-m", "compileall", "-q", "-j", "2", str(into / "site")], into)
 
 
 def ensure() -> Disk:
-    """Return the disk, made as needed. Raises BuildError."""
+    """Return the disk; make it if it is missing. Raises BuildError."""
     if os.geteuid() != 0:
         raise BuildError("debootstrap, namespaces and network devices need root")
     build.ensure_packages(missing_packages)
-    # A disk is made of the release as it is now; it is another disk if this list is another.
+    # A disk keeps the package versions of the day on which it was made. A change of these lists makes another disk.
     contents = hashlib.sha256(repr((PACKAGES, _MASKED, sorted(_FILES.items()))).encode()).hexdigest()[:10]
     disk = build.built(f"vm-{RELEASE}-{contents}", ("root.ext4", "vmlinuz", "initrd.img"), _make_disk)
     site = build.built(f"agent-{PYTHON}-{build.locked_packages()}", (), _make_site) / "site"
@@ -133,7 +135,7 @@ def ensure() -> Disk:
 
 
 def main(versions: Sequence[str]) -> int:
-    """Make the disk and the programs of these versions of Kubernetes."""
+    """Make the disk and the programs of these versions of Kubernetes, and print the disk's directory."""
     try:
         for version in versions or (build.default_version(),):
             build.ensure(version)

@@ -1,4 +1,4 @@
-"""The node of the tests: one machine for all of them, since it boots for minutes where there is no KVM."""
+"""The node of the tests: one machine for all tests, because a boot without KVM takes minutes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each test take hours: what it waits for has a limit."""
+    """Set a timeout of three hours for each test; each wait in a test has a shorter limit."""
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.timeout(3 * 3600))
 
 
 def pytest_report_header() -> str:
-    """Say what the machine runs on."""
+    """Print whether the machine uses KVM."""
     return f"the virtual machine runs {'on KVM' if accelerated() else 'in software'}"
 
 
 @pytest.fixture(scope="session")
 def node() -> Iterator[MachineCluster]:
-    """A node whose agent is a unit, with devices for both sides."""
+    """A node whose agent is a unit, with four devices, of which two are for claims."""
     if not isolate.inside():
         pytest.fail("run this by `tox -e vm`, or with `python -m tests.cluster.isolate` before it")
     cluster = MachineCluster()

@@ -1,6 +1,6 @@
 """A virtual machine: qemu on a copy of the disk of ``tests.vm.build``, in the namespaces of ``tests.cluster.isolate``.
 
-It has KVM where there is one. In software it is ten times as slow, so everything is waited for by condition.
+The machine uses KVM if the host has it. Without KVM it is ten times slower, so tests wait for conditions, not times.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from tests.vm import build
 T = TypeVar("T")
 
 LIMIT = 900.0
-"""Seconds for each condition: in software a boot is 40 s of a processor that may have other work."""
+"""Maximum seconds of a wait for a condition: a boot without KVM needs 40 s of CPU, on a host that may be busy."""
 LOOK = 0.5
-"""Seconds between two looks at a condition; most looks start a program in the machine."""
+"""Seconds between two checks of a condition. Most checks start a program in the machine."""
 MEGABYTES = 1792
 
 
 class MachineError(Exception):
-    """The machine, or a program in it, does not do what it should."""
+    """The machine, or a program in it, has failed or does not answer."""
 
 
 def accelerated() -> bool:
-    """Return whether this host's KVM runs any kernel. That of a host which is a guest itself (kvm_pvm) does not."""
+    """Return whether this host's KVM can run any kernel. kvm_pvm, of a host that is a guest itself, cannot."""
     hardware = any(Path("/sys/module", name).exists() for name in ("kvm_intel", "kvm_amd"))
     return hardware and os.access("/dev/kvm", os.R_OK | os.W_OK)
 
 
 def wait_for(condition: Callable[[], T], what: str, limit: float = LIMIT, context: Callable[[], str] = str) -> T:
-    """Return what the condition returns once that is true. Raises MachineError, with the context, if it takes long."""
+    """Return the condition's first true result. Raises MachineError, with the context, after `limit` seconds."""
     deadline, last = time.monotonic() + limit, ""
     while True:
         try:
@@ -56,9 +56,9 @@ def wait_for(condition: Callable[[], T], what: str, limit: float = LIMIT, contex
 
 
 class Machine:
-    """A machine that is started once; directory: for its disks, sockets and console.
+    """A machine that is started once. directory: the directory of its disks, sockets and console log.
 
-    programs: files and directories of the host by their names below /opt/node, where the machine has them read-only.
+    programs: files and directories of the host, by their names below /opt/node. The machine has read-only copies.
     """
 
     def __init__(self, disk: build.Disk, directory: Path, programs: Mapping[str, Path]) -> None:
@@ -69,7 +69,7 @@ class Machine:
         self._qemu: subprocess.Popen[bytes] | None = None
 
     def boot(self) -> None:
-        """Start it; `wait_up` waits for it."""
+        """Start the machine, without a wait for its boot (`wait_up`)."""
         overlay = self._directory / "disk.qcow2"
         backing = ["-b", str(self._disk.root), "-F", "raw"]
         subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *backing, str(overlay)], check=True)
@@ -80,7 +80,7 @@ class Machine:
                 shutil.copytree(path, programs / name, dirs_exist_ok=True)
             else:
                 shutil.copy(path, programs / name)
-        # What `tests.vm.build` has not: the agent itself.
+        # `tests.vm.build` has compiled only the agent's dependencies, not the agent.
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(programs)], check=True)
         programs_disk = self._directory / "programs.ext4"
         formatting = ["mke2fs", "-q", "-t", "ext4", "-L", build.LABEL, "-d", str(programs), str(programs_disk), "1G"]
@@ -92,15 +92,15 @@ class Machine:
             ["ip", "link", "set", "tap0", "up"],
         ):
             subprocess.run(command, check=True)
-        # In software a second processor costs more than it does: the kernel's ticks, and locks that wait for it. With
-        # ERMS the kernel clears and copies memory by the byte, which software does byte by byte.
+        # Without KVM a second processor makes the machine slower, because of the kernel's ticks and locks. With ERMS
+        # the kernel would clear and copy memory by string instructions, which qemu emulates byte by byte.
         software = ["-accel", "tcg", "-cpu", "max,erms=off,la57=off", "-smp", "1"]
         arguments = ["-accel", "kvm", "-cpu", "host", "-smp", "2"] if accelerated() else software
         boot = "root=/dev/vda rw console=ttyS0 net.ifnames=0 panic=10 mitigations=off quiet"
         arguments += ["-m", str(MEGABYTES), "-nodefaults", "-no-user-config", "-display", "none"]
         arguments += ["-kernel", str(self._disk.directory / "vmlinuz"), "-append", boot]
         arguments += ["-initrd", str(self._disk.directory / "initrd.img")]
-        # What is lost with qemu is of no use to anybody; of a reset of the machine nothing is lost.
+        # cache=unsafe: a crash of qemu may lose writes, but a reset of the machine loses none.
         arguments += ["-drive", f"file={overlay},if=virtio,format=qcow2,cache=unsafe"]
         arguments += ["-drive", f"file={programs_disk},if=virtio,format=raw,readonly=on"]
         arguments += ["-netdev", "tap,id=net0,ifname=tap0,script=no,downscript=no"]
@@ -115,7 +115,7 @@ class Machine:
             )
 
     def stop(self) -> None:
-        """End it at once."""
+        """Kill the machine."""
         if self._qemu is not None:
             self._disconnect()
             self._qemu.kill()
@@ -128,7 +128,7 @@ class Machine:
         return f"{log.read_text(errors='replace') if log.exists() else ''}\nthe console ends with:\n{text[-3000:]}"
 
     def wait_up(self, before: str = "") -> None:
-        """Wait until it has booted, and is another boot than the one before."""
+        """Wait until the machine has booted. before: the id of the former boot, which must not be the present id."""
 
         def up() -> bool:
             if self._qemu is None or self._qemu.poll() is not None:
@@ -138,7 +138,7 @@ class Machine:
         wait_for(up, "the machine is up", context=self._console_end)
 
     def boot_id(self) -> str:
-        """Return the id of the present boot. Raises MachineError: it does not answer."""
+        """Return the id of the present boot. Raises MachineError if the machine does not answer."""
         return self.run("cat /proc/sys/kernel/random/boot_id", connect=20).strip()
 
     # --- what runs in it ---
@@ -146,17 +146,17 @@ class Machine:
     def _ssh(self, connect: int) -> list[str]:
         options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR"]
         options += [f"ConnectTimeout={connect}", "ServerAliveInterval=5", "ServerAliveCountMax=24"]
-        # One connection for all: in software each costs the machine seconds.
+        # One connection for all commands: without KVM each connection takes seconds.
         options += ["ControlMaster=auto", "ControlPersist=yes", f"ControlPath={self._directory}/ssh"]
         flags = [part for option in options for part in ("-o", option)]
         return ["ssh", "-F", "none", "-i", str(self._disk.key), *flags, f"root@{build.ADDRESS}"]
 
     def _disconnect(self) -> None:
-        """End the connection to a machine that goes down."""
+        """End the SSH connection."""
         subprocess.run([*self._ssh(3), "-O", "exit"], capture_output=True, check=False)
 
     def run(self, script: str, *, check: bool = True, stdin: bytes = b"", connect: int = 20) -> str:
-        """Run a shell script as root and return what it printed. Raises MachineError: it failed, or does not answer."""
+        """Run a shell script as root and return its output. Raises MachineError if it fails or does not end."""
         command = [*self._ssh(connect), f"bash -ec {shlex.quote(script)}"]
         try:
             done = subprocess.run(command, input=stdin, capture_output=True, timeout=LIMIT)
@@ -168,7 +168,7 @@ class Machine:
         return done.stdout.decode(errors="replace")
 
     def put(self, files: Mapping[str, str | Path], mode: int = 0o644) -> None:
-        """Write files, from their text or from copies of files and directories, and sync them."""
+        """Write files into the machine, and sync. files: by path, a text, or a file or directory of the host."""
 
         def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
             entry.uid = entry.gid = 0
@@ -187,13 +187,13 @@ class Machine:
         self.run("tar -x -C / -f - && sync", stdin=packed.getvalue())
 
     def reboot(self, *, hard: bool = False) -> None:
-        """Reboot it and wait until it is up again. hard: by a reset, as by the button; else by systemd."""
+        """Reboot the machine and wait until it is up again. hard: by a reset, as with a button; else by systemd."""
         before = self.boot_id()
         if hard:
             self.run("sync")
             self._qmp("system_reset")
         else:
-            with contextlib.suppress(MachineError):  # the connection may break first
+            with contextlib.suppress(MachineError):  # the connection may end before the command
                 self.run("systemctl reboot")
         self._disconnect()
         self.wait_up(before)
@@ -204,7 +204,7 @@ class Machine:
             monitor.settimeout(30)
             monitor.connect(f"{self._directory}/qmp")
             answers = _lines(monitor)
-            next(answers)  # its greeting
+            next(answers)  # the monitor's greeting
             for each in ("qmp_capabilities", command):
                 monitor.sendall(json.dumps({"execute": each}).encode() + b"\n")
                 while "return" not in (answer := next(answers)):
@@ -212,7 +212,7 @@ class Machine:
                         raise MachineError(f"{each}: {answer}")
 
     def journal(self, unit: str, *, boot: int = 0, lines: int = 200) -> str:
-        """Return the end of a unit's journal of this boot, or of one before (-1)."""
+        """Return the last lines of a unit's journal. boot: 0 for the present boot, -1 for the former one."""
         return self.run(f"journalctl -q --no-pager -o short-monotonic -b {boot} -u {unit} -n {lines} || true")
 
     def setting(self, unit: str, name: str) -> str:

@@ -1,7 +1,7 @@
-"""A cluster whose one node is a virtual machine: systemd 252, cgroup v2, containerd, kubelet and agent as units.
+"""A cluster whose only node is a virtual machine: systemd 252, cgroup v2, and containerd, kubelet and agent as units.
 
-etcd, API server, controller manager and scheduler run beside the machine, as in ``tests.cluster``; so does kubectl.
-The kubelet has the systemd driver. Its bare unit is that of Kubernetes' own packages, without kubeadm's flags.
+etcd, API server, controller manager, scheduler and kubectl run on the host, as in ``tests.cluster``. The kubelet uses
+the systemd cgroup driver. Its unit is that of Kubernetes' own packages, without kubeadm's flags.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FPGAS = "example.com/fpga"
 DRIVER = "fpga.example.com"
 AGENT = "dra-bridge.service"
 NUMBERS = "/etc/fpga.numbers"
-"""The devices that the machine makes when it boots, a line for each: name, major and minor number."""
+"""The file of the devices that the machine makes at its boot. Each line has a name, a major and a minor number."""
 MAJOR, FIRST = 120, 0
-"""The numbers of the devices: the major is for local use, and no driver of the machine's has it.
+"""The devices' major number and first minor number. The major is for local use; no driver of the machine has it.
 
-A container that may open them is told that there is no such device (ENXIO), else that it may not (EPERM). The kernel
-announces none of them, so they have no link in /dev/char but those that are made beside them.
+So an open fails with ENXIO in a container that may open the device, and with EPERM in other containers. The kernel does
+not announce the devices, so only the unit that makes them also makes their links in /dev/char.
 """
 _SERVER = f"https://{isolate.NODE_IP}:443"
 
@@ -103,7 +103,7 @@ _PROGRAM = "#!/opt/deviceplugin/bin/python\nimport sys\nfrom {module}.cli import
 
 
 class MachineCluster(Cluster):
-    """The cluster; `machine` is its node."""
+    """The cluster. machine: the virtual machine, which is the node."""
 
     def __init__(self, version: str | None = None) -> None:
         super().__init__(version)
@@ -121,12 +121,12 @@ class MachineCluster(Cluster):
         self.node_name, self.node_ip = build.NODE, build.ADDRESS
 
     def start(self, timeout: float = LIMIT) -> None:
-        """Start everything and wait until the first pod can run."""
+        """Start the machine and the cluster, and wait until a first pod can run."""
         self.machine.boot()
         super().start(timeout)
 
     def stop(self) -> None:
-        """End all of it at once."""
+        """Store the machine's journal in the logs, and end the machine and the cluster."""
         if self.logs.is_dir():
             with contextlib.suppress(Exception):
                 (self.logs / "journal.log").write_text(self.machine.run("journalctl -q --no-pager -o short-precise"))
@@ -135,7 +135,7 @@ class MachineCluster(Cluster):
         self._temporary.cleanup()
 
     def start_node(self, timeout: float) -> None:
-        """Wait until the machine is up, lay out what its units run, and start them."""
+        """Wait until the machine is up, install the units of containerd and kubelet, and start them."""
         self.machine.wait_up()
         self._write_kubelet_config()
         kubeconfig = (self.directory / "kubelet.kubeconfig").read_text()
@@ -157,14 +157,14 @@ class MachineCluster(Cluster):
         )
 
     def reachable(self, kubeconfig: str) -> str:
-        """Return a kubeconfig with the API server's address as the machine knows it."""
+        """Return a kubeconfig with the API server's address in the machine's network."""
         written = json.loads(kubeconfig)
         for each in written["clusters"]:
             each["cluster"]["server"] = _SERVER
         return json.dumps(written)
 
     def kubelet_configuration(self) -> dict[str, Any]:
-        """Return the kubelet's: systemd's cgroups, as in most clusters."""
+        """Return the kubelet's configuration, with the systemd cgroup driver, as in most clusters."""
         config = super().kubelet_configuration()
         for key in ("cgroupRoot", "failCgroupV1", "enforceNodeAllocatable", "localStorageCapacityIsolation"):
             config.pop(key, None)
@@ -178,13 +178,13 @@ class MachineCluster(Cluster):
         }
 
     def healthy(self, resource: str) -> int | None:
-        """How many healthy devices the Node names: the socket at which the kubelet lists them is in the machine."""
+        """Return the Node's allocatable, because the kubelet's PodResources socket is inside the machine."""
         return self.allocatable(resource)
 
     # --- the agent ---
 
     def install_agent(self, resources: Sequence[Mapping[str, Any]], count: int) -> None:
-        """Install the agent as docs/operations.md says, with devices that the machine makes when it boots."""
+        """Install the agent as docs/operations.md describes, and `count` devices, which the machine makes at boot."""
         self.number_devices({f"fpga{index}": FIRST + index for index in range(count)})
         with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary)
@@ -201,7 +201,7 @@ class MachineCluster(Cluster):
         bins = {f"/opt/deviceplugin/bin/{name}": _PROGRAM.format(module=of) for name, of in programs.items()}
         self.machine.put(bins, mode=0o755)
         self.machine.put({"/etc/systemd/system/fpga-nodes.service": _FPGA_UNIT})
-        if not accelerated():  # Python takes a minute or more to load the agent
+        if not accelerated():  # without KVM, the agent's start takes a minute or more
             slow = "[Service]\nTimeoutStartSec=15min\nWatchdogSec=5min\n"
             self.machine.put({f"/etc/systemd/system/{AGENT}.d/10-slow.conf": slow})
         self.machine.run("systemctl daemon-reload; systemctl enable -q --now fpga-nodes")
@@ -209,7 +209,7 @@ class MachineCluster(Cluster):
         self.machine.run(f"systemctl enable -q --now {AGENT} dra-bridge-token.timer")
 
     def give_token(self, duration: str = "24h") -> None:
-        """Give the agent its token, and the server's address and authority, as an administrator does on a new node."""
+        """Write the agent's token, and the API server's address and authority, as an administrator does on a node."""
         bound = ["--bound-object-kind=Node", f"--bound-object-name={self.node_name}"]
         token = self.kubectl(
             "create", "token", "dra-bridge", "--namespace=dra-bridge", f"--duration={duration}", *bound
@@ -219,7 +219,7 @@ class MachineCluster(Cluster):
         self.machine.put({f"/etc/dra-bridge/{name}": content for name, content in files.items()}, mode=0o600)
 
     def dra_bridge(self, *arguments: str) -> str:
-        """Run the command line on the host, with all rights, and return what it printed."""
+        """Run `dra-bridge` on the host, with an administrator's rights, and return its output."""
         rights = [] if arguments[0] == "manifests" else [f"--kubeconfig={self.kubeconfig}"]
         command = [str(Path(sys.executable).with_name("dra-bridge")), *arguments, *rights]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -227,11 +227,11 @@ class MachineCluster(Cluster):
         return done.stdout
 
     def number_devices(self, minors: Mapping[str, int]) -> None:
-        """Say which numbers the devices have from the next boot on."""
+        """Set the devices' minor numbers from the next boot on."""
         self.machine.put({NUMBERS: "".join(f"{name} {MAJOR} {minor}\n" for name, minor in minors.items())})
 
     def wait_agent(self) -> None:
-        """Wait until the agent has started and its devices are allocatable or for claims."""
+        """Wait until the agent's unit is active."""
         wait_for(
             lambda: self.machine.setting(AGENT, "ActiveState") == "active",
             "the agent has started",
@@ -239,7 +239,7 @@ class MachineCluster(Cluster):
         )
 
     def exec(self, pod: Pod, script: str, *, check: bool = True) -> str:
-        """Run a shell script in a pod's container and return what it printed."""
+        """Run a shell script in a pod's container and return its output."""
         runc = f"runc --root /run/containerd/runc/k8s.io exec {pod.container_id()} /bin/sh -c"
         quoted = "'" + script.replace("'", "'\\''") + "'"
         return self.machine.run(f"{runc} {quoted}", check=check).strip()

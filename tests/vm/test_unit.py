@@ -1,4 +1,4 @@
-"""The agent as a unit of systemd on a node with cgroup v2: reboots, device rules, its token, its rights."""
+"""The agent as a systemd unit on a node with cgroup v2: reboots, device rules, the agent's token and its rights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FAILED = "UnexpectedAdmissionError"
 
 @pytest.fixture(autouse=True)
 def clean(node: MachineCluster) -> Iterator[None]:
-    """Leave nothing to the next test: pods, claims, settings of the agent's unit, numbers of devices."""
+    """After each test, remove pods, claims and settings of the agent's unit, and restore the devices' numbers."""
     yield
     node.number_devices({f"fpga{index}": FIRST + index for index in range(4)})
     node.machine.run(f"test ! -e {DROP_IN} || (rm {DROP_IN}; systemctl daemon-reload; systemctl restart {AGENT})")
     links(node, there=True)
     for kind in ("Pod", "ResourceClaim"):
         for one in node.api.list(kind, "default"):
-            # Not by force: the kubelet would still have the claim of that name, and prepare no other one.
+            # Not by force: the kubelet would still know the claim, and not prepare a later claim of the same name.
             node.api.delete(kind, one["metadata"]["name"], "default", grace=1 if kind == "Pod" else None)
     wait_for(lambda: not node.api.list("Pod", "default"), "the pods are gone")
     wait_for(lambda: not node.api.list("ResourceClaim", "default"), "the claims are gone")
@@ -36,12 +36,12 @@ def clean(node: MachineCluster) -> Iterator[None]:
 
 
 def by_limits(node: MachineCluster, name: str) -> Pod:
-    """A bare pod by limits: nobody makes it anew."""
+    """Start a pod by limits without a controller."""
     return node.start_pod(name, {FPGAS: 1})
 
 
 def by_claim(node: MachineCluster, name: str) -> Pod:
-    """A pod with a claim."""
+    """Start a pod with a claim."""
     version = "v1" if node.minor >= 34 else "v1beta1"
     exactly = {"deviceClassName": "fpga.example.com"}
     request = {"name": "fpga", "exactly": exactly} if version == "v1" else {"name": "fpga", **exactly}
@@ -56,7 +56,7 @@ def by_claim(node: MachineCluster, name: str) -> Pod:
 
 
 def device_of(node: MachineCluster, pod: Pod) -> tuple[str, str]:
-    """Return name and number (major:minor) of the one device that a pod's container has."""
+    """Return name and number (major:minor) of the only device of a pod's container."""
     found = node.exec(pod, 'for each in /dev/fpga*; do echo "${each#/dev/} $(stat -c %t:%T $each)"; done').split()
     assert len(found) == 2, found
     major, minor = (int(part, 16) for part in found[1].split(":"))
@@ -64,14 +64,14 @@ def device_of(node: MachineCluster, pod: Pod) -> tuple[str, str]:
 
 
 def opens(node: MachineCluster, pod: Pod, number: str) -> str:
-    """Return what a container is told that opens a device by its number; DRIVERLESS is what it may open."""
+    """Return the error of an open of a device in a container: DRIVERLESS if the open is allowed, REFUSED if not."""
     major, minor = number.split(":")
     script = f"rm -f /tmp/n; mknod /tmp/n c {major} {minor}; : < /tmp/n"
     return node.exec(pod, f"({script}) 2>&1", check=False).rpartition(": ")[2]
 
 
 def ask(node: MachineCluster, path: str) -> str:
-    """Return a page of the agent, as its own node sees it."""
+    """Return a page of the agent, requested on its node."""
     script = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:9410{path}').read().decode())"
     return node.machine.run(f'python3 -c "{script}"')
 
@@ -84,13 +84,13 @@ def page(node: MachineCluster) -> dict[str, Any]:
 
 
 def metric(node: MachineCluster, name: str) -> float:
-    """Return a metric of the agent that has no labels, 0 if it lacks it."""
+    """Return the value of a metric without labels; 0 if the agent does not have the metric."""
     found = re.search(rf"^{name} (\S+)$", ask(node, "/metrics"), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
 def both(node: MachineCluster) -> list[Pod]:
-    """Two pods that run: one by limits, one by a claim."""
+    """Start a pod by limits and a pod by a claim, and wait until both run."""
     pods = [by_limits(node, "limits"), by_claim(node, "claim")]
     for pod in pods:
         pod.wait_running(timeout=LIMIT)
@@ -98,7 +98,7 @@ def both(node: MachineCluster) -> list[Pod]:
 
 
 def runs_again(node: MachineCluster, pods: Sequence[Pod]) -> None:
-    """Wait until these very pods run since the reboot, and each alone has its device."""
+    """Wait until these pods run again after a reboot, and check that each pod can open only its own device."""
 
     def started_again(pod: Pod) -> bool:
         assert pod.status["phase"] != "Failed", pod.explain()
@@ -107,7 +107,7 @@ def runs_again(node: MachineCluster, pods: Sequence[Pod]) -> None:
     for pod in pods:
         node.wait_for(lambda pod=pod: started_again(pod), LIMIT, f"{pod} has started again")  # type: ignore[misc]
         pod.wait_running(timeout=LIMIT)
-    # A container that was started anew while the machine went down has gone with it: that cannot be entered.
+    # The status may still name a container that started while the machine went down. No command can run in it.
     numbers = [wait_for(lambda pod=pod: device_of(node, pod), f"{pod} can be entered")[1] for pod in pods]  # type: ignore[misc]
     assert len(set(numbers)) == len(numbers)
     for pod, number in zip(pods, numbers, strict=True):
@@ -117,13 +117,13 @@ def runs_again(node: MachineCluster, pods: Sequence[Pod]) -> None:
 
 
 def links(node: MachineCluster, *, there: bool) -> None:
-    """Make or remove the links of the devices' numbers in /dev/char."""
+    """Make or remove the devices' links in /dev/char."""
     command = f"ln -sf ../null /dev/char/{MAJOR}:$n" if there else f"rm -f /dev/char/{MAJOR}:$n"
     node.machine.run(f"for n in {' '.join(str(FIRST + index) for index in range(4))}; do {command}; done")
 
 
 def test_hardened(node: MachineCluster) -> None:
-    """The running unit is exposed to less than 2.5 by systemd's own count, of 10."""
+    """`systemd-analyze security` rates the exposure of the agent's running unit below 2.5 of 10."""
     exposure = re.search(
         r"level for dra-bridge.service: ([\d.]+)", node.machine.run(f"systemd-analyze security {AGENT}")
     )
@@ -134,7 +134,7 @@ def test_hardened(node: MachineCluster) -> None:
 
 
 def test_status_of_an_agent_that_is_no_pod(node: MachineCluster) -> None:
-    """`status` asks it at its node's port, and so knows holders and health."""
+    """`status` reads holders and health from an agent that is a unit, not a pod, at its node's port."""
     both(node)
     shown = node.dra_bridge("status", f"--driver={DRIVER}")
     print(shown)
@@ -147,7 +147,7 @@ def test_status_of_an_agent_that_is_no_pod(node: MachineCluster) -> None:
 
 
 def test_token(node: MachineCluster) -> None:
-    """The timer's service replaces the token by one of the same node; one of another node is refused."""
+    """The timer's service renews the token, bound to the same node. A token that is bound to no node is refused."""
     before = node.machine.run("cat /etc/dra-bridge/token")
     node.machine.run("systemctl start dra-bridge-token.service")
     after = node.machine.run("cat /etc/dra-bridge/token")
@@ -167,7 +167,7 @@ def test_token(node: MachineCluster) -> None:
 
 @pytest.mark.parametrize("linked", [True, False], ids=["with links", "without links"])
 def test_daemon_reload(node: MachineCluster, linked: bool) -> None:
-    """A reload of systemd takes devices without a link in /dev/char from containers on both sides; that is shown."""
+    """After `systemctl daemon-reload`, containers can open only devices with a link in /dev/char; the agent warns."""
     links(node, there=linked)
     pods = both(node)
     numbers = [device_of(node, pod)[1] for pod in pods]
@@ -185,10 +185,10 @@ def test_daemon_reload(node: MachineCluster, linked: bool) -> None:
 
 
 def test_reboot(node: MachineCluster) -> None:
-    """A bare pod by limits and a pod by claim keep their devices through a reboot: the kubelet waits for the agent."""
+    """After a reboot, pods by limits and claim run again with the same devices; the agent starts before the kubelet."""
     assert node.machine.run("stat -f -c %T /run/cdi/").strip() == "tmpfs"
     pods = both(node)
-    had = [device_of(node, pod)[0] for pod in pods]  # a test before this one may have changed the next boot's numbers
+    had = [device_of(node, pod)[0] for pod in pods]  # without numbers, which an earlier test may have changed
     node.machine.reboot()
     runs_again(node, pods)
     assert [device_of(node, pod)[0] for pod in pods] == had
@@ -197,7 +197,7 @@ def test_reboot(node: MachineCluster) -> None:
 
 
 def test_an_agent_that_does_not_start(node: MachineCluster) -> None:
-    """The kubelet starts without it: the pod by limits fails, that by claim runs once the agent is there."""
+    """A reboot without the agent's start: the pod by limits fails; the pod by claim runs when the agent runs again."""
     limits, claim = both(node)
     late = "[Service]\nExecStart=\nExecStart=/bin/sleep infinity\nTimeoutStartSec=10\n"
     node.machine.put({DROP_IN: late})
@@ -212,7 +212,7 @@ def test_an_agent_that_does_not_start(node: MachineCluster) -> None:
 
 
 def test_numbers_swapped_by_a_reset(node: MachineCluster) -> None:
-    """Where devices have each other's numbers after a reset, each pod has the present number of its device, alone."""
+    """Devices exchange their numbers at a reset: each pod still has its device, and can open only its new number."""
     pods = both(node)
     before = dict(device_of(node, pod) for pod in pods)
     minors = {f"fpga{index}": FIRST + 3 - index for index in range(4)}
@@ -225,7 +225,7 @@ def test_numbers_swapped_by_a_reset(node: MachineCluster) -> None:
 
 
 def test_a_loop_that_hangs(node: MachineCluster) -> None:
-    """systemd ends an agent whose loop does not run, with each thread's stack in its log, and starts it again."""
+    """The agent hangs: systemd's watchdog aborts it, Python logs the threads' stacks, and systemd starts it again."""
     pods = both(node)
     node.machine.put({DROP_IN: "[Service]\nWatchdogSec=20\n"})
     node.machine.run(f"systemctl daemon-reload; systemctl restart {AGENT}")
