@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin.adoption.plugins import VendorPlugins
+from deviceplugin.cdi import own_directory
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.claim_side import ClaimSide
@@ -193,7 +194,7 @@ class Bridge(ClaimSide):
         try:
             # Files of drivers in `self.drivers` are not read, because their claims were recorded when the drivers were
             # added.
-            looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
+            looks, directory = self.node.drivers.cdi_looks, own_directory(self.node.drivers.cdi_directory)
             all_files = await looks.at("evidence", claim_files.read_all, directory, frozenset(self.drivers))
             files = [file for file in all_files if file.agent == self.agent_name or file.driver in ours]
             claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
@@ -275,7 +276,7 @@ class Bridge(ClaimSide):
 
         The agent's mount still contains the deleted directory.
         """
-        looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
+        looks, directory = self.node.drivers.cdi_looks, own_directory(self.node.drivers.cdi_directory)
         deleted = False
         while not deleted:
             await asyncio.sleep(CDI_CHECK)
