@@ -99,7 +99,7 @@ def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> Non
 
 
 def test_a_claim_with_selectors_waits_until_devices_are_published(kueued: tuple[Cluster, Kueue]) -> None:
-    """With `share: none`, Kueue admits a job whose claim has selectors only after slices have devices.
+    """With `share: none`, a job whose claim has selectors waits, and is admitted when slices have devices.
 
     A job whose claim has no selectors is admitted at once.
     """

@@ -41,9 +41,8 @@ def restart(scene: Scene, agent: str, *, lost: bool) -> None:
 def test_running_pods_run_on(scene: Scene, agent: str) -> None:
     """After the loss the pods run on, and a new pod gets no device, although the kubelet counts all devices as free.
 
-    agent: `kept`: the agent runs on, and the kubelet restarts twice more, with a new checkpoint without the pods. The
-    pods run on. This is tested only with `kept`, because a kubelet without an agent reports no capacity, and ends the
-    pods at its next restart.
+    With `kept`, the kubelet restarts twice more, with a new checkpoint that lacks the pods, and the pods still run on.
+    If no agent ran, the kubelet would report no capacity, and end the pods at its next restart.
     """
     scene.begin(a=(2, "none"))
     pods = [scene.pod(f"a{number}", "a") for number in range(2)]

@@ -101,9 +101,9 @@ def wait_well(bridge: Bridge) -> None:
 
 
 def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
-    """The Node is deleted, with its slices and the validity of the token: the agent reports refused credentials.
+    """The Node is deleted, so its slices are deleted and the agent's token is refused: the agent reports both.
 
-    It does not report the slices as published. With a new token it publishes them again.
+    With a new token, the agent publishes the slices again.
     """
     cluster = bridge.cluster
     agent = cluster.api_with_token((SERVICE_ACCOUNT / "token").read_text())

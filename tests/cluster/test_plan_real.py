@@ -176,7 +176,7 @@ def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], pla
 
 
 def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
-    """For a user without rights, `plan` lists the unread kinds; for a user who may only read, it warns of the lack."""
+    """For a user without rights, `plan` lists the unread kinds; a user with only read rights is warned."""
     rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}]
     subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
     head = {"apiVersion": "rbac.authorization.k8s.io/v1"}

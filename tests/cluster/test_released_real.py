@@ -68,7 +68,7 @@ def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: st
 
 @SIDES
 def test_a_device_is_released_before_its_first_grant_after_a_start(scene: OneDevice, side: str) -> None:
-    """An agent calls `released` before its first grant of a device: a holder may have ended before it started."""
+    """An agent calls `released` before its first grant of a device, since a holder may have ended meanwhile."""
     make = scene.start(side)
     first = make("first", "a")
     scene.running(first)

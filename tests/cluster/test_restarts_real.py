@@ -1,4 +1,7 @@
-"""Kubelet restarts during moves, on the real node: after a move that is not forced, a restart ends no pod.
+"""Kubelet restarts during moves, on the real node.
+
+A restart ends no pod, except in two cases: after a forced move; and with `drain: cordon`, if DRA serves a pod that has
+waited and is older than a pod of the plugin side.
 
 At its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions, kubelet 1.36). It does not
 count the devices that the admitted pod gets through DRA for its limits, but counts those of the other pods
@@ -163,9 +166,9 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
 
 
 def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> None:
-    """After a forced return, the next move leaves the plugin side the devices that its pods need at a kubelet restart.
+    """After a forced return, a move takes no device that pods need at a kubelet restart; a forced move takes it.
 
-    A forced move takes these devices as well. The agent names the pod that a restart would end, and a restart ends it.
+    The agent then names the pod that a restart would end, and a restart ends this pod.
     """
     cluster = bridge.cluster
     annotate(cluster, "all")
