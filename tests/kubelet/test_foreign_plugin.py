@@ -1,4 +1,4 @@
-"""Another plugin registers a resource that is served: what tells it, and what follows, on kubelet 1.36 and 1.37."""
+"""Another plugin registers a resource of the agent: how it is recognized and what follows, on kubelet 1.36 and 1.37."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OURS, THEIRS = frozenset({"sim-0", "sim-1"}), frozenset({"theirs"})
 SOCKET: Socket = ("theirs.sock", FileIdentity(1, 1, int((NOW + 1) * 1e9)))
 
 
-# What tells it.
+# How another plugin is recognized.
 
 
 def record(
@@ -61,10 +61,10 @@ def record(
     [
         (OURS, 0.1, [(0.0, OURS)], 0.2, True),
         (THEIRS, 1.0, [(0.0, OURS)], 1.1, False),
-        (THEIRS, -1.0, [(0.0, OURS)], 9.0, None),  # written before ours was sent
+        (THEIRS, -1.0, [(0.0, OURS)], 9.0, None),  # written before the agent's list was sent
         (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], 0.6, None),  # the kubelet is slow
         (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], LATE + 1, False),
-        (OURS, 60.0, [(-60.0, OURS), (0.0, frozenset())], 60.1, False),  # a list of ours from long ago
+        (OURS, 60.0, [(-60.0, OURS), (0.0, frozenset())], 60.1, False),  # a list that the agent sent long ago
     ],
     ids=["the same", "others", "not written since", "the list before", "still the list before", "a former list"],
 )
@@ -75,7 +75,7 @@ def test_the_kubelets_list_is_compared_with_ours(
     now: float,
     known: bool | None,
 ) -> None:
-    """The checkpoint contradicts us if it has what we did not send, or have replaced since long ago."""
+    """Another plugin is suspected if the checkpoint has a list that the agent never sent, or replaced long ago."""
     sent = [SentList(NOW + at, ids) for at, ids in lists]
     said = contradiction(record(registered, written=NOW + written), sent, NOW + now)
     assert said == "" if known else said is None if known is None else said
@@ -88,7 +88,7 @@ _ids = st.frozensets(st.sampled_from("abc"))
 def test_a_kubelet_that_takes_our_lists_never_contradicts(
     lists: list[frozenset[str]], pause: float, after: float
 ) -> None:
-    """Whichever of our lists a kubelet has got to within its time: that is no sign of another plugin."""
+    """Any of the agent's lists that the kubelet can still have within `LATE` seconds is no sign of another plugin."""
     sent = [SentList(NOW + pause * number, ids) for number, ids in enumerate(lists)]
     now = sent[-1].at + after
     got_to = [one.ids for one, later in zip(sent, [*sent[1:], None], strict=True) if not later or later.at > now - LATE]
@@ -98,9 +98,9 @@ def test_a_kubelet_that_takes_our_lists_never_contradicts(
 
 
 def test_a_former_list_comes_again_only_from_another_plugin() -> None:
-    """Once the kubelet has our newest list, one that it had before it is another plugin's, however soon it comes.
+    """The kubelet had another plugin's list, then the agent's: if the former list comes back, a plugin registered it.
 
-    AMD's plugin ends when the agent has registered again, starts anew and registers, with the same list each time.
+    AMD's plugin restarts and registers when the agent has registered again, with the same list each time.
     """
     watch, sent = ForeignPluginWatch(), [SentList(NOW, frozenset())]
     watch.begin(record(THEIRS), frozenset())
@@ -117,7 +117,7 @@ def test_a_former_list_comes_again_only_from_another_plugin() -> None:
 
 @given(st.lists(_ids, min_size=1, max_size=5), st.data())
 def test_a_kubelet_that_lags_behind_is_no_other_plugin(lists: list[frozenset[str]], data: st.DataObject) -> None:
-    """It takes our lists in their order, each within its time, and is looked at whenever."""
+    """A kubelet that takes the agent's lists in order, each within `LATE` seconds, is no other plugin."""
     watch, sent = ForeignPluginWatch(), []
     watch.begin(record(frozenset("z")), frozenset())
     got, now = -1, NOW
@@ -132,7 +132,7 @@ def test_a_kubelet_that_lags_behind_is_no_other_plugin(lists: list[frozenset[str
 
 
 def test_a_kubelet_that_listens_late_is_no_other_plugin() -> None:
-    """It has no devices of the resource until it has taken the first list, however long ago Register was begun."""
+    """A kubelet that takes the first list late has no devices until then: that is no sign before `LATE` seconds."""
     watch = ForeignPluginWatch()
     watch.begin(record(OURS), frozenset())
     now = time.time() + 3 * LATE
@@ -142,7 +142,7 @@ def test_a_kubelet_that_listens_late_is_no_other_plugin() -> None:
 
 
 def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
-    """A new socket, and a list since it was made that changed no other resource, may be those of a plugin of ours."""
+    """A new socket counts after `LISTED` seconds if the agent's list is unchanged and no other resource changed."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(others={"q": THEIRS}), frozenset())
     assert watch.found(record(others={"q": THEIRS}), frozenset({SOCKET}), sent, NOW + 1.1).reason == ""  # no list yet
@@ -161,14 +161,14 @@ def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     ("name", "registered", "known"),
     [
         ("theirs.sock", "theirs.sock", True),
-        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # the time of its start (GKE's)
+        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # the name has the time of its start (GKE's)
         ("theirs.sock", "", False),  # no plugin has registered with the agent
         ("theirs.sock", "others.sock", False),
         ("kubevirt-vfio1.sock", "kubevirt-vfio0.sock", False),
     ],
 )
 def test_a_socket_that_has_the_name_of_the_adopted_plugins_is_told(name: str, registered: str, *, known: bool) -> None:
-    """Its list equals ours, or ours has followed it: a plugin of the same name tells which resource it is of."""
+    """A new socket with the adopted plugin's name, apart from a start time, is surely one of this resource."""
     socket = (name, SOCKET[1])
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
@@ -180,7 +180,7 @@ def test_a_socket_that_has_the_name_of_the_adopted_plugins_is_told(name: str, re
 
 
 def test_a_socket_of_unknown_resource_does_not_hide_that_of_the_adopted_plugin() -> None:
-    """The sockets of a plugin of several resources come one after the other; Register makes all of them known ones."""
+    """A new socket of unknown resource comes before the adopted plugin's: the adopted plugin's is still reported."""
     first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
@@ -194,7 +194,7 @@ def test_a_socket_of_unknown_resource_does_not_hide_that_of_the_adopted_plugin()
 
 
 def test_the_adopted_plugins_socket_is_told_though_another_resource_changes() -> None:
-    """A plugin of two resources of which the agent serves one brings both, or another plugin's health changes."""
+    """The adopted plugin's new socket is reported although another resource changed at the same time."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
     watch.found(record(), frozenset({SOCKET}), sent, NOW + 1.3, plugin=SOCKET[0])
@@ -204,7 +204,7 @@ def test_the_adopted_plugins_socket_is_told_though_another_resource_changes() ->
 
 
 def test_the_adopted_plugins_socket_is_waited_for_before_another_is_told() -> None:
-    """Its plugin has sent no list yet; Register would make its socket a known one. It is not waited for for ever."""
+    """The adopted plugin's socket is newer than an unknown one: the report waits for its list, but not for ever."""
     first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
     late = ("theirs.sock", FileIdentity(1, 3, int((NOW + 1.4) * 1e9)))
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
@@ -218,7 +218,7 @@ def test_the_adopted_plugins_socket_is_waited_for_before_another_is_told() -> No
 
 
 def test_a_socket_of_another_resource_is_nothing() -> None:
-    """A plugin that comes with a resource of its own is not ours to notice, and is not asked about again."""
+    """A new socket that comes with a change of another resource is not reported, also not later."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
     explained = record(written=NOW + 1.2, others={"q": THEIRS})
@@ -227,7 +227,7 @@ def test_a_socket_of_another_resource_is_nothing() -> None:
 
 
 def test_an_allocation_that_another_plugin_answered_counts_once() -> None:
-    """Pods that had devices of another plugin before are no sign; one that gets a device of it now is, once."""
+    """An allocation of an unknown id from before is no sign of another plugin; a new one is reported once."""
     before, new = Allocation("u1", "c", R, "theirs"), Allocation("u2", "c", R, "theirs")
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(foreign=frozenset({before})), frozenset())
@@ -239,7 +239,7 @@ def test_an_allocation_that_another_plugin_answered_counts_once() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_read_says_nothing() -> None:
-    """Without a checkpoint, before a list was sent, and before a new kubelet has one, nothing is concluded."""
+    """Without a checkpoint, before the first list, and with an empty new checkpoint, no other plugin is reported."""
     watch = ForeignPluginWatch()
     watch.begin(None, frozenset())
     now = time.time()
@@ -261,7 +261,7 @@ def kubelet(request: pytest.FixtureRequest) -> Iterator[FakeKubelet]:
 
 @contextlib.contextmanager
 def another_plugin(kubelet: FakeKubelet, *ids: str) -> Iterator[BarePlugin]:
-    """Have another plugin register the resource; at the end it goes as a killed process does."""
+    """Have another plugin register the resource; at the end the plugin stops as a killed process does."""
     plugin = BarePlugin(kubelet.device_plugin_dir, *ids, resource=R)
     try:
         plugin.register()
@@ -278,9 +278,9 @@ def foreign(agent: Served) -> int:
 def test_a_plugin_that_comes_and_goes_costs_no_pod(
     kubelet: FakeKubelet, caplog: pytest.LogCaptureFixture, ids: tuple[str, ...]
 ) -> None:
-    """While it runs and after it has gone the kubelet gives our devices, by our Allocate, and the log says why.
+    """Another plugin registers and stops: pods get the agent's devices, during and after that, and the log says why.
 
-    One with the same ids cannot be told from a plugin of another resource that starts again: that is no warning.
+    A plugin with the same ids might be a restarted plugin of another resource: that is logged, not warned of.
     """
     caplog.set_level(logging.INFO, "deviceplugin")
     with serve(SimulatedSource(2, resource=R), kubelet, period=0.1) as agent:
@@ -300,7 +300,7 @@ def test_a_plugin_that_comes_and_goes_costs_no_pod(
 
 
 def test_a_directory_of_another_plugin_names_no_device(kubelet: FakeKubelet) -> None:
-    """A pod that got a directory from a former plugin may have any device: none is given until it ends."""
+    """A former plugin gave a pod a directory: any device may be in it, so all are withheld until the pod ends."""
     with another_plugin(kubelet, "theirs-0", "theirs-1") as plugin:
         spec = pb.DeviceSpec(container_path="/dev/snd", host_path="/dev", permissions="rw")
         answer = pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse(devices=[spec])])
@@ -316,7 +316,7 @@ def test_a_directory_of_another_plugin_names_no_device(kubelet: FakeKubelet) -> 
 
 
 def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet) -> None:
-    """Two that register against each other do not keep the kubelet busy (kubernetes#124716)."""
+    """If other plugins register again and again, the agent registers more and more slowly (kubernetes#124716)."""
     with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
         for number in range(4):
             plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
@@ -330,7 +330,7 @@ def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet
 def test_one_that_insists_while_claims_have_devices_is_answered_at_once(
     kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the agent has registered again, a pod could be given what a claim has: it does not wait ever longer."""
+    """With devices held by claims the agent registers again at once: else a pod could be given such a device."""
 
     def next_pause(backoff: Backoff) -> float:
         backoff.tries += 1
@@ -348,7 +348,7 @@ def test_one_that_insists_while_claims_have_devices_is_answered_at_once(
 
 
 def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKubelet) -> None:
-    """/readyz and the metric say that another plugin has the resource until the kubelet takes ours again."""
+    """Until the kubelet takes the agent's registration again, the agent is not ready, and names the other plugin."""
     gate = threading.Event()
 
     def wait(method: str) -> None:
@@ -370,7 +370,7 @@ def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKu
 
 
 def test_a_registration_never_uses_a_socket_twice(kubelet: FakeKubelet) -> None:
-    """A kubelet that refuses a socket that it knows (1.37) is never asked to take one twice."""
+    """Each registration has a new socket name, since kubelet 1.37 refuses a name that it knows."""
     with serve(SimulatedSource(2, resource=R), kubelet):
         for count in range(2, 6):
             kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
@@ -382,7 +382,7 @@ def test_a_registration_never_uses_a_socket_twice(kubelet: FakeKubelet) -> None:
 
 
 def test_nothing_is_said_of_an_agent_alone(kubelet: FakeKubelet, caplog: pytest.LogCaptureFixture) -> None:
-    """Health, pods, a plugin of another resource and a kubelet restart are no signs of another plugin."""
+    """A change of health, a pod, a plugin of another resource and a kubelet restart are no signs of another plugin."""
     caplog.set_level(logging.INFO, "deviceplugin")
     source = SimulatedSource(2, resource=R)
     with serve(source, kubelet, period=0.1) as agent:
@@ -405,11 +405,11 @@ def test_nothing_is_said_of_an_agent_alone(kubelet: FakeKubelet, caplog: pytest.
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-# What it gave to pods.
+# Devices that another plugin gave to pods.
 
 
 class Cards(DeviceSource):
-    """Two of the three cards."""
+    """A source that lists a and b of the three cards a, b and c."""
 
     resource = R
 
@@ -422,9 +422,9 @@ class Cards(DeviceSource):
 
 @pytest.fixture
 def cards(tmp_path: Path) -> Path:
-    """Three device nodes, which stand for no hardware of this machine."""
+    """Three device nodes without hardware of this machine."""
     for number, name in enumerate("abc"):
-        try:  # a number for local experiments: devices.txt of Linux
+        try:  # major 60 is for local experiments: devices.txt of Linux
             os.mknod(tmp_path / name, 0o600 | stat.S_IFCHR, os.makedev(60, number))
         except PermissionError:
             pytest.skip("device nodes cannot be made here")
@@ -432,7 +432,7 @@ def cards(tmp_path: Path) -> Path:
 
 
 def answer(*paths: Path) -> Callable[[list[str]], pb.AllocateResponse]:
-    """What another plugin answers: device nodes, or variables alone."""
+    """Return an answer of another plugin: these device nodes, or a variable alone."""
     nodes = [pb.DeviceSpec(container_path=str(path), host_path=str(path), permissions="rw") for path in paths]
     one = pb.ContainerAllocateResponse(devices=nodes, envs={"CARD": "something"})
     return lambda ids: pb.AllocateResponse(container_responses=[one])
@@ -450,7 +450,7 @@ def withheld(agent: Served) -> dict[str, str]:
 def test_what_it_gave_is_withheld_until_its_pod_ends(
     kubelet: FakeKubelet, cards: Path, given: str, kinds: dict[str, str]
 ) -> None:
-    """The device that it gave, or all of the resource if it is not known which that is, goes to nobody meanwhile."""
+    """A device that another plugin gave to a pod is withheld until the pod ends; if it is unknown, all are."""
     with another_plugin(kubelet, "theirs") as plugin:
         plugin.response = answer(*(cards / name for name in given))
         kubelet.wait_allocatable(R, 1)
@@ -470,7 +470,7 @@ def test_what_it_gave_is_withheld_until_its_pod_ends(
 
 
 def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet, cards: Path) -> None:
-    """A pod has a device by us, and another one has the same by another plugin under another id: it is held twice."""
+    """A pod has a device from the agent, another pod has it from another plugin: it is reported as held twice."""
     gate = threading.Event()
 
     def wait(method: str) -> None:
@@ -485,7 +485,7 @@ def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet
         plugin.register()
         pod = kubelet.run_pod("theirs", {R: 1})
         assert plugin.allocations == [list(pod.device_ids)] != [[held]]
-        kubelet.wait_until(lambda: foreign(agent) == 1)  # by what it gave: it has sent no list
+        kubelet.wait_until(lambda: foreign(agent) == 1)  # the allocation tells of the plugin, which has sent no list
         kubelet.wait_until(lambda: agent.agent.status().resources[0].held_twice == {held})
         gate.set()
         plugin.stop()

@@ -1,4 +1,4 @@
-"""Keeping a resource registered: the decisions alone, then against a kubelet that misbehaves."""
+"""How a resource is kept registered: the decisions, then against a kubelet that misbehaves."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def source(count: int = 2, resource: str = R) -> SimulatedSource:
 
 
 def sockets(kubelet: FakeKubelet) -> set[str]:
-    """The plugins' sockets in the directory."""
+    """The plugins' sockets in the device plugin directory."""
     return {path.name for path in kubelet.device_plugin_dir.glob("*.sock")} - {"kubelet.sock"}
 
 
 async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubelet: FakeKubelet) -> None:
-    """The kubelet writes its checkpoint for each Allocate, and each time the directory changes more than once."""
+    """200 wake-ups in a short time cause at most one look for another plugin in each interval of `LOOK` seconds."""
     looks: list[float] = []
 
     class Host(EndpointHost):
@@ -90,7 +90,7 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
 
 
 async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet: FakeKubelet) -> None:
-    """Each Register makes a socket, so 64 loops would wake for each of 64 resources; another plugin's socket counts."""
+    """A new socket of another resource of this agent does not wake the loop of a resource; another plugin's does."""
     looks = asyncio.Event()
 
     class Host(EndpointHost):
@@ -106,7 +106,7 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
     try:
         with reading({directory: all_of}) as watch:
             for name in ("other-0123abcd.sock", "foreign.sock"):
-                while await watch.wait(2 * LOOK):  # The directory is as it was for a while, and the loop rests.
+                while await watch.wait(2 * LOOK):  # Until the loop rests: no change for a while.
                     pass
                 looks.clear()
                 with socket.socket(socket.AF_UNIX) as bound:
@@ -124,7 +124,7 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
 
 
 async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake_kubelet: FakeKubelet) -> None:
-    """A starting kubelet deletes sockets while other resources register; file events may come late."""
+    """A socket is deleted while its resource waits to register: it is made again, and Register is called once."""
 
     class Unwatched(PluginDirectory):
         def add(self, reader: object) -> None:
@@ -138,7 +138,7 @@ async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake
         while not sockets(fake_kubelet):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for _ in range(20):
-            await asyncio.sleep(0.01)  # The registration waits for its turn.
+            await asyncio.sleep(0.01)  # The registration waits for its turn to register.
         for name in sockets(fake_kubelet):
             (directory.path / name).unlink()
     await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
@@ -153,7 +153,7 @@ async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake
 async def test_resources_share_a_read_of_the_checkpoint(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet writes its checkpoint after each list, and all resources compare with it at the same moment."""
+    """64 resources that look at the checkpoint at the same moment share one or two reads of it."""
     kinds: list[str] = []
     begin = Looks.begin
 
@@ -169,7 +169,7 @@ async def test_resources_share_a_read_of_the_checkpoint(
 
 
 async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plugins(fake_kubelet: FakeKubelet) -> None:
-    """The kubelet has written it down within milliseconds; what the checkpoint has is compared with it, too."""
+    """A list that is sent while the checkpoint is read is compared as well: the checkpoint names no other plugin."""
     looked = asyncio.Event()
 
     class Host(EndpointHost):
@@ -202,7 +202,7 @@ async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plug
     assert host.said == ""
 
 
-# What to do next.
+# The next step.
 
 
 def seen(
@@ -219,7 +219,7 @@ def seen(
 
 
 def test_all_is_well() -> None:
-    """Registered with the kubelet that is there, which listens: nothing to do."""
+    """If the resource is registered with the present kubelet, and the kubelet listens, there is nothing to do."""
     assert next_step(seen(), 5.0) is Step.REST
 
 
@@ -247,7 +247,7 @@ def test_all_is_well() -> None:
     ],
 )
 def test_each_thing_that_can_be_wrong_has_its_step(now: Seen, step: Step) -> None:
-    """Each thing that may be wrong leads to the one step that mends it."""
+    """Each situation has one next step."""
     assert next_step(now, 5.0) is step
 
 
@@ -257,7 +257,7 @@ _seen = st.builds(Seen, _identities, *[st.booleans()] * 3, _identities, st.float
 
 @given(_seen)
 def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
-    """It rests only while this kubelet is registered with and listening, and never registers with nobody."""
+    """It rests only if the present kubelet is registered with and listens, and registers only with a kubelet there."""
     step = next_step(now, 5.0)
     if step is Step.REST:
         assert now.kubelet == now.registered is not None
@@ -269,7 +269,7 @@ def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
 
 
 def test_backoff_doubles_with_jitter_up_to_its_most() -> None:
-    """Each delay is between half and whole of a doubling one, which stays at its most for ever."""
+    """Delays double up to their maximum; each is between half and the whole of that value."""
     backoff = Backoff(first=1.0, most=8.0)
     for whole in (1.0, 2.0, 4.0, 8.0, 8.0):
         assert whole / 2 <= backoff.next() <= whole
@@ -279,7 +279,7 @@ def test_backoff_doubles_with_jitter_up_to_its_most() -> None:
     assert backoff.next() <= 1.0
 
 
-# Names.
+# Names of sockets.
 
 _labels = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", fullmatch=True)
 _resources = st.builds("{}.com/{}".format, _labels, st.from_regex(r"[A-Za-z0-9][\w.-]{0,62}", fullmatch=True))
@@ -287,7 +287,7 @@ _resources = st.builds("{}.com/{}".format, _labels, st.from_regex(r"[A-Za-z0-9][
 
 @given(_resources, st.sampled_from(["/var/lib/kubelet/device-plugins", "/d", "/" + "x" * 80]))
 def test_socket_path_always_fits(resource: str, directory: str) -> None:
-    """Whatever the resource is called, the socket's path fits 107 bytes and is a plain file name."""
+    """For any resource name the socket's path fits 107 bytes and is a plain file name."""
     name = socket_name(resource, directory, "0" * 8)
     assert len(f"{directory}/{name}".encode()) <= MAX_SOCKET_PATH
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.sock", name)
@@ -295,7 +295,7 @@ def test_socket_path_always_fits(resource: str, directory: str) -> None:
 
 @given(st.lists(_resources, min_size=2, max_size=2, unique=True))
 def test_two_resources_never_share_a_name(resources: list[str]) -> None:
-    """Names that differ only in what a file name cannot hold, or beyond what fits, stay different."""
+    """Two resources never have one socket name, also if a long name is cut or a character is replaced."""
     one, two = resources
     assert slug(one) != slug(two)
     directory = "/" + "x" * 79
@@ -309,11 +309,11 @@ def test_directory_without_room_is_an_error_that_names_it() -> None:
         socket_name(R, directory, "0" * 8)
 
 
-# One instance a node.
+# One instance for each resource of a node.
 
 
 def test_lock_is_held_by_one(tmp_path: Path) -> None:
-    """A second instance does not get the lock, learns who has it, and gets it when the first one goes."""
+    """A second instance gets no lock and learns the owner's pid; it gets the lock when the first one releases it."""
     one, two = InstanceLock(tmp_path, R), InstanceLock(tmp_path, R)
     assert one.acquire()
     assert one.acquire()
@@ -326,7 +326,7 @@ def test_lock_is_held_by_one(tmp_path: Path) -> None:
 
 
 def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
-    """When somebody cleans the directory, the lock notices that its file is not the one there."""
+    """If the lock file is removed, the lock is no longer held, and can be taken again."""
     lock = InstanceLock(tmp_path, R)
     assert lock.acquire()
     lock.path.unlink()
@@ -348,7 +348,7 @@ def test_locks_of_two_resources_are_two(tmp_path: Path) -> None:
 
 
 def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
-    """A lock file that cannot be made is an error that names it and says what is needed."""
+    """A lock file that cannot be created is an error that names the file and says what is needed."""
     lock = InstanceLock(tmp_path / "missing", R)
     with pytest.raises(RegistrationError, match=rf"^{re.escape(str(lock.path))}: .*needs write access.*free space"):
         lock.acquire()
@@ -357,7 +357,7 @@ def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
 def test_full_disk_at_the_first_start(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resource is registered though the disk has no room for the text in its lock file, and a second one waits."""
+    """A full disk has no room for the text in the lock file: the resource is registered, and the lock still holds."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -371,7 +371,7 @@ def test_full_disk_at_the_first_start(
 
 
 def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:
-    """A file that took another one's name later is another one, even on the same inode."""
+    """A new file of the same name has another identity, even on the same inode."""
     path = tmp_path / "f"
     assert file_identity(path) is None
     path.touch()
@@ -386,7 +386,7 @@ def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:
 
 
 def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
-    """A file in the place of the device plugin directory is an error, not something to wait for."""
+    """A file in place of the device plugin directory ends the agent with an error."""
     (tmp_path / "device-plugins").touch()
     agent = Agent([source()], Paths(tmp_path))
     with pytest.raises(AgentError, match="is not a directory"):
@@ -394,7 +394,7 @@ def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
 
 
 def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kubelet.sock that nobody serves is tried ever more slowly; the kubelet that replaces it is tried at once."""
+    """A kubelet.sock without a listener is logged once and tried more and more slowly; the next kubelet is found."""
     caplog.set_level(logging.INFO, "deviceplugin")
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
@@ -411,10 +411,10 @@ def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: 
 
 
 def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Somebody removed the whole directory, and the kubelet came back with another one: it is registered with."""
+    """The device plugin directory is removed and created again: the resource is registered again."""
     served(source())
     fake_kubelet.stop()
-    while fake_kubelet.device_plugin_dir.exists():  # the agent may just make its socket in it
+    while fake_kubelet.device_plugin_dir.exists():  # the agent may create its socket in it meanwhile
         shutil.rmtree(fake_kubelet.device_plugin_dir, ignore_errors=True)
     fake_kubelet.start()
     again = fake_kubelet.wait_registered(R, 2)
@@ -423,7 +423,7 @@ def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, ser
 
 
 def test_serves_and_then_registers(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Register names the version, the socket's file name and the options, and the kubelet can dial back at once."""
+    """Register names the version, the socket's file name and the options, and the kubelet can dial at once."""
     served(source())
     registration = fake_kubelet.wait_registered(R)
     assert registration.request.version == "v1beta1"
@@ -437,7 +437,7 @@ def test_serves_and_then_registers(fake_kubelet: FakeKubelet, served: Serve) -> 
 def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
     kubelet_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a kubelet it waits, says so once, and registers as soon as there is one."""
+    """Without a kubelet the agent waits, logs that once, and registers as soon as there is a kubelet."""
     caplog.set_level(logging.INFO, "deviceplugin")
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
@@ -454,7 +454,7 @@ def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
 
 
 def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The device plugin directory may come with the kubelet; until then it is named, with the options for it."""
+    """While the device plugin directory is missing, the log names it and the options; the agent registers later."""
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         for path in kubelet.device_plugin_dir.iterdir():
@@ -467,7 +467,7 @@ def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pyt
 
 
 def test_registers_again_when_its_own_socket_is_gone(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Somebody deleted the plugin's socket: it serves on a new one and registers again."""
+    """If the plugin's socket is deleted, the plugin serves on a new one and registers again."""
     served(source())
     first = fake_kubelet.wait_registered(R)
     (fake_kubelet.device_plugin_dir / first.endpoint).unlink()
@@ -479,7 +479,7 @@ def test_registers_again_when_its_own_socket_is_gone(fake_kubelet: FakeKubelet, 
 def test_registers_again_when_a_stream_is_dropped(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A ListAndWatch that ends while kubelet and plugin live is mended at once, on a new socket, and said."""
+    """If ListAndWatch ends, the resource is registered again on a new socket, and the log says so."""
     caplog.set_level(logging.INFO, "deviceplugin")
     served(source())
     first = fake_kubelet.wait_registered(R)
@@ -490,7 +490,7 @@ def test_registers_again_when_a_stream_is_dropped(
 
 
 def test_streams_that_drop_for_ever_are_not_hurried(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A kubelet that drops every stream is registered with ever more slowly (kubernetes#124716)."""
+    """A kubelet that drops every stream is registered with more and more slowly (kubernetes#124716)."""
     served(source())
     for count in range(2, 8):
         drop_stream(fake_kubelet)
@@ -503,10 +503,10 @@ def test_streams_that_drop_for_ever_are_not_hurried(fake_kubelet: FakeKubelet, s
 def test_kubelet_that_takes_the_registration_but_does_not_listen(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No live ListAndWatch for some seconds after Register: it registers again."""
+    """If no ListAndWatch comes within `patience` after Register, the resource is registered again."""
     agent = served(source(), timing=RegistrationTiming(patience=0.1))
     fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(R)) == 1)
-    agent.agent.services[R].endpoint.streams.begun = 0  # as if the stream that ends now had never been
+    agent.agent.services[R].endpoint.streams.begun = 0  # as if the kubelet had never called ListAndWatch
     drop_stream(fake_kubelet)
     fake_kubelet.wait_registered(R, 2)
     assert "accepted the registration but does not listen" in caplog.text
@@ -515,7 +515,7 @@ def test_kubelet_that_takes_the_registration_but_does_not_listen(
 def test_refused_registration_is_said_and_tried_again(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kubelet that refuses is asked again, slower each time; the refusal is said once, with its reason."""
+    """A refused registration is logged once with its reason, and tried again with growing delays."""
     fake_kubelet.reject_registrations(4, "not today")
     agent = served(source())
     assert len(fake_kubelet.rejections) == 4
@@ -524,14 +524,14 @@ def test_refused_registration_is_said_and_tried_again(
     assert "not today" in said[0].getMessage()
     assert said[0].levelno == logging.ERROR
     statistics = agent.agent.services[R].registration.statistics
-    fake_kubelet.wait_until(lambda: statistics.registered)  # it listens before it answers
+    fake_kubelet.wait_until(lambda: statistics.registered)  # the kubelet calls ListAndWatch before it answers Register
     assert statistics.error == ""
     times = [rejection.at for rejection in fake_kubelet.rejections]
     assert times[3] - times[2] >= 0.02  # half of the third delay; the first is 0.01 at the most
 
 
 def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A kubelet that answers nothing is given up in time, and is registered with when it answers again."""
+    """A Register that gets no answer is given up; the resource is registered once the kubelet answers again."""
     agent = served(source(), timing=RegistrationTiming(register=0.1, stream=0.1))
     fake_kubelet.freeze()
     fake_kubelet.recreate_socket()
@@ -545,7 +545,7 @@ def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, se
 
 
 def test_old_stream_ends_before_the_new_registration(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """The kubelet drops whoever is registered when an old stream ends late: there is never more than one."""
+    """After each new registration exactly one stream is open: the old one has ended first."""
     served(source())
     for count in range(2, 6):
         fake_kubelet.recreate_socket()
@@ -560,7 +560,7 @@ def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, se
     names = [f"example.com/r{number}" for number in range(8)]
     fake_kubelet.register_delay = 0.01
     served(*(source(1, name) for name in names))
-    fake_kubelet.wait_until(lambda: len(fake_kubelet.registrations) == 8)  # noted when it was answered
+    fake_kubelet.wait_until(lambda: len(fake_kubelet.registrations) == 8)  # noted when the kubelet has answered
     calls = sorted((r.at, r.answered) for r in fake_kubelet.registrations)
     for (_, answered), (at, _) in itertools.pairwise(calls):
         assert at >= answered - 0.005
@@ -570,9 +570,9 @@ def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, se
 
 
 def test_kubelet_restart_while_others_wait_for_their_turn(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Sockets that a restart deletes while their resources wait for their turn are not registered.
+    """A kubelet restarts while resources wait to register: sockets that it deleted are not registered.
 
-    The kubelet would dial a lost socket for 10 s, and everybody else would wait that long.
+    The kubelet would dial a lost socket for 10 s, and all other resources would wait as long.
     """
     names = [f"example.com/r{number}" for number in range(8)]
     served(*(source(1, name) for name in names))
@@ -588,7 +588,7 @@ def test_kubelet_restart_while_others_wait_for_their_turn(fake_kubelet: FakeKube
 
 
 def test_register_at_a_kubelet_that_is_replaced_meanwhile_is_given_up(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A kubelet that hangs in Register and is replaced costs nothing but the moment."""
+    """A kubelet that hangs in Register is replaced: the resource is registered with the next one within 3 s."""
     agent = served(source())
     fake_kubelet.register_delay = 60.0
     fake_kubelet.recreate_socket()
@@ -599,7 +599,7 @@ def test_register_at_a_kubelet_that_is_replaced_meanwhile_is_given_up(fake_kubel
 
 
 def test_second_instance_takes_over_when_the_first_ends(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A new instance waits a little for the old one to go: a rolling update is no error."""
+    """A second instance waits for the first one to end and then registers, as in a rolling update."""
     first = served(source())
     second = served(source(3), timeout=None)
     first.stop()
@@ -608,7 +608,7 @@ def test_second_instance_takes_over_when_the_first_ends(fake_kubelet: FakeKubele
 
 
 def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Sockets of others stay, alive or dead, however alike their names; own leavings of a killed instance go."""
+    """Sockets of other plugins stay, dead or alive; the dead socket of an instance of this resource is removed."""
     directory = fake_kubelet.device_plugin_dir
     own = socket_name(R, str(directory), "0" * 8)
     names = {
@@ -616,7 +616,7 @@ def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Se
         own.replace("-00000000", "-0000"): False,
         own.replace("-00000000", "-notahexa"): False,
         socket_name(R + "x", str(directory), "0" * 8): False,
-        own.replace("00000000", "11111111"): True,  # somebody listens there
+        own.replace("00000000", "11111111"): True,  # an instance listens on it
         own: False,
     }
     with contextlib.ExitStack() as stack:
@@ -633,7 +633,7 @@ def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Se
 
 
 def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> None:
-    """A device plugin directory that is none, or may not be written, ends the agent with a clear error."""
+    """A lock file that cannot be written in the device plugin directory raises RegistrationError."""
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         inventory = Inventory(R)
@@ -652,7 +652,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
 
 
 def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> None:
-    """Registration alone raises RegistrationError when its time for a takeover is over."""
+    """A lock that another process keeps raises RegistrationError after `takeover` seconds."""
     inventory = Inventory(R)
     inventory.publish([Device("a")])
     registration = PluginRegistration(
@@ -671,13 +671,13 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
 
 
 def drop_stream(kubelet: FakeKubelet) -> None:
-    """End the stream that is open now, once it is."""
+    """Wait for the open stream, and end it."""
     kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
     kubelet.drop_streams(R)
 
 
 @pytest.fixture
 def kubelet_root() -> Iterator[Path]:
-    """A short path: sockets lie below it."""
+    """A directory with a short path, since the paths of sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as root:
         yield Path(root)

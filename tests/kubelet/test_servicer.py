@@ -1,4 +1,4 @@
-"""The five calls of one resource, through a real channel."""
+"""The five calls of the device plugin API for one resource, through a gRPC channel."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ OPTIONS = (
 )
 
 HANGS = 60.0
-"""Seconds after which a call is taken to hang; on a loaded machine any takes seconds."""
+"""Seconds after which a call counts as hanging; on a busy machine any call takes seconds."""
 
 
 class Source(DeviceSource):
-    """No hooks at all."""
+    """A source without hooks."""
 
     resource = R
 
     def watch(self) -> Iterator[Sequence[Device]]:
-        """Never asked here."""
+        """Not called by these tests."""
         yield []
 
 
 class Shared(Source):
-    """Offers each device so many times, and takes note of resets."""
+    """Offers each device as the given number of replicas, and records the devices that are reset."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -85,7 +85,7 @@ class Shared(Source):
 
 
 class Slow(Shared):
-    """Its `edits` waits until a test lets it go on."""
+    """A source whose `edits` waits until a test sets `go_on`."""
 
     def __init__(self, replicas: int = 1) -> None:
         super().__init__(replicas)
@@ -98,7 +98,7 @@ class Slow(Shared):
 
 
 class Changing(Slow):
-    """Its lists say how often devices are offered now."""
+    """A source whose number of replicas for each device a test can change."""
 
     now = 1
 
@@ -107,7 +107,7 @@ class Changing(Slow):
 
 
 class Granting(MemoryStore):
-    """Records at once; or when a test lets it, or not at all."""
+    """A store that records at once, that waits until a test sets `go_on`, or that fails with `error`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Served(RegisterHost, EndpointHost):
         self.store = Granting()
         self.unknown: dict[str, str] = {}
         self.files: tuple[Use, ...] = ()
-        """The uses in the files of other drivers; they count after `reread`."""
+        """The uses in the files of other drivers; the register sees them after `reread`."""
         self.foreign: tuple[Use, ...] = ()
         self.services = {R: cast("ResourceDevices", self)}
         self.register = Register(self, self.store)
@@ -165,17 +165,17 @@ class Served(RegisterHost, EndpointHost):
         return self.avoided
 
     def granted(self) -> None:
-        """Take note of a grant."""
+        """Count a grant."""
         self.calls += 1
 
     def forget_allocations(self) -> None:
-        """Have all pods end."""
+        """Remove the records of all allocations, as if all pods had ended."""
         now = self.store.snapshot
         self.store.snapshot = now.with_changes([Change("allocations", key, None) for key in now.allocations], 1)
 
     @property
     def granted_ids(self) -> list[str]:
-        """The ids that were granted, in this order."""
+        """The ids that were granted, in the order of the grants."""
         return [one.device_id for one in self.register.snapshot.allocations.values()]
 
     def publish(self, *devices: Device | str) -> None:
@@ -207,7 +207,7 @@ class Served(RegisterHost, EndpointHost):
 
 
 class Lists:
-    """The lists of one stream."""
+    """The lists that one ListAndWatch stream sends."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -229,7 +229,7 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    """Give a function that serves a source with these devices."""
+    """Give a function that serves a source with the given devices."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(source: DeviceSource, *devices: Device | str, **options: Any) -> Served:
@@ -261,7 +261,7 @@ def refused(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
 
 
 async def test_options_say_what_is_there(serve: Serve) -> None:
-    """PreStartContainer is announced with `reset` or a symlink to a device; a preference can always be given."""
+    """PreStartContainer is required with `reset` or with a symlink to a device; preferences are always available."""
 
     class Resetting(Source):
         resource = "example.com/s"
@@ -282,7 +282,7 @@ async def test_options_say_what_is_there(serve: Serve) -> None:
 
 
 async def test_a_held_stick_that_is_away_has_the_kubelet_ask_before_a_start(serve: Serve) -> None:
-    """The agent has started since; the stick may come back under another number at any time."""
+    """A held device is not listed: PreStartContainer is required after the first list, and refused for the device."""
     served = await serve(Source())
     stick = AllocationRecord(R, "a", "a", 1.0, 1, identity=seen_as(boot_id(), "char:240:1", "hardware:usb:A#"))
     await served.register.store.do(lambda _: Decision(None, (Change("allocations", (R, "a"), stick),)))
@@ -297,7 +297,7 @@ async def test_a_held_stick_that_is_away_has_the_kubelet_ask_before_a_start(serv
 
 
 async def test_every_change_is_sent_once(serve: Serve) -> None:
-    """The list is sent at once, again after each change, and not when nothing changed for the kubelet."""
+    """The list is sent at once, and again after each change that the kubelet can see; other changes send no list."""
     served = await serve(Source(), "a", "b")
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
@@ -311,7 +311,7 @@ async def test_every_change_is_sent_once(serve: Serve) -> None:
 
 
 async def test_changes_are_coalesced(serve: Serve) -> None:
-    """Changes that come together go out in one list, the newest."""
+    """Changes that follow each other closely are sent as one list, the newest."""
     served = await serve(Source(), "a")
     async with served.listening() as lists:
         await lists.next()
@@ -323,7 +323,7 @@ async def test_changes_are_coalesced(serve: Serve) -> None:
 
 
 async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
-    """A source that has not listed yet is not a source without devices."""
+    """Before the source's first list nothing is sent; an empty first list is sent."""
     served = await serve(Source())
     async with served.listening() as lists:
         reading = asyncio.create_task(lists.next())
@@ -335,7 +335,7 @@ async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
 
 
 async def test_vanished_device_is_sent_unhealthy(serve: Serve) -> None:
-    """A device that vanishes is never dropped from the list while somebody may hold it: the kubelet would crash."""
+    """A device that vanishes stays in the list as unhealthy until it is forgotten: else the kubelet would crash."""
     served = await serve(Source(), "a", "b")
     async with served.listening() as lists:
         await lists.next()
@@ -346,7 +346,7 @@ async def test_vanished_device_is_sent_unhealthy(serve: Serve) -> None:
 
 
 async def test_numa_nodes_are_sent_unless_left_out(serve: Serve) -> None:
-    """Each device's NUMA nodes are in the list, none for an unknown one, and none at all without topology."""
+    """The list has each device's NUMA nodes; with `topology = False` it has none."""
 
     class Flat(Source):
         resource = "example.com/flat"
@@ -363,7 +363,7 @@ async def test_numa_nodes_are_sent_unless_left_out(serve: Serve) -> None:
 async def test_too_large_list_is_not_sent_and_said(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A list that the kubelet would not take is refused, with resource, count and size; the next that fits is sent."""
+    """A list above the size limit is not sent, and an error has its number of devices; a smaller list is sent."""
     monkeypatch.setattr("deviceplugin.kubelet.device_list.MAX_LIST_BYTES", 100)
     served = await serve(Source(), "a")
     async with served.listening() as lists:
@@ -380,10 +380,10 @@ async def test_too_large_list_is_not_sent_and_said(
 
 
 async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
-    """The limit is gRPC's default of 4 MiB: 50,000 devices fit with long ids, and are one message."""
+    """The limit is 4 MiB, gRPC's default; 50,000 devices with long ids fit into one message."""
     served = await serve(Source(), *(Device(f"device-{number:050}", numa=0) for number in range(50_000)))
     async with served.listening() as lists:
-        message = await lists.call.read()  # however long it takes: its size is judged
+        message = await lists.call.read()  # without a timeout: only the size is tested
         assert len(message.devices) == 50_000
         assert 3 << 20 < message.ByteSize() <= 4 << 20
     assert device_list.MAX_LIST_BYTES == 4 << 20
@@ -406,7 +406,7 @@ async def test_streams_end_when_told(serve: Serve) -> None:
 
 
 async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> None:
-    """A stream that the kubelet begins while the plugin ends does not hold it up."""
+    """A stream that begins after `stop` ends at once, so that it does not delay the plugin's end."""
     served = await serve(Source(), "a")
     served.endpoint.streams.stop()
     async with served.listening() as lists:
@@ -414,7 +414,7 @@ async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> No
 
 
 async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
-    """A stream that the kubelet cancels is gone at once, without waiting for the next change."""
+    """A stream that the kubelet cancels ends at once, without waiting for the next change."""
     served = await serve(Source(), "a")
     ended = asyncio.Event()
     served.endpoint.streams.start(ended.set)
@@ -429,7 +429,7 @@ async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
 
 
 async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
-    """Variables, nodes with permissions, mounts, annotations and CDI names are in the answer, by container."""
+    """An answer has its devices' variables, nodes with permissions, mounts, annotations and CDI names, by container."""
     edits = ContainerEdits({"A": "1"}, [], [Mount("/h", "/c"), Mount("/h2", "/c2", False)], {"k": "v"}, ["v.com/c=a"])
     served = await serve(Source(), Device("a", nodes=["/dev/a", DeviceNode("/dev/x", "/dev/y", "r")], edits=edits), "b")
     first, second = await served.allocate("a", "b")
@@ -461,7 +461,7 @@ async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
     ids=["unknown", "duplicate", "unhealthy"],
 )
 async def test_ids_are_checked(serve: Serve, names: str, code: grpc.StatusCode, texts: list[str]) -> None:
-    """Unknown, duplicate and unhealthy ids are refused, with the id in the text, and nothing is given out."""
+    """Unknown, duplicate and unhealthy ids are refused with an error that names the id, and nothing is granted."""
     served = await serve(Source(), "a", "b", Device("sick", health=Health.UNHEALTHY, message="too hot"))
     with refused(code, *texts):
         await served.allocate("b", names)
@@ -470,7 +470,7 @@ async def test_ids_are_checked(serve: Serve, names: str, code: grpc.StatusCode, 
 
 
 async def test_repeated_ids_are_found_in_linear_time(serve: Serve) -> None:
-    """Each of many repeated ids is compared a few times, not with all others; the error names few of them."""
+    """Finding repeated ids takes time linear in their number; the error names only a few of them."""
     compared = 0
 
     class Id(str):
@@ -493,7 +493,7 @@ async def test_repeated_ids_are_found_in_linear_time(serve: Serve) -> None:
 
 
 async def test_ids_in_errors_are_printable(serve: Serve) -> None:
-    """An id of the kubelet's is named with its control characters escaped, and not at any length."""
+    """In an error an id of a request has its control characters escaped, and is cut to a limited length."""
     served = await serve(Source(), "a")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "there is no device x\\x1b[31m"):
         await served.allocate(f"x\x1b[31m{'y' * 9000}")
@@ -502,13 +502,13 @@ async def test_ids_in_errors_are_printable(serve: Serve) -> None:
 
 
 async def test_device_of_unknown_health_is_given_out(serve: Serve) -> None:
-    """What could not be read is not unhealthy."""
+    """A device of unknown health is granted."""
     served = await serve(Source(), Device("a", health=Health.UNKNOWN))
     assert len(await served.allocate("a")) == 1
 
 
 async def test_replicas_lead_to_their_device(serve: Serve) -> None:
-    """Replicas of a device give the device; two of one give it once; one never offered is unknown."""
+    """Two replicas of one device give the container the device once; an id that was never offered is refused."""
     served = await serve(Shared(2), Device("a", nodes=["/dev/a"]))
     (answer,) = await served.allocate("a::0 a::1")
     assert [node.host_path for node in answer.devices] == ["/dev/a"]
@@ -518,7 +518,7 @@ async def test_replicas_lead_to_their_device(serve: Serve) -> None:
 
 
 async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
-    """The hook sees all devices of the container; where devices contradict each other, it settles it."""
+    """The `edits` hook gets all devices of the container; its variables win where the devices' own differ."""
 
     class Editing(Source):
         async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
@@ -533,7 +533,7 @@ async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
 
 
 async def test_hooks_get_devices_in_natural_order(serve: Serve) -> None:
-    """The kubelet names them in any order; `edits`, `reset` and `prefer` see 9 before 10."""
+    """The kubelet names ids in any order: `edits`, `reset` and `prefer` get the devices sorted, 9 before 10."""
     calls: list[list[str]] = []
 
     class Noting(Source):
@@ -558,7 +558,7 @@ async def test_hooks_get_devices_in_natural_order(serve: Serve) -> None:
 
 
 async def test_mounts_of_device_metadata_are_in_the_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a resource that wants them; where the files cannot be written nothing is granted."""
+    """With `metadata` the answer mounts the metadata files; if the files cannot be written, nothing is granted."""
 
     class Described(Source):
         metadata = True
@@ -585,7 +585,7 @@ async def test_mounts_of_device_metadata_are_in_the_answer(serve: Serve, monkeyp
 
 
 async def test_contradicting_devices_are_refused(serve: Serve) -> None:
-    """Two devices that give one variable different values cannot go into one container; the error says which."""
+    """Two devices with different values of one variable are refused for one container; the error names both and it."""
     served = await serve(Source(), *(Device(name, edits=ContainerEdits(env={"ID": name})) for name in "ab"))
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "a, b", "'ID'"):
         await served.allocate("a b")
@@ -593,7 +593,7 @@ async def test_contradicting_devices_are_refused(serve: Serve) -> None:
 
 
 class Hanging(Source):
-    """Hooks that hang, or do what the test says."""
+    """A source whose `edits` hangs, raises or returns a wrong value, by the id of the device."""
 
     hook_timeout = 0.05
 
@@ -615,7 +615,7 @@ class Hanging(Source):
 
 
 async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
-    """A hook that hangs, raises or returns nonsense fails its own Allocate with words; others go on meanwhile."""
+    """An `edits` hook that hangs, raises or returns a wrong value fails its own Allocate only; the error says why."""
     source = Hanging()
     served = await serve(source, "hangs", "raises", "wrong", "odd", "good")
     try:
@@ -639,7 +639,7 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
 
 
 async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
-    """Neither a grant, nor the former holder that was found before it."""
+    """If the ledger cannot record a grant, or a former holder that was found before it, Allocate is refused."""
     served = await serve(Source(), "a", holders=(known := Known()))
     served.store.error = LedgerError("the disk is full")
     with refused(grpc.StatusCode.UNAVAILABLE, f"{R}: the disk is full"):
@@ -652,7 +652,7 @@ async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
 
 
 class Known:
-    """Who holds what, as a test says."""
+    """Holders as a test sets them."""
 
     def __init__(self, unnamed: Sequence[str] = (), runs: Mapping[str, str] | None = None) -> None:
         self.withheld = unnamed
@@ -689,7 +689,7 @@ class Known:
 async def test_what_may_have_a_holder_is_not_given_out(
     serve: Serve, code: grpc.StatusCode, text: str, reason: str
 ) -> None:
-    """On the other side, of unknown holders, in use by a former pod: all or none is given, and the refusal says why."""
+    """If one device is on the DRA side, of unknown holder, or still held, the whole Allocate is refused."""
     known = Known(runs={"b": "processes of pod default/p run"} if reason == "held" else {})
     served = await serve(Source(), "a", "b", holders=known)
     if reason == "side":
@@ -713,7 +713,7 @@ async def test_what_may_have_a_holder_is_not_given_out(
 
 
 async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unhealthy(serve: Serve) -> None:
-    """A replica of it stays healthy; the id is healthy again when its holder has ended."""
+    """A replica that is held, and that the kubelet counts as free, is sent as unhealthy until its holder ends."""
     known = Known(["a::1"])
     served = await serve(Shared(2), "a", holders=known)
     async with served.listening() as lists:
@@ -724,7 +724,7 @@ async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unheal
 
 
 async def test_a_refused_id_is_withheld_at_once(serve: Serve) -> None:
-    """The list without the device is sent before any scan."""
+    """After a refusal the list with the device as unhealthy is sent at once, without a scan."""
     served = await serve(Source(), "a", "b", holders=Known(runs={"a": "processes of pod default/p run"}))
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
@@ -738,7 +738,7 @@ def waits(served: Served) -> int:
 
 
 async def test_an_allocate_waits_for_a_holder_that_the_kubelet_does_not_count(serve: Serve) -> None:
-    """A pod that was deleted by force ends soon; a refusal would fail pod after pod until then."""
+    """A former holder that the kubelet does not count ends during an Allocate: the Allocate waits and succeeds."""
     known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", holders=known)
     allocating = asyncio.create_task(served.allocate("a"))
@@ -750,7 +750,7 @@ async def test_an_allocate_waits_for_a_holder_that_the_kubelet_does_not_count(se
 
 
 async def test_a_device_that_a_claim_gets_while_an_allocate_waits_is_refused(serve: Serve) -> None:
-    """The files of other drivers' claims are read after the wait for the former holder."""
+    """A claim gets the device while an Allocate waits for the former holder: the Allocate is refused."""
     known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", holders=known)
     allocating = asyncio.create_task(served.allocate("a"))
@@ -763,7 +763,7 @@ async def test_a_device_that_a_claim_gets_while_an_allocate_waits_is_refused(ser
 
 
 async def test_an_allocate_waits_once_for_a_holder(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kubelet starts no other pod meanwhile; the device is expected to come free for some time after that."""
+    """After one wait in vain the device is refused without a wait, until its holder has changed."""
     monkeypatch.setattr(allocation_wait, "PATIENCE", 0.2)
     known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", "b", holders=known)
@@ -781,7 +781,7 @@ async def test_an_allocate_waits_once_for_a_holder(serve: Serve, monkeypatch: py
 
 
 async def test_an_allocate_does_not_wait_for_a_pod_that_the_kubelet_counts(serve: Serve) -> None:
-    """It may run for long."""
+    """A holder that the kubelet still counts may run for long: Allocate is refused without a wait."""
 
     class Counted(Known):
         def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
@@ -794,7 +794,7 @@ async def test_an_allocate_does_not_wait_for_a_pod_that_the_kubelet_counts(serve
 
 
 async def test_a_device_whose_former_holder_runs_is_given_last(serve: Serve) -> None:
-    """Then a pod waits only where no other device serves it."""
+    """A device whose former holder still runs is preferred last, except if it must be included."""
     known = Known()
     served = await serve(Source(), "a", "b", holders=known)
     await served.allocate("a")
@@ -806,7 +806,7 @@ async def test_a_device_whose_former_holder_runs_is_given_last(serve: Serve) -> 
 
 
 async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each pod of a burst would be given the refused id; other changes wait until no Allocate is in flight."""
+    """A list that makes a device unhealthy is sent while an Allocate is in flight; one that makes it healthy waits."""
     monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)
     known = Known(["b"])
     served = await serve(Source(), "a", "b", holders=known)
@@ -826,12 +826,12 @@ async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: p
 
 
 async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> None:
-    """A holder that is found while `released` and `edits` work is not overlooked: each may take a minute."""
+    """Processes of former holders are looked for after the last hook: one that starts while `edits` runs is seen."""
     known = Known()
 
     class Slow(Source):
         def released(self, devices: Sequence[Device]) -> None:
-            """Is called in place of this by a test."""
+            """A test replaces the call of this hook."""
 
         def edits(self, devices: Sequence[Device]) -> ContainerEdits:
             known.runs = {"a": "processes of pod default/p run"}
@@ -849,7 +849,7 @@ async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> Non
 
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
-    """A device that is to move once it is idle goes to a new pod only if there is no other; what must be, is."""
+    """Devices in `avoided` (a drain waits for them) are preferred last, except if they must be included."""
 
     source = Source()
     source.replicas = replicas
@@ -867,7 +867,7 @@ async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int)
 
 
 async def test_list_is_kept_away_while_allocating(serve: Serve) -> None:
-    """While an Allocate is in flight nobody asks PodResources `List`."""
+    """While an Allocate is in flight, PodResources `List` is not called."""
     source = Slow()
     served = await serve(source, "a")
     call = asyncio.create_task(served.allocate("a"))
@@ -887,7 +887,7 @@ _ids = st.lists(
 
 @given(st.lists(_ids, max_size=3), st.sampled_from([1, 2]))
 def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) -> None:
-    """Whatever is asked for is answered for each container or refused with a code, and granted exactly then."""
+    """Any request is answered for each container and granted, or is refused with a code and not granted."""
 
     async def run() -> None:
         source = Source()
@@ -922,7 +922,7 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
 
 
 async def test_preference_is_numa_compact(serve: Serve) -> None:
-    """Without a hook, devices on one NUMA node go together, and what must be included is."""
+    """Without a hook, devices on one NUMA node are preferred together, with the ids that must be included."""
     served = await serve(Source(), *(Device(f"d{number}", numa=number // 2) for number in range(4)))
     assert await served.prefer("d0 d2 d3", "", 2) == ["d2", "d3"]
     assert await served.prefer("d0 d1 d2 d3", "d3", 2) == ["d2", "d3"]
@@ -930,7 +930,7 @@ async def test_preference_is_numa_compact(serve: Serve) -> None:
 
 
 class Preferring(Source):
-    """Prefers what the test says."""
+    """A source whose `prefer` returns, or raises, the answer that a test sets."""
 
     answer: Any = ()
 
@@ -941,7 +941,7 @@ class Preferring(Source):
 
 
 async def test_prefer_hook_decides(serve: Serve) -> None:
-    """The hook's devices or ids are taken, with what must be included."""
+    """`prefer` may return devices or ids; they are the answer, with the ids that must be included."""
     source = Preferring()
     served = await serve(source, "a", "b", "c")
     source.answer = [Device("c")]
@@ -952,7 +952,7 @@ async def test_prefer_hook_decides(serve: Serve) -> None:
 
 @pytest.mark.parametrize("answer", [["nobody"], [], ["a", "b", "c"], None, 3, ValueError("no")])
 async def test_wrong_preference_is_replaced(serve: Serve, answer: object, caplog: pytest.LogCaptureFixture) -> None:
-    """A hook that fails or answers what does not fit is replaced by the framework's choice: the call never fails."""
+    """A `prefer` that raises or returns a wrong answer is replaced by the framework's choice: the call succeeds."""
     source = Preferring()
     source.answer = answer
     served = await serve(source, "a", "b", "c")
@@ -962,7 +962,7 @@ async def test_wrong_preference_is_replaced(serve: Serve, answer: object, caplog
 
 @pytest.mark.parametrize("plain", [True, False])
 async def test_preference_that_hangs_is_done_without(serve: Serve, *, plain: bool) -> None:
-    """A hook that hangs is given up in its time, and the framework chooses."""
+    """A `prefer` that hangs is given up after `hook_timeout`, and the framework chooses."""
     over = threading.Event()
 
     class Hangs(Source):
@@ -979,7 +979,7 @@ async def test_preference_that_hangs_is_done_without(serve: Serve, *, plain: boo
 
 
 async def test_preference_for_unknown_devices_does_not_fail(serve: Serve) -> None:
-    """Devices that are not known any more (or not healthy) do not fail the call: that would fail every pod."""
+    """Unknown and unhealthy devices do not fail GetPreferredAllocation: a failure would fail every pod."""
     served = await serve(Source(), "a", Device("sick", health=Health.UNHEALTHY))
     assert set(await served.prefer("nobody sick a", "gone", 3)) >= {"gone"}
     assert await served.prefer("", "", 2) == []
@@ -990,7 +990,7 @@ _names = st.lists(st.sampled_from(["a::0", "a::1", "b::0", "b::1", "a", "x::7"])
 
 @given(_names, _names, st.lists(st.sampled_from(["a", "b", "a::1", "x", ""]), max_size=4))
 def test_translated_wish_fits(available: list[str], must_include: list[str], wish: list[str]) -> None:
-    """What a hook prefers becomes available ids, each once, with all that must be included, or is not to be had."""
+    """A hook's preference becomes available ids without duplicates, with all that must be included, or None."""
     chosen = as_names(wish, available, must_include, partial(device_of, replicas=2))
     if chosen is not None:
         assert len(set(chosen)) == len(chosen)
@@ -1003,7 +1003,7 @@ def test_translated_wish_fits(available: list[str], must_include: list[str], wis
 
 
 async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """Reset gets the devices behind the ids, each once; its failure keeps its container from starting, and names it."""
+    """`reset` gets each device behind the ids once; if it fails, PreStartContainer fails, and the log names the pod."""
 
     class Resetting(Source):
         replicas = 2
@@ -1035,7 +1035,7 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
 
 
 async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """The kubelet tries again and again; the same error is logged once until a start succeeds, another one at once."""
+    """The same error of `reset` is logged once until a start succeeds; another error is logged at once."""
 
     class Resetting(Source):
         error = "stuck"
@@ -1057,7 +1057,7 @@ async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog:
 
 @pytest.mark.parametrize("plain", [True, False])
 async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> None:
-    """It keeps containers from its own device, long before the kubelet's 30 s are over, and longer than it hangs."""
+    """A `reset` that hangs is given up after `hook_timeout`; while it runs, its device is refused, and no other."""
     over = threading.Event()
 
     class Resetting(Source):
@@ -1073,7 +1073,7 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
         with refused(grpc.StatusCode.INTERNAL, f"reset of {R} did not answer within 0.05 s"):
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["good"]))
-        if plain:  # the kubelet tries again
+        if plain:  # the kubelet calls again
             with refused(grpc.StatusCode.INTERNAL, f"a of {R}: `reset` is still running on it, after its timeout"):
                 await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
             with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` is still running on it"):
@@ -1083,7 +1083,7 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
 
 
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
-    """Of devices that are not known any more there is nothing to reset; their container is the runtime's matter."""
+    """`reset` is called with the known devices only; PreStartContainer of unknown ids alone succeeds without a call."""
 
     class Resetting(Source):
         def reset(self, devices: Sequence[Device]) -> None:
@@ -1096,7 +1096,7 @@ async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
 
 
 async def test_a_device_is_checked_again_after_its_reset(serve: Serve, tmp_path: Path) -> None:
-    """A reset may give a device another number: a container does not start with the device that its link names then."""
+    """If a device's symlink names another device after `reset`, PreStartContainer is refused."""
     link = tmp_path / "link"
     link.symlink_to("/dev/tty")
 
@@ -1114,7 +1114,7 @@ async def test_a_device_is_checked_again_after_its_reset(serve: Serve, tmp_path:
 
 
 async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
-    """Whoever is about to end the stream can wait for the calls in flight: the kubelet ends them with it."""
+    """`calls_ended` waits until no call is in flight, so that the end of the plugin does not cut a call off."""
     source = Hanging()
     source.hook_timeout = 10
     served = await serve(source, "hangs")
@@ -1142,10 +1142,10 @@ async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
 async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
     serve: Serve, before: int, after: int, gone: set[str], stay: set[str], meanwhile: Mapping[str, str]
 ) -> None:
-    """Ids that are offered no more stay in the list, unhealthy, until they are forgotten: the kubelet would crash.
+    """After a change of replicas, ids that are not offered any more stay listed as unhealthy until they are forgotten.
 
-    Whoever had the device alone goes on having it alone, nobody gets alone what others have, and all of them together
-    never have more than the whole.
+    A device with a holder is refused if the grants would exceed the whole device. Once the holders have ended, the new
+    ids are healthy and the former ones leave the list.
     """
     served = await serve(Shared(before), "a")
     async with served.listening() as lists:
@@ -1165,7 +1165,7 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
             with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
                 await served.allocate(name)
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
-        assert other.resets == ["a"] * len(gone)  # of pods that have them still
+        assert other.resets == ["a"] * len(gone)  # for the pods that still hold the former ids
         served.forget_allocations()
         served.endpoint.ids.forget(gone | stay)
         served.endpoint.refresh()
@@ -1174,7 +1174,7 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
 
 
 async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
-    """Ids that are offered again are shown once, healthy, as soon as nobody has the device alone any more."""
+    """Replicas change from 2 to 1 and back: the replicas are healthy again once the holder of the whole has ended."""
     served = await serve(Shared(2), "a")
     served.endpoint.replace(Shared(1))
     await served.allocate("a")
@@ -1188,7 +1188,7 @@ async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
 
 
 async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
-    """Ids from before are shown, unhealthy, and hold nothing."""
+    """Without a holder the new ids are healthy at once; the former ids are listed as unhealthy."""
     served = await serve(Shared(2), "a")
     served.endpoint.replace(Shared(1))
     async with served.listening() as lists:
@@ -1198,7 +1198,7 @@ async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
 async def test_a_device_that_is_held_keeps_its_number_of_replicas(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its source may say another one with each list; that counts once nobody holds the device, and the log says so."""
+    """A source changes the replicas of a held device: its ids stay until the holder ends, and the log says so."""
     source = Changing(3)
     source.now = 2
     source.go_on.set()
@@ -1219,7 +1219,7 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
 
 
 async def test_each_input_of_the_device_list_is_compared(serve: Serve) -> None:
-    """A scan computes the list again only if the inputs differ. A running Allocate is one: it keeps a device's ids."""
+    """Each input of the device list makes a scan compute the list again; an Allocate in flight is one of the inputs."""
     source = Slow(3)
     served = await serve(source, "a")
     seen = served.endpoint.list_inputs()
@@ -1250,9 +1250,9 @@ async def test_each_input_of_the_device_list_is_compared(serve: Serve) -> None:
 
 
 async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
-    """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not.
+    """Ids that an agent with other replicas granted are adopted; an id of an unknown device is not.
 
-    Of each device there is as much left as its holders have not got; all of it may be gone if that is not known.
+    Of each device the rest that its holders do not have is offered. If the holders' part is not known, nothing is.
     """
     served = await serve(Shared(2), "a", "b", "c", "d")
     for name, part in {"a": "1", "b::0": "1/2", "c::7": "1/8", "d::7": ""}.items():
@@ -1272,7 +1272,7 @@ async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> N
 
 
 async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device(serve: Serve) -> None:
-    """The register hears of the device behind an id, also if it is one from before by the time of the grant."""
+    """Replicas change during an Allocate: the records name the device and the part that the ids had at the request."""
     source = Slow(4)
     served = await serve(source, "a")
     call = asyncio.ensure_future(served.allocate("a::0 a::1"))
@@ -1285,7 +1285,7 @@ async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device
 
 
 async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve: Serve) -> None:
-    """When it is shared from now on, whoever has it alone under that id keeps it from the others."""
+    """A device with the id x::1 is held, then shared: its holder keeps the whole, and all replicas are unhealthy."""
     served = await serve(Shared(1), "x::1")
     async with served.listening() as lists:
         assert await lists.next() == {"x::1": "Healthy"}
@@ -1298,7 +1298,7 @@ async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve:
 
 
 async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serve) -> None:
-    """Its id says that its holder has it alone; one that is called like a replica stays apart from the real one."""
+    """Beside shared devices, a device with 1 replica keeps its id; a device with the id a::1 is no replica of a."""
 
     class Mixed(Shared):
         def replicas_of(self, device: Device) -> int:
@@ -1328,7 +1328,7 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
     st.integers(1, 3),
 )
 def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
-    """Every device ever listed is shown, healthy exactly if the newest list has it and it is not known to be broken."""
+    """Every device that was ever listed stays listed; it is healthy only if the newest list has it as usable."""
     inventory = Inventory(R)
     for listed in (one, two):
         inventory.publish(listed, replicas=shares(Shared(replicas), listed))
@@ -1343,7 +1343,7 @@ def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[D
 
 
 async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
-    """Also if the device is listed as other hardware while its grant is recorded: the checkpoint is evidence of it."""
+    """A device is listed as other hardware while its grant is recorded: the answer has the recorded identity."""
     served = await serve(Source())
     served.inventory.publish([Device("a", identity="x")], {"a": frozenset({"x"})})
     served.store.go_on.clear()

@@ -1,4 +1,4 @@
-"""The tracker of holders, against the fake kubelet."""
+"""The tracker, which finds the holders of devices, against the fake kubelet."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.testing.bare import BarePlugin
 
 ONE = {R: 1}
 WRITES = 3
-"""Checkpoints that one question takes: one resource and the node's status may each have written one late."""
+"""Late checkpoints that one question may bring: one by the resource and one by the node's status."""
 
 
 class TrackedKubelet:
@@ -64,22 +64,22 @@ class TrackedKubelet:
         )
 
     def set(self) -> None:
-        """Take note that a scan is wanted."""
+        """Note that a scan is wanted."""
         self.woken += 1
 
     def adopted(self, resource: str) -> bool:
         return False
 
     def read(self) -> None:
-        """Read other agents' copies: `copied` is set already."""
+        """Does nothing: a test sets `copied`."""
 
     def changed(self) -> dict[Allocation, Wanted]:
-        """Return once what other agents' copies have come to name."""
+        """Return the allocations that other agents' copies newly name, each once."""
         found, self.copied = self.copied, {}
         return found
 
     def resend(self) -> bool:
-        """Send the list once more; the kubelet takes it and writes its checkpoint."""
+        """Send the list again; the kubelet takes the list and writes its checkpoint."""
         self.requests += 1
         if self.listens:
             self.plugin.show("a", "b")
@@ -93,20 +93,20 @@ class TrackedKubelet:
         return now
 
     async def still_held(self, resource: str, ids: Collection[str]) -> Mapping[str, str]:
-        """Ask as an Allocate does."""
+        """Ask as an Allocate does whether ids are still held."""
         return await self.tracker.still_held(resource, ids)
 
     async def run_pod(self, name: str = "p") -> FakePod:
         return await asyncio.to_thread(self.kubelet.run_pod, name, ONE)
 
     async def hold(self) -> FakePod:
-        """Run a pod that has a device, and see it."""
+        """Run a pod with a device, and scan."""
         pod = await self.run_pod()
         await self.scan()
         return pod
 
     async def waiting_pod(self, no_network: pytest.MonkeyPatch, name: str = "p") -> FakePod:
-        """Start a pod that is admitted, and whose sandbox cannot be made."""
+        """Start a pod that is admitted, and whose sandbox cannot be created."""
         no_network.setattr(self.kubelet, "start_sandbox", fails)
         pod = await asyncio.to_thread(self.kubelet.start_pod, name, ONE)
         await asyncio.to_thread(self.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
@@ -133,7 +133,7 @@ def allocation(pod: FakePod, device_id: str | None = None, container: str = "mai
 
 
 async def test_a_running_pod_costs_no_request(tracked: TrackedKubelet) -> None:
-    """A pod that the checkpoint names and whose processes run is held; neither `List` nor a write is asked for."""
+    """A pod that the checkpoint names and whose processes run is held; no `List` or checkpoint is requested."""
     pod = await tracked.run_pod()
     for _ in range(3):
         now = await tracked.scan()
@@ -145,7 +145,7 @@ async def test_a_running_pod_costs_no_request(tracked: TrackedKubelet) -> None:
 
 
 async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKubelet) -> None:
-    """`List` has the kubelet drop it, and the requests have it write checkpoints without it."""
+    """A pod has completed: the next scan calls `List` and requests checkpoints, and the device is free."""
     pod = await tracked.hold()
     await asyncio.to_thread(pod.complete)
     now = await tracked.scan()
@@ -160,7 +160,7 @@ async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKub
 async def test_a_checkpoint_is_noticed_without_file_events(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
-    """Also where the user has no inotify instance left, or the file system makes no events of what others write."""
+    """A new checkpoint is noticed without file events: no inotify instance is left, or no event comes."""
     if lacking == "instances":
         monkeypatch.setattr(InotifyFD, "__init__", unwatched.refuse)
     else:
@@ -172,7 +172,7 @@ async def test_a_checkpoint_is_noticed_without_file_events(
 
 
 async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked: TrackedKubelet) -> None:
-    """From when it is read, at a grant already; a scan decides, and what it finds over does not come back."""
+    """A pod that another agent's copy names holds its device at once; a scan ends this if no process of it runs."""
     pod = await tracked.hold()
     other = "example.com/other"
     hangs, over = Allocation(pod.uid, "main", other, "d0"), Allocation("gone", "main", other, "d1")
@@ -199,7 +199,7 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
 
 
 async def test_what_the_register_forgets_between_two_scans_is_held_at_once(tracked: TrackedKubelet) -> None:
-    """What pods hold beside the register is decided anew when a record comes or goes, not at the next scan."""
+    """A pod's device whose record the register lost counts as held at once, not only after the next scan."""
     pod = await tracked.run_pod()
     other = "example.com/other"
     one = Allocation(pod.uid, "main", other, "d0")
@@ -216,7 +216,7 @@ async def test_what_the_register_forgets_between_two_scans_is_held_at_once(track
 
 
 async def test_a_free_device_is_asked_about(tracked: TrackedKubelet) -> None:
-    """Who wants to know whether an id is free gets a checkpoint that was written after the question."""
+    """A scan that asks about a free id gets a checkpoint that was written after the question."""
     before = time.monotonic()
     now = await tracked.scan("a")
     assert now.current
@@ -229,7 +229,7 @@ async def test_a_free_device_is_asked_about(tracked: TrackedKubelet) -> None:
 async def test_requests_about_the_same_holders_grow_rarer(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
+    """A holder that no checkpoint settles is asked about less and less often, up to `MOST_REQUEST` s, with jitter."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
     monkeypatch.setattr(tracked.tracker.in_flight, "none_since", lambda moment: True)
@@ -252,7 +252,7 @@ async def test_requests_about_the_same_holders_grow_rarer(
 
 
 async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubelet) -> None:
-    """Nothing is let go then, and the reason says so."""
+    """The kubelet does not listen to the plugin: no holder ends, and `problem` says why."""
     pod = await tracked.hold()
     await asyncio.to_thread(pod.delete)
     tracked.listens = False
@@ -269,7 +269,7 @@ async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubele
 async def test_others_use_up_the_limit_of_pod_resources(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`List` is tried again for a while; without it the checkpoint is written and believed all the same."""
+    """PodResources `List` is refused by its rate limit: it is tried again, and without it a scan is still current."""
     tries = []
 
     def counted(channel: grpc.aio.Channel) -> object:
@@ -291,7 +291,7 @@ async def test_others_use_up_the_limit_of_pod_resources(
 
 
 async def test_a_kubelet_that_is_away(tracked: TrackedKubelet, caplog: pytest.LogCaptureFixture) -> None:
-    """Held devices stay held, with one line in the log about `List`, until the kubelet is back."""
+    """While the kubelet is away, held devices stay held, and the log has one line about `List`."""
     caplog.set_level("INFO")
     pod = await tracked.hold()
     await asyncio.to_thread(tracked.kubelet.stop)
@@ -307,10 +307,10 @@ async def test_a_kubelet_that_is_away(tracked: TrackedKubelet, caplog: pytest.Lo
 
 @pytest.mark.parametrize("damage", ["deleted", "empty", "torn", "unreadable"])
 async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage: Damage) -> None:
-    """It means unknown: what was held stays so, with the reason, until there is a whole one again."""
+    """While the checkpoint cannot be read, held devices stay held with the reason; the next readable one is current."""
     pod = await tracked.hold()
     tracked.kubelet.damage_checkpoint(damage)
-    tracked.listens = False  # so that nothing is written
+    tracked.listens = False  # so that the kubelet writes no checkpoint
     now = await tracked.scan("a", "b")
     assert (now.current, now.registered) == (False, None)
     assert set(now.held) == {allocation(pod)}
@@ -326,7 +326,7 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
 
 
 async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: TrackedKubelet) -> None:
-    """A pod that is deleted by force as soon as it runs: only the checkpoint that the kubelet is to write names it."""
+    """A pod is deleted by force before any scan: the next Allocate finds it in the checkpoint, and a scan keeps it."""
     pod = await tracked.run_pod()
     assert not tracked.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)
@@ -338,7 +338,7 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: Trac
 async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its cgroup was is enough; and a container that waits for devices anew is looked for in pods that run."""
+    """For a pod that is gone the cgroup tree is not searched; for a pod that runs it is."""
     walks = 0
     walk = cgroups.pod_cgroups
 
@@ -360,7 +360,7 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
 async def test_a_pod_that_is_about_to_start_holds_its_device(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet may give its device away (kubernetes#137534), and still names it in its checkpoint."""
+    """A pod that is admitted and has not started holds its device: the kubelet's checkpoint still names it."""
     with monkeypatch.context() as no_network:
         pod = await tracked.waiting_pod(no_network)
         (mine,) = tracked.kubelet.allocated(R)
@@ -379,15 +379,15 @@ async def test_a_pod_that_is_about_to_start_holds_its_device(
 async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy node the kubelet writes it late; a refusal would fail a pod though the former one has ended.
+    """An Allocate waits for a late checkpoint: the former pod has ended, so its device counts as free.
 
-    The cgroup of that one is there for some time, without a process, as that of a pod that is about to start.
+    The former pod's empty cgroup stays for some time, and looks like that of a pod that is about to start.
     """
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     pod = await tracked.hold()
     await asyncio.to_thread(pod.complete)
     with grpc.insecure_channel(f"unix:{tracked.kubelet.pod_resources_socket}") as channel:
-        # It makes the kubelet drop pods that have ended, as Allocate does.
+        # `List` makes the kubelet drop pods that have ended, as Allocate does.
         await asyncio.to_thread(PodResourcesListerStub(channel).List, podresources_pb2.ListPodResourcesRequest())
     monkeypatch.setattr("deviceplugin.kubelet.checkpoint.REWRITE", 0.0)
     assert await tracked.still_held(R, pod.device_ids) == {}
@@ -396,7 +396,7 @@ async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
 async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet removes a pod's cgroup some time after it has given its device to the next one."""
+    """Cgroups of former pods are still there: the pods that are about to start are the ones found as holders."""
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     former = [await tracked.run_pod(f"former-{number}") for number in range(2)]
     for pod in former:
@@ -411,28 +411,28 @@ async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
 async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cgroup stays while its volumes are unmounted; the checkpoint does not name it any more."""
+    """A pod was deleted before it started: its cgroup stays, but no checkpoint names it, so it holds nothing."""
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     with monkeypatch.context() as no_network:
         pod = await tracked.waiting_pod(no_network)
         assert len(await tracked.still_held(R, ["a", "b"])) == 1
         await asyncio.to_thread(pod.delete)
-    await asyncio.to_thread(tracked.kubelet.run_pod, "q", ONE)  # an admission drops pods that have ended
+    await asyncio.to_thread(tracked.kubelet.run_pod, "q", ONE)  # the kubelet drops pods that have ended
     assert pod.uid not in "".join((await tracked.still_held(R, ["a", "b"])).values())
 
 
 def fails(pod: FakePod) -> None:
-    """Make no sandbox."""
+    """Fail in place of creating a sandbox."""
     raise PluginCallError("no network")
 
 
 async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked: TrackedKubelet) -> None:
-    """Its checkpoint on disk may name the holder for long after the kubelet has dropped it."""
+    """A pod deleted by force still runs: once the kubelet drops it, its id is withheld at the next Allocate."""
     pod = await tracked.hold()
     await asyncio.to_thread(pod.force_delete, hang=True)
     await tracked.scan()
     assert not tracked.tracker.snapshot.unnamed(R), "no request is made for a holder whose processes run"
-    await PodResources(tracked.kubelet.paths.pod_resources).list()  # the kubelet drops it
+    await PodResources(tracked.kubelet.paths.pod_resources).list()  # makes the kubelet drop the pod
     assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids)
     assert tracked.woken
     assert tracked.tracker.unnamed_reasons(R).keys() == set(pod.device_ids), "the next list is without it"
@@ -447,7 +447,10 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked
 async def test_a_kubelet_without_its_checkpoint_admits_the_pods_again(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, and while it counts them, their ids are not withheld; a pod that it never lists may be withheld."""
+    """A kubelet restarts without its checkpoint: ids of pods that it may admit again are not withheld.
+
+    A hanging pod that the kubelet does not list is withheld after `READMISSION` seconds.
+    """
     pod, hangs = await tracked.hold(), await tracked.run_pod("hangs")
     await tracked.scan()
     kubelet = tracked.kubelet
@@ -478,19 +481,19 @@ async def test_a_kubelet_without_its_checkpoint_admits_the_pods_again(
 async def test_a_pod_that_a_restarted_kubelet_knows_is_withheld_when_the_kubelet_drops_it(
     tracked: TrackedKubelet,
 ) -> None:
-    """The kubelet need not admit it again."""
+    """After a kubelet restart a pod is deleted by force: its id is withheld once the kubelet drops the pod."""
     pod = await tracked.hold()
     await tracked.tracker.kubelet_started(file_identity(tracked.kubelet.socket))
     await tracked.tracker.kubelet_started(FileIdentity(0, 0, 0))
     await tracked.scan()
     await asyncio.to_thread(pod.force_delete, hang=True)
     await asyncio.to_thread(tracked.kubelet.run_pod, "other", {})
-    await PodResources(tracked.kubelet.paths.pod_resources).list()  # the kubelet drops it
+    await PodResources(tracked.kubelet.paths.pod_resources).list()  # makes the kubelet drop the pod
     assert (await tracked.scan("a", "b")).unnamed(R) == set(pod.device_ids)
 
 
 async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKubelet) -> None:
-    """It returns nothing, and what was known stays."""
+    """An Allocate during a scan: the scan returns None, and the former snapshot stays."""
     pod = await tracked.hold()
     before = tracked.tracker.snapshot
     original = tracked.resend
@@ -507,7 +510,7 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKub
 
 
 async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> None:
-    """At the start the checkpoint and the ledger tell; a holder that only the ledger knows is asked about."""
+    """The checkpoint and the ledger give the holders at the start; a scan ends one that only the ledger knows."""
     pod = await tracked.run_pod()
     ended = Allocation("ended", "main", R, "b")
     again = tracked.made()
@@ -525,7 +528,7 @@ async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> N
 async def test_cgroups_without_the_agents_own_pod_are_not_believed(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pod's directory decides then, as where no cgroups are visible; the agent says so at its start."""
+    """Cgroups that do not show the agent's own pod are not used: the pod's directory decides, and a problem says so."""
     monkeypatch.setattr(cgroups, "own_pod", lambda kubelet_root: "own")
     (tracked.kubelet.root / "pods" / "own").mkdir()
     tracked.tracker = tracked.made()
@@ -544,7 +547,7 @@ async def test_cgroups_without_the_agents_own_pod_are_not_believed(
 async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that fails, for want of descriptors say, is not a pod that has ended."""
+    """If the cgroups cannot be read, a held device stays held."""
     pod = await tracked.hold()
     monkeypatch.setattr(cgroups, "pod_cgroups", lambda trees, boot: None)
     assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids)
@@ -553,7 +556,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
 
 
 async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: TrackedKubelet) -> None:
-    """One was deleted by force and runs on: its devices count as perhaps in use after a restart of the agent."""
+    """Of two pods with one name the first was deleted by force: `List` cannot tell them apart; neither is listed."""
     first = await tracked.run_pod()
     await asyncio.to_thread(first.force_delete, hang=True)
     second = await tracked.run_pod()
@@ -565,7 +568,7 @@ async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: Track
 
 
 async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(tracked: TrackedKubelet) -> None:
-    """A pod that was deleted by force is not, and none is while the kubelet cannot be asked."""
+    """Running pods are listed, except one deleted by force; without the kubelet or the pod logs no pod is listed."""
     pods = [await tracked.run_pod(name) for name in ("p", "q")]
     running = tracked.tracker.pods.running()
     assert running == {pod.uid for pod in pods}
@@ -582,7 +585,7 @@ async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(tracked: 
 
 
 def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:
-    """Log directories are named namespace_name_uid; others, and none at all, are no trouble."""
+    """Pod names come from log directories named namespace_name_uid; other and missing directories give no names."""
     for name in ("ns_pod-a_u1", "ns_pod-b_u2", "other", "a_b_c_d"):
         (tmp_path / name).mkdir()
     assert PodNames(tmp_path).read(["u1", "u3"]) == {"u1": ("ns", "pod-a")}

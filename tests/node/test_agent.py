@@ -60,7 +60,7 @@ def source(count: int = 2, resource: str = R, prefix: str = "sim") -> SimulatedS
     return SimulatedSource(count, resource=resource, prefix=prefix)
 
 
-# What cannot be.
+# Errors and options.
 
 
 def test_two_sources_for_one_resource_are_refused() -> None:
@@ -76,7 +76,7 @@ def test_source_without_a_name_is_refused() -> None:
 
 
 def test_places_follow_the_root_and_can_be_given() -> None:
-    """The kubelet's places are below its root, and each can be given by itself."""
+    """The kubelet's directories are found below its root, and each can be set separately."""
     assert Paths(Path("/k")).plugins == Path("/k/device-plugins")
     assert Paths(Path("/k")).pod_resources == Path("/k/pod-resources/kubelet.sock")
     given = Paths(Path("/k"), Path("/d"), Path("/p.sock"))
@@ -84,7 +84,7 @@ def test_places_follow_the_root_and_can_be_given() -> None:
 
 
 def test_every_path_that_can_be_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each option of the command line reaches the agent."""
+    """Each path option of the command line reaches the agent."""
     monkeypatch.setattr("deviceplugin.node.logs.setup", lambda *_: None)
     parser = argparse.ArgumentParser()
     add_run_options(parser)
@@ -102,7 +102,7 @@ def test_every_path_that_can_be_given_is_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_agent_that_is_stopped_before_it_runs_does_not_run() -> None:
-    """A signal that comes before the loop does not get lost."""
+    """An agent that is stopped before `run` ends at once."""
 
     async def run() -> None:
         agent = Agent([source()])
@@ -118,8 +118,8 @@ def test_agent_that_is_stopped_before_it_runs_does_not_run() -> None:
 
 @pytest.mark.parametrize("name", ["a%2Fb", "100%", "a b#c?d", "ä"])
 def test_sockets_may_lie_anywhere(name: str) -> None:
-    """No character of the kubelet's directory means something else in a socket's address."""
-    # Not tmp_path: the path of a socket has 107 bytes at most.
+    """Special characters in the kubelet's directory do not change the address of a socket."""
+    # Not tmp_path: a socket's path has at most 107 bytes.
     with (
         tempfile.TemporaryDirectory() as directory,
         FakeKubelet(Path(directory, name)) as kubelet,
@@ -130,7 +130,7 @@ def test_sockets_may_lie_anywhere(name: str) -> None:
 
 
 def test_source_that_ends_stays_true(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A source that ends after a list means that it stays true; one that never listed has no devices."""
+    """The last list of a source that ends stays served; a source that ends without a list has no devices."""
 
     class Silent(DeviceSource):
         resource = "example.com/silent"
@@ -161,7 +161,7 @@ def test_source_that_ends_stays_true(fake_kubelet: FakeKubelet, served: Serve) -
 def test_source_that_fails_is_started_again(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture, plain: bool, error: BaseException
 ) -> None:
-    """A source that raises is started again after a while, with its last list served meanwhile, and said."""
+    """A source that raises is started again after at least 0.2 s; its last list stays served, and the log says so."""
     starts = []
 
     class Failing(DeviceSource):
@@ -193,7 +193,7 @@ def test_source_that_fails_is_started_again(
 def test_list_that_is_none_costs_the_source_only(
     fake_kubelet: FakeKubelet, served: Serve, listed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nonsense from a source (duplicates, strings, None) is its own error; the last good list stays."""
+    """A source that yields a wrong list gets an error; its last good list stays, and other sources are not affected."""
 
     class Wrong(DeviceSource):
         resource = R
@@ -210,7 +210,7 @@ def test_list_that_is_none_costs_the_source_only(
 
 
 def test_watch_that_is_no_generator_is_said(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A `watch` that returns a list instead of yielding one is an error that says so."""
+    """A `watch` that returns a list instead of yielding lists is an error with this text."""
 
     class NoGenerator(DeviceSource):
         resource = R
@@ -228,7 +228,7 @@ def test_watch_that_is_no_generator_is_said(fake_kubelet: FakeKubelet, served: S
 
 
 class Releasing(SimulatedSource):
-    """Takes note of its releases."""
+    """Records the devices that `released` gets."""
 
     resource = R
 
@@ -244,22 +244,22 @@ class Releasing(SimulatedSource):
 
 @pytest.fixture
 def prompt(served: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Serves sources with scans that follow each other at once."""
+    """Give a function that serves sources with a scan every 0.05 s."""
     monkeypatch.setattr(grants, "WELL_APART", 0.1)
     return partial(served, period=0.05)
 
 
 SELDOM: Mapping[str, float] = {"period": 300.0}
-"""Options with which a scan follows a grant, and nothing else."""
+"""Options with which scans follow grants only: the period is 300 s."""
 
 
 def named(agent: Served, pod: FakePod) -> None:
-    """Wait until a scan knows whom the device was for."""
+    """Wait until a scan has found the pod as a holder."""
     wait(lambda: {one.pod_uid for one in agent.agent.tracker.snapshot.held} >= {pod.uid})
 
 
 def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """It has ended before the next pod gets the device, though no scan sees it free; init containers pass theirs on."""
+    """`released` runs before the next pod gets the device, without a scan between; init containers share a call."""
     devices = Releasing(1, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
     pod = fake_kubelet.run_pod("p0", {R: 1})
@@ -278,7 +278,7 @@ def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKube
 def test_a_grants_pod_is_found_without_a_request(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The AllocateResponse in the checkpoint shows it, before the pod runs. The id's former pod has ended."""
+    """A scan finds a grant's pod by the AllocateResponse in the checkpoint, before the pod runs, without `List`."""
     agent = served(source(1), **SELDOM)
     former = fake_kubelet.run_pod("former", {R: 1})
     named(agent, former)
@@ -292,7 +292,7 @@ def test_a_grants_pod_is_found_without_a_request(
 
 
 def test_a_restarted_agent_knows_a_pod_that_the_kubelet_has_forgotten(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """It was deleted by force, and its processes hang. No checkpoint names it, and the agent has no ledger."""
+    """A pod that was deleted by force hangs: restarted agents without a ledger keep its device held until it ends."""
     agent = served(source(1), source(1, "example.com/s"), **SELDOM)
     pod = fake_kubelet.run_pod("hangs", {R: 1})
     named(agent, pod)
@@ -317,7 +317,7 @@ def record(agent: Served) -> AllocationRecord:
 
 @pytest.fixture
 def no_scans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no scan follow a grant, and no grant count as recent: the fake's pods end soon after their admission."""
+    """Turn off scans after grants, and let no grant count as recent: the fake's pods end soon after their admission."""
     monkeypatch.setattr(scanning, "SOON", 300.0)
     monkeypatch.setattr(scanning, "BURST", 600.0)
     monkeypatch.setattr(tracker, "ADMISSION", 0.0)
@@ -325,7 +325,7 @@ def no_scans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_scans")
 def test_released_after_a_pod_that_no_scan_has_seen(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A pod that has ended before the first scan, with its directories, has had the device all the same."""
+    """A pod ends before any scan saw it: `released` is called before the next grant all the same."""
     devices = Releasing(1, fake_kubelet.notify)
     served(devices, **SELDOM)
     fake_kubelet.run_pod("short", {R: 1}).delete()
@@ -335,7 +335,7 @@ def test_released_after_a_pod_that_no_scan_has_seen(fake_kubelet: FakeKubelet, s
 
 @pytest.mark.usefixtures("no_scans")
 def test_released_after_a_pod_that_no_evidence_names(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """The kubelet has dropped it, and written its checkpoint for another pod, before any scan."""
+    """A pod ends before any scan, and the checkpoint no longer names it: `released` is called before the next grant."""
     devices = Releasing(1, fake_kubelet.notify)
     served(devices, source(1, "example.com/s"), **SELDOM)
     fake_kubelet.run_pod("short", {R: 1}).delete()
@@ -349,7 +349,7 @@ def test_released_after_a_pod_that_no_evidence_names(fake_kubelet: FakeKubelet, 
 def test_a_pod_keeps_its_device_if_the_checkpoint_is_lost_before_a_scan(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """No evidence names the pod of the grant, so all pods that began since the grant count as possible holders."""
+    """The checkpoint is lost after a grant: the device stays withheld while a pod runs that began since the grant."""
     monkeypatch.setattr(grants, "WELL_APART", 0.1)
     devices = Releasing(1, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
@@ -386,7 +386,7 @@ def test_a_pod_keeps_its_device_if_the_checkpoint_is_lost_before_a_scan(
 def test_a_pod_that_was_deleted_by_force_before_a_scan_keeps_its_device(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next Allocate has read the checkpoint that named it. The kubelet then wrote a checkpoint without it."""
+    """A pod is deleted by force before a scan, and the new checkpoint does not name it: its device stays withheld."""
     monkeypatch.setattr(allocation_wait, "PATIENCE", 0.0)
     devices = Releasing(2, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
@@ -402,7 +402,7 @@ def test_a_pod_that_was_deleted_by_force_before_a_scan_keeps_its_device(
 
 
 def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """If `released` fails between two pods, the second is refused with the reason; it is called again after a while."""
+    """If `released` fails between two pods, the second pod is refused with the reason until a later call succeeds."""
     fails = threading.Event()
 
     class Failing(Releasing):
@@ -438,7 +438,7 @@ def test_a_device_is_withheld_until_released_succeeds(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """A `released` that fails twice, then succeeds: the device is not offered meanwhile, and others are."""
+    """While `released` fails or hangs, its device is not offered, but the other one is; success offers it again."""
     monkeypatch.setattr(releases, "FIRST", 0.05)
     caplog.set_level("INFO")
     over = threading.Event()
@@ -475,7 +475,7 @@ def test_a_device_is_withheld_until_released_succeeds(
 
 
 def test_released_before_the_first_grant_after_a_start(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Whether a device had a holder that ended while no agent ran is not known: it is released before it is granted."""
+    """A holder ended while no agent ran: the next agent calls `released` for the device before it grants the device."""
     first = Releasing(2, fake_kubelet.notify)
     agent = served(first, **SELDOM)
     ends, stays = fake_kubelet.run_pod("ends", {R: 1}), fake_kubelet.run_pod("stays", {R: 1})
@@ -490,7 +490,7 @@ def test_released_before_the_first_grant_after_a_start(fake_kubelet: FakeKubelet
 
 
 class Named(Releasing):
-    """Lists one device under an id, whatever it is called."""
+    """Lists one device with the identity uuid:1 under the given id."""
 
     def __init__(self, name: str, changed: Callable[[], None], resource: str = R) -> None:
         super().__init__(1, changed)
@@ -501,7 +501,7 @@ class Named(Releasing):
 
 
 class Renamed(DeviceSource):
-    """Lists one device under an id, and has no hooks."""
+    """Lists one device with the identity uuid:1 under the id d, and has no hooks."""
 
     def __init__(self, resource: str) -> None:
         self.resource = resource
@@ -514,7 +514,7 @@ class Renamed(DeviceSource):
 def test_what_another_agent_gave_is_offered_again_after_its_end(
     fake_kubelet: FakeKubelet, prompt: Serve, learns: str
 ) -> None:
-    """An agent that has nothing to look for learns of a holder, and then looks for his end."""
+    """Of two agents of one device, the agent that did not grant it offers it again when the holder has ended."""
     other = "example.com/other"
     agent, _ = (prompt(Renamed(resource)) for resource in (R, other))
     for resource in (R, other):
@@ -533,7 +533,7 @@ def test_what_another_agent_gave_is_offered_again_after_its_end(
 
 
 async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: Path) -> None:
-    """A reload that takes over another plugin's resource forgets its holders at no moment, until they have ended."""
+    """A pod holds a device by a resource that a reload adds: another resource never grants it before the pod ends."""
     other, paths = "example.com/b", Paths(tmp_path)
     agent = Agent([Named("b", lambda: None, other)], paths)
     device, hardware = Device("b", identity="uuid:1"), frozenset({"uuid:1"})
@@ -565,14 +565,14 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
 def test_device_that_two_pods_hold_is_said_and_counted_once(
     fake_kubelet: FakeKubelet, prompt: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kubelet's own double allocation is an error with the device and the pods, once for as long as it lasts."""
+    """A device that the checkpoint names for two running pods is logged and counted once for each double allocation."""
     agent = prompt(source(1))
     fake_kubelet.wait_allocatable(R, 1)
     one = fake_kubelet.run_pod("one", {R: 1})
     wait(lambda: agent.agent.tracker.snapshot.held)
     checkpoint = written.Checkpoint.from_json(fake_kubelet.checkpoint.read_bytes())
     (entry,) = checkpoint.entries or ()
-    fake_kubelet.stop()  # nothing else writes the file
+    fake_kubelet.stop()  # so that only the test writes the checkpoint
     other = "7c1d4e9a-2b7f-4f63-8a3e-54a9d0f7c222"
     (fake_kubelet.pod_logs / f"default_two_{other}").mkdir()
     for number in (1, 2):
@@ -584,7 +584,7 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
         assert agent.agent.status().double_allocations == number
         checkpoint.write(fake_kubelet.checkpoint)
         fake_kubelet.cgroups.remove_pod(other)
-        # Without a current checkpoint nobody is let go, and what is only remembered is no proof.
+        # Only a current checkpoint ends a holder, and a remembered holder does not prove a double allocation.
         wait(lambda: not agent.agent.tracker.double_held())
         scanned(agent, 2)
     said = [record.getMessage() for record in caplog.records if "to several pods" in record.getMessage()]
@@ -596,7 +596,7 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
 
 
 def test_an_old_checkpoint_shows_no_device_that_two_pods_hold(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """It names a pod that has ended, and not the pod that has the device now."""
+    """An old checkpoint names the former pod, a scan knows the present one: this is no double allocation."""
     agent = prompt(source(1))
     former = fake_kubelet.run_pod("former", {R: 1})
     named(agent, former)
@@ -606,7 +606,7 @@ def test_an_old_checkpoint_shows_no_device_that_two_pods_hold(fake_kubelet: Fake
     named(agent, pod)
     fake_kubelet.stop()
     fake_kubelet.checkpoint.write_bytes(old)
-    fake_kubelet.hold_sources()  # until then, the kubelet drops no pod that has ended
+    fake_kubelet.hold_sources()  # until `release_sources` the kubelet does not drop pods that have ended
     fake_kubelet.start()
     tracker = agent.agent.tracker
     wait(lambda: tracker.snapshot.current and {one.pod_uid for one in tracker.snapshot.held} == {former.uid, pod.uid})
@@ -618,7 +618,7 @@ def test_an_old_checkpoint_shows_no_device_that_two_pods_hold(fake_kubelet: Fake
 
 
 def scanned(agent: Served, count: int = 1) -> None:
-    """Wait for so many more scans."""
+    """Wait for `count` more scans."""
     seen = {agent.agent.tracker.snapshot.at}
 
     def enough() -> bool:
@@ -640,7 +640,7 @@ def config(tmp_path: Path) -> Path:
 
 
 class Taking(process_module.Program):
-    """A program that passes each changed config to a function."""
+    """A program that calls a function with each changed config."""
 
     def __init__(self, taken: Callable[[Config], object], agent: Agent | None = None) -> None:
         super().__init__(cast("Agent", agent))
@@ -651,7 +651,7 @@ class Taking(process_module.Program):
 
 
 async def test_metrics_are_read_at_the_start(config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A change of how metrics are served is not taken by a reload, and that is said."""
+    """A change of `metrics` in the config file is not applied by a reload, and the log says so."""
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
@@ -660,7 +660,7 @@ async def test_metrics_are_read_at_the_start(config: Path, caplog: pytest.LogCap
 
 
 async def test_a_file_that_changes_while_the_agent_starts_is_taken(config: Path, tmp_path: Path) -> None:
-    """What was written between the first reading and the first watch counts."""
+    """A config file that changes between its first reading and the start of the watch is applied."""
     file = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
     taken = asyncio.get_running_loop().create_future()
@@ -678,7 +678,7 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(config: Path,
 async def test_a_start_with_a_broken_file_serves_the_last_good_one(
     config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was served last is kept and served, unready and alarmed, until the file is mended; then that is kept."""
+    """With an invalid file the saved last good config is served, and the agent is not ready, until a file is valid."""
     kept = tmp_path / "plugins" / "kept.yaml"
     config.write_text("resources: [}")
     with pytest.raises(ConfigError):
@@ -708,7 +708,7 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
 
 
 def test_a_kept_file_that_is_not_allowed_is_not_served(config: Path) -> None:
-    """The lock of this start holds for the kept file, too; the error is that of the file that was asked for."""
+    """The limits of this start apply to the saved file as well; the error is that of the config file itself."""
     kept = config.with_name("kept.yaml")
     config.write_text("resources: [}")
     kept.write_text(
@@ -719,7 +719,7 @@ def test_a_kept_file_that_is_not_allowed_is_not_served(config: Path) -> None:
 
 
 def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk, or a directory in the place, costs a warning and nothing else."""
+    """A config that cannot be saved, here because of a directory in its place, costs one warning."""
     kept = config.with_name("kept.yaml")
     kept.mkdir()
     asyncio.run(process_module.ConfigFile.read(config, OPEN, kept).keep())
@@ -729,7 +729,7 @@ def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.Lo
 async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     config: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent's status has the cause on one line, and so has the log; a good file ends it."""
+    """A refused file is named in the agent's status and in the log, on one line; a valid file clears the status."""
     first = process_module.ConfigFile.read(config, OPEN)
     taken: list[Config] = []
 
@@ -750,7 +750,7 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 async def test_a_pipe_in_the_place_of_the_file_is_refused(config: Path, tmp_path: Path, kind: str) -> None:
-    """`open` of a pipe waits for a writer, so it is not opened; what was read before is served until a file is back."""
+    """A pipe, socket or device in place of the file is refused unopened; the last config is served meanwhile."""
     file, taken = process_module.ConfigFile.read(config, OPEN), list[Config]()
     program = Taking(taken.append, agent := Agent([source()], Paths(tmp_path)))
     following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
@@ -776,7 +776,7 @@ async def test_a_pipe_in_the_place_of_the_file_is_refused(config: Path, tmp_path
 
 
 async def test_a_file_that_takes_long_to_read_is_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy node it takes as long as it takes; it is not refused for good."""
+    """A file that takes longer than `LONG` to read is reported as late, and is applied in the end."""
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
     go, late, taken = threading.Event(), asyncio.Event(), list[Config]()
@@ -796,7 +796,7 @@ async def test_a_file_that_takes_long_to_read_is_taken(config: Path, monkeypatch
 
 
 async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
+    """If a changed file cannot be served in full, the log says so once, and the next attempt may succeed."""
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
 
@@ -817,7 +817,7 @@ async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("passes", [True, False])
 async def test_a_part_that_could_not_be_served_is_served_later(config: Path, tmp_path: Path, *, passes: bool) -> None:
-    """The agent tries again without a change of the file, unless the user must correct something."""
+    """The agent tries a config again after an error that may pass, not after one that the user must correct."""
     file = process_module.ConfigFile.read(config, OPEN)
     agent = Agent([source(1, "example.com/a")], Paths(tmp_path))
     tries: list[Mapping[str, object]] = []
@@ -839,14 +839,14 @@ async def test_a_part_that_could_not_be_served_is_served_later(config: Path, tmp
 
 
 def in_loop(agent: Served, change: Callable[[], Any]) -> None:
-    """Have the agent's own loop do something, and wait for it."""
+    """Run a coroutine function in the agent's own loop, and wait for its result."""
     loop = agent.agent.loop
     assert loop is not None
     asyncio.run_coroutine_threadsafe(change(), loop).result(10)
 
 
 def test_replaced_source_keeps_vanished_devices(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Devices that the new source does not know become unhealthy instead of vanishing from under their holders."""
+    """Held devices that the new source does not list become unhealthy and stay in the kubelet's list."""
     agent = served(source(2, prefix="old"))
     pod = fake_kubelet.run_pod("p", {R: 1})
     in_loop(agent, lambda: agent.agent.reconfigure({R: source(1, prefix="new")}))
@@ -856,7 +856,7 @@ def test_replaced_source_keeps_vanished_devices(fake_kubelet: FakeKubelet, serve
 
 
 class Marked(DeviceSource):
-    """Says in `edits` which source answered; lists its device when it may."""
+    """Sets a variable in `edits` that names the source; lists its devices once a test allows it."""
 
     resource = R
 
@@ -875,7 +875,7 @@ class Marked(DeviceSource):
 
 
 def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a new source has listed its devices the old one's hooks answer; one that never lists takes over in time."""
+    """The old source's hooks answer until the new source has listed, or until `TAKE_OVER` seconds are over."""
     agent = served(Marked("old"))
     loop = agent.agent.loop
     assert loop is not None
@@ -893,7 +893,7 @@ def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, mo
 
 
 class Shared(SimulatedSource):
-    """One device for so many containers."""
+    """One device with the given number of replicas."""
 
     resource = R
 
@@ -903,7 +903,7 @@ class Shared(SimulatedSource):
 
 
 async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Reasons that alternate between two scans are logged once each, and again after the device was free."""
+    """Reasons that alternate between scans are logged once each, and again after the device was free."""
     caplog.set_level("INFO")
     agent = Agent([source(1)], Paths(tmp_path))
     said = []
@@ -919,7 +919,7 @@ async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: p
 async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new node has no checkpoint at the first scan; from the second scan on this is warned of, once."""
+    """A checkpoint missing at one scan is not logged; from the second scan in a row on there is one warning."""
     agent = Agent([source(1)], Paths(tmp_path))
     lost, there = HolderSnapshot(problem="no such file"), HolderSnapshot(registered={})
     said = []
@@ -934,7 +934,7 @@ async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
 async def test_an_unreadable_checkpoint_is_warned_of_once_for_a_cause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is added while the kubelet is asked alternates; the warning comes again for another cause."""
+    """The same cause is warned of once though its details alternate; another cause is warned of again."""
     agent = Agent([source(1)], Paths(tmp_path))
     torn = [HolderSnapshot(problem=f"the file is torn{more}") for more in ("", "; the kubelet does not listen")]
     for now in (*torn * 15, HolderSnapshot(problem="no such file"), *torn):
@@ -944,7 +944,7 @@ async def test_an_unreadable_checkpoint_is_warned_of_once_for_a_cause(
 
 
 def test_holders_are_unknown_while_the_checkpoint_cannot_be_read(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Scans go on beside a torn checkpoint and a dead kubelet, and prove nothing: what was known gets old."""
+    """With a torn checkpoint and no kubelet, scans go on, but the time of the last complete scan stays."""
     agent = served(source(1), period=0.05, report_holders=True).agent
     fake_kubelet.run_pod("p", {R: 1})
     wait(lambda: agent.status().resources[0].holders)
@@ -960,7 +960,7 @@ def test_holders_are_unknown_while_the_checkpoint_cannot_be_read(fake_kubelet: F
 
 @pytest.fixture
 async def alone(tmp_path: Path) -> Agent:
-    """An agent of a shared device to which a kubelet listens; the scans' results are what a test says."""
+    """An agent of one device with 2 replicas and an open stream; a test sets the scans' results."""
     agent = Agent([Shared(2)], Paths(tmp_path))
     made = agent.services[R]
     devices = made.source.devices  # type: ignore[attr-defined]
@@ -970,7 +970,7 @@ async def alone(tmp_path: Path) -> Agent:
 
 
 async def taken(agent: Agent, now: HolderSnapshot) -> None:
-    """Have an agent take a scan's result."""
+    """Have the agent take this result of a scan."""
 
     async def scanned(wanted: object = None) -> HolderSnapshot:
         agent.tracker.snapshot = now
@@ -983,7 +983,7 @@ async def taken(agent: Agent, now: HolderSnapshot) -> None:
 def scan(
     at: float, *held: str, registered: frozenset[str] | None = frozenset(), current: bool = True
 ) -> HolderSnapshot:
-    """What a scan says: ids that a pod holds, and ids that the kubelet counts as healthy."""
+    """The result of a scan: ids that a pod holds, and ids that the kubelet counts as healthy."""
     holding = HoldReason(True, True, "the kubelet's checkpoint names it")
     of = {Allocation("u1", "main", R, name): holding for name in held}
     return HolderSnapshot(at, current, of, None if registered is None else {R: registered})
@@ -1000,7 +1000,7 @@ def scan(
 async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
     alone: Agent, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
 ) -> None:
-    """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
+    """A former id is forgotten after two current scans in which no pod holds it and the kubelet cannot grant it."""
     service = alone.services[R]
     service.follower.replace(Shared(1))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
@@ -1021,7 +1021,7 @@ async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
 async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
     alone: Agent, held: tuple[str, ...], registered: frozenset[str], stays: bool
 ) -> None:
-    """The same holds for devices; a replica is its device's."""
+    """A gone device is forgotten after two scans in which no pod holds its ids and the kubelet cannot grant one."""
     service = alone.services[R]
     service.inventory.publish(())
     await taken(alone, scan(1.0, *held, registered=registered))
@@ -1031,7 +1031,7 @@ async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
 
 
 async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) -> None:
-    """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
+    """A pod ended before its device was listed: no id of that device is kept; the id that a pod still holds is."""
     service = alone.services[R]
     service.existing = frozenset({"late", "later"})
     await taken(alone, scan(1.0, "later"))
@@ -1042,7 +1042,7 @@ async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) 
 
 
 def test_a_device_that_comes_back_is_still_its_holders(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """It was away when the agent began, whose sharing is another: the pod that has it alone goes on having it alone."""
+    """A held device is listed late, after its replicas were changed: no id is healthy before its pod ends."""
     before = prompt(source(2))
     fake_kubelet.wait_allocatable(R, 2)
     pod = fake_kubelet.run_pod("p", {R: 2})
@@ -1059,7 +1059,7 @@ def test_a_device_that_comes_back_is_still_its_holders(fake_kubelet: FakeKubelet
 
 
 def test_replaced_source_with_other_hooks_is_registered_again(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """The kubelet asks for the options once, at Register: a new source with a `reset` is announced anew."""
+    """A reload to a source with `reset` registers the resource again: the kubelet reads options at Register."""
 
     class Resetting(SimulatedSource):
         resource = R
@@ -1086,39 +1086,39 @@ class Process:
             self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
 
     def said(self, text: str, count: int = 1) -> bool:
-        """Whether it has said that so often."""
+        """Whether the log has this text at least so often."""
         return self.log.read_text().count(text) >= count
 
     def end(self) -> int:
-        """End it by SIGTERM and return its status."""
+        """End the process by SIGTERM and return its exit status."""
         self.child.terminate()
         return self.child.wait(20)
 
 
 class Processes:
-    """Agents as processes, with one config file."""
+    """Agents as processes, which share one config file."""
 
     def __init__(self, kubelet: FakeKubelet, config: Path) -> None:
         self.kubelet, self.config = kubelet, config
         self.started: list[Process] = []
 
     def start(self) -> Process:
-        """Start one."""
+        """Start an agent."""
         log = self.config.with_name(f"log{len(self.started)}")
         self.started.append(Process(self.kubelet, self.config, log))
         return self.started[-1]
 
     def begin(self, **counts: int) -> Process:
-        """Write a config with so many devices by resource, start an agent, and wait until it serves them."""
+        """Write a config with the number of devices of each resource, start an agent, and wait until it serves them."""
         self.config.write_text(text(**counts))
         agent = self.start()
         self.wait(**counts)
         return agent
 
     def wait(self, **counts: int) -> None:
-        """Wait until so many devices are allocatable by resource.
+        """Wait until each resource has the given number of allocatable devices.
 
-        A process starts in a second, and takes much longer on a machine whose cores others use.
+        A process starts in about 1 s, and takes much longer on a busy machine.
         """
         for name, count in counts.items():
             self.kubelet.wait_allocatable(f"example.com/{name}", count, timeout=120.0)
@@ -1137,7 +1137,7 @@ def processes(fake_kubelet: FakeKubelet, config: Path) -> Iterator[Processes]:
 
 
 def text(**counts: int) -> str:
-    """A config file: so many devices by resource."""
+    """A config file with the given number of devices of each resource."""
     return "resources:\n" + "".join(
         f"  - {{name: example.com/{name}, devices: [{{simulated: {{count: {count}}}}}]}}\n"
         for name, count in counts.items()
@@ -1145,7 +1145,7 @@ def text(**counts: int) -> str:
 
 
 def test_file_that_changes_is_taken(processes: Processes) -> None:
-    """A file that is written anew is taken without a signal; a bad one changes nothing and is said, with its place."""
+    """A changed config file is applied without a signal; an invalid one changes nothing, and the log has its line."""
     kubelet, config = processes.kubelet, processes.config
     agent = processes.begin(a=1, b=1)
     config.write_text(text(a=1, b=2, c=3))
@@ -1162,7 +1162,7 @@ def test_file_that_changes_is_taken(processes: Processes) -> None:
 
 
 def test_file_that_names_what_is_not_allowed_changes_nothing(processes: Processes) -> None:
-    """Whoever may write the file of a running agent has it neither run a command nor mount a path of the host."""
+    """A changed file cannot make a running agent run a command or mount a host path that its start did not allow."""
     config, proof = processes.config, processes.config.with_name("proof")
     agent = processes.begin(a=1)
     code = f"    health: {{probe: {{command: [touch, {proof}]}}}}"
@@ -1178,7 +1178,7 @@ def test_file_that_names_what_is_not_allowed_changes_nothing(processes: Processe
 
 
 def test_hostile_files_do_not_harm_a_running_agent(processes: Processes) -> None:
-    """Files made to use up memory are refused, the agent stays small, and the next good file is taken."""
+    """Files made to use up memory are refused; the agent grows by at most 64 MB, and applies the next valid file."""
     agent = processes.begin(a=1)
 
     def most() -> int:
@@ -1199,7 +1199,7 @@ def test_hostile_files_do_not_harm_a_running_agent(processes: Processes) -> None
 
 
 def test_configmap_swap_is_taken(processes: Processes, tmp_path: Path) -> None:
-    """A ConfigMap's update, which replaces the link `..data` beside the file, is taken."""
+    """A ConfigMap update, which replaces the symlink `..data`, is applied."""
     volume = tmp_path / "volume"
     processes.config = volume / "config.yaml"
 
@@ -1219,7 +1219,7 @@ def test_configmap_swap_is_taken(processes: Processes, tmp_path: Path) -> None:
 
 
 def test_sighup_reads_the_file_again(processes: Processes) -> None:
-    """SIGHUP reads the file again and says what came of it, also that nothing changed."""
+    """SIGHUP reads the file again, and the log has the outcome, also if nothing changed."""
     agent = processes.begin(a=1)
     agent.child.send_signal(signal.SIGHUP)
     wait(lambda: agent.said("nothing changed"))
@@ -1233,7 +1233,7 @@ def test_sighup_reads_the_file_again(processes: Processes) -> None:
 
 
 def test_second_process_for_a_resource_ends_with_a_clear_error(processes: Processes) -> None:
-    """Two agents for one resource: the second ends with 1 and names the first; the first goes on."""
+    """A second agent for one resource exits with 1 and names the first agent's pid; the first agent goes on."""
     first, second = processes.begin(a=2), processes.start()
     assert second.child.wait(20) == 1
     assert second.said(f"served on this node by another process already (pid {first.child.pid}")
@@ -1243,7 +1243,7 @@ def test_second_process_for_a_resource_ends_with_a_clear_error(processes: Proces
 
 
 def test_status_is_safe_from_any_thread(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Status can be asked for while everything changes."""
+    """`status` can be called from another thread while devices change."""
     devices = source(4)
     agent = served(devices)
     over = threading.Event()

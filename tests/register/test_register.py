@@ -1,4 +1,4 @@
-"""What the register of a process offers, grants and lets go of: which devices exclude each other, for whom."""
+"""What the register of a process grants, offers and releases, and which devices exclude each other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def seen(tokens: str) -> Identity:
 
 
 class RegisterInMemory(ListedResources):
-    """A register of one resource or several, whose holders are what a test says."""
+    """A register of one or more resources, whose holders a test sets."""
 
     def __init__(self, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> None:
         self.store = MemoryStore()
@@ -99,7 +99,7 @@ class RegisterInMemory(ListedResources):
         amount: Amount = WHOLE,
         pod: str = "u1",
     ) -> None:
-        """Have a checkpoint that the kubelet was asked for name a pod with these ids, and no other."""
+        """Set the checkpoint to one that names a pod with these ids only, as if the kubelet had been asked for it."""
         self.now += 1.0
         by_id = {
             name: ObservedAllocation(
@@ -137,11 +137,11 @@ class RegisterInMemory(ListedResources):
         return set(self.register.withheld(resource, side).ids)
 
 
-# What excludes what.
+# Devices that exclude each other.
 
 
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
-    """Of a partition that is held the scope is that of its resource now; of a resource that is gone its name then."""
+    """A partition is held while its resource's driver is renamed: its counters stay taken, so the whole is refused."""
     here = RegisterInMemory(part("half", 5), part("whole", 10))
     await here.grant("half")
     here.services.clear()
@@ -150,7 +150,7 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
 
 
 async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobodys() -> None:
-    """The number that it was given, and those that it has had since, are free when its holder has ended."""
+    """A held USB device comes back with another number: both numbers are withheld until its holder ends."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -165,7 +165,7 @@ async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobody
 
 
 async def test_the_next_holder_of_a_stick_does_not_have_its_former_holders_numbers() -> None:
-    """They count for as long as the former holder may run, and no longer, however long the next one runs."""
+    """A USB device is granted again: its former numbers are withheld until a checkpoint names the next container."""
     first, second, third = (f"hardware:usb:1:2:{serial}#tty" for serial in "ABC")
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -183,7 +183,7 @@ async def test_the_next_holder_of_a_stick_does_not_have_its_former_holders_numbe
 
 
 async def test_numbers_of_a_grant_whose_container_is_not_known_are_the_next_holders_too() -> None:
-    """Each container that a checkpoint names later may be that of the former grant."""
+    """No checkpoint named a grant's container: its device number is withheld until the next holder has ended."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -196,7 +196,7 @@ async def test_numbers_of_a_grant_whose_container_is_not_known_are_the_next_hold
 
 
 async def test_the_next_holder_of_a_replica_has_the_part_that_it_was_granted() -> None:
-    """The larger part of its former holder is free when that one has ended."""
+    """A replica of 1/2 is granted again as 1/3: the difference is free once a checkpoint names the next container."""
     here = RegisterInMemory(Device("a"), replicas=2)
     await here.grant("a::0")
     await here.named(R, "a::0", pod="former", amount=UNKNOWN)
@@ -208,7 +208,7 @@ async def test_the_next_holder_of_a_replica_has_the_part_that_it_was_granted() -
 
 
 async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
-    """Each is its own holder's; both are withheld from others, since either holder may reach both numbers."""
+    """Two held USB devices swap numbers: none counts as held twice; both stay withheld until both holders end."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1", b=f"{second} char:188:2")
     await here.grant("a")
@@ -224,7 +224,7 @@ async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
 
 
 async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device() -> None:
-    """A path that is a number stands for another device then, and is given to nobody."""
+    """A held path /dev/ttyUSB0 leads to another USB device now: it is withheld until the holder has ended."""
     here = RegisterInMemory(ttyUSB0="hardware:usb:1:2:A#tty char:188:0")
     await here.grant("ttyUSB0")
     here.list(ttyUSB0="hardware:usb:1:2:B#tty char:188:0")
@@ -235,7 +235,7 @@ async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device
 
 
 def test_groups_reach_through_others() -> None:
-    """Devices that consume from one counter set belong together, also through a third; aliases do, too."""
+    """Devices that consume from one counter set are one group, also through a third device."""
     now = hardware(
         a=Device("a", consumes={"x": {"m": 1}}),
         b=Device("b", consumes={"y": {"m": 1}}),
@@ -247,11 +247,11 @@ def test_groups_reach_through_others() -> None:
     assert now.group(key("d"), now.related) == (key("d"),)
 
 
-# What was granted, and by whom.
+# Grants and their holders.
 
 
 class SlowStore(MemoryStore):
-    """Decides at once, and takes its time to record; so that of two operations the second knows the first."""
+    """Waits before each operation until a test sets `go_on`; fails with `error` if it is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class SlowStore(MemoryStore):
 
 
 async def test_two_grants_at_once_do_not_both_pass() -> None:
-    """Whatever is asked while a grant is being recorded is decided after it; one that failed does not count."""
+    """Two grants of one device at once: the second is refused; a grant that could not be recorded does not count."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     store = here.register.store = SlowStore()
     store.error = LedgerError("the disk is full")
@@ -285,7 +285,7 @@ async def test_two_grants_at_once_do_not_both_pass() -> None:
 
 
 async def test_nothing_is_released_while_it_is_granted() -> None:
-    """Nor another id of the same hardware: the hook would work on what a pod has by then."""
+    """While a grant is recorded, and after it, no id of the same hardware is free, so that no hook releases it."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     store = here.register.store = SlowStore()
     grant = asyncio.create_task(here.grant("a"))
@@ -298,7 +298,7 @@ async def test_nothing_is_released_while_it_is_granted() -> None:
 
 
 async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
-    """Two ids swap what they lead to: both are withheld until the holder ends, then they are as they are."""
+    """Two ids swap their hardware while one is held: both are withheld until the holder has ended."""
     here = RegisterInMemory(a="n1", b="n2", c="n3")
     await here.grant("a")
     here.list(a="n2", b="n1", c="n3")
@@ -314,7 +314,7 @@ async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
 
 
 async def test_what_is_not_listed_any_more_is_not_granted() -> None:
-    """A device that is other hardware than it was listed as is refused, and listed as what it is."""
+    """A device that is other hardware than its list says is refused once; the next grant records the new identity."""
     here = RegisterInMemory()
     device = Device("a", identity="n2")
     here.services[R].inventory.publish([device], {"a": frozenset({"n1"})})
@@ -324,9 +324,9 @@ async def test_what_is_not_listed_any_more_is_not_granted() -> None:
 
 
 async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -> None:
-    """So after a reboot, where the answer to Allocate says nothing of this boot; one that is known stays.
+    """After a reboot a held device of unknown identity gets the identity that it is listed with, at the next grant.
 
-    It counts at the next grant, though nothing has been scanned since the list.
+    A known identity does not change with later lists.
     """
     here = RegisterInMemory()
     await here.named(R, "a", identity=identified(frozenset({"n9"}), "another boot"))
@@ -339,7 +339,7 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
 
 
 async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_listed() -> None:
-    """Its devices are not told apart before; one that is listed as something else keeps what its holder got."""
+    """An answer for several devices has all their nodes: each holds all, until a list tells which node is its own."""
     here = RegisterInMemory(d="n1", e="n2", f="n9")
     unsure = identified(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
     await here.named(R, "a", "b", "c", identity=unsure)
@@ -356,11 +356,11 @@ async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_l
     assert here.store.snapshot.allocations[key("a")].identity == seen("n1")
 
 
-# What others hold.
+# Devices that pods of other plugins and claims of other drivers hold.
 
 
 def other(tokens: str, *, unit: tuple[str, ...] = ("id", FORMER, "x", "u1", "main"), **known: Any) -> Use:
-    """Return what a pod of another plugin has, or a claim of a driver that is not served."""
+    """Return the use of a pod of another plugin, or of a claim of a driver that is not served."""
     title = known.pop("title", "pod default/p")
     return Use(unit, title, known.pop("key", None), frozenset(tokens.split()), known.pop("part", None), **known)
 
@@ -369,7 +369,7 @@ def other(tokens: str, *, unit: tuple[str, ...] = ("id", FORMER, "x", "u1", "mai
     ("resource", "name"), [(R, "gone"), (FORMER, "a"), (FORMER, "x::1")], ids=["gone", "former", "former replica"]
 )
 async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name: str) -> None:
-    """Also by a name of a resource that is served no more, or of a gone device; others are granted as before."""
+    """A pod holds hardware by an id of a gone device or former resource: its present id is withheld and refused."""
     here = RegisterInMemory(a="n1", b="n2")
     await here.named(resource, name, identity=seen("n1"))
     await here.refused("a", why="the same hardware")
@@ -382,7 +382,7 @@ async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name:
 
 
 async def test_what_is_granted_is_read_anew() -> None:
-    """The checkpoint and the claim state may have changed since the last look."""
+    """A grant reads the files about other holders again: a use that appeared since the last look refuses it."""
     here = RegisterInMemory(a="n1")
 
     async def reread(*, checkpoint: bool = True) -> None:
@@ -393,7 +393,7 @@ async def test_what_is_granted_is_read_anew() -> None:
 
 
 async def test_what_others_got_while_a_grant_waited_for_a_hook_is_refused() -> None:
-    """The files about other holders are read after the wait, for a pod and for a claim."""
+    """Other holders got the devices while a grant and a Prepare waited for a hook: both are refused after the wait."""
     here = RegisterInMemory(a="n1", b="n2")
     here.side(State.DRA, "b")
     begun, over, files = asyncio.Event(), asyncio.Event(), tuple[Use, ...]()
@@ -431,7 +431,7 @@ async def test_what_others_got_while_a_grant_waited_for_a_hook_is_refused() -> N
 
 
 async def test_what_others_hold_is_withheld() -> None:
-    """How much they have is not known, so nothing is left; the reason names them, and subscribers hear of the end."""
+    """A claim of another driver holds a device: it is withheld on both sides until the claim ends."""
     here = RegisterInMemory(a="n1", b="n2")
     calls: list[None] = []
     here.register.subscribe(lambda: calls.append(None))
@@ -451,11 +451,11 @@ async def test_what_others_hold_is_withheld() -> None:
     await here.grant("a")
 
 
-# What is offered.
+# Devices that are offered.
 
 
 async def test_an_id_is_offered_beside_its_own_holder() -> None:
-    """The kubelet counts its holder itself; only what would be more than the whole is withheld."""
+    """An id that a pod holds stays offered; with more replicas the ids beyond the whole device are withheld."""
     here = RegisterInMemory(a="n1", b="n2", replicas=2)
     await here.grant("a::0")
     await here.grant("b::0", "b::1")
@@ -465,7 +465,7 @@ async def test_an_id_is_offered_beside_its_own_holder() -> None:
 
 
 async def test_ids_of_one_thing_are_offered_once() -> None:
-    """The first one is, unless another one is held: what the kubelet and the scheduler count is what there is."""
+    """Of several ids of the same hardware one is offered: the first in natural order, or the id that is held."""
     here = RegisterInMemory(a10="n1", a9="n1", b="n2")
     assert here.register.withheld(R, "plugin").ids == {"a10": f"it is offered as a9 of {R}"}
     await here.grant("a10")
@@ -473,7 +473,7 @@ async def test_ids_of_one_thing_are_offered_once() -> None:
 
 
 def test_members_on_two_sides_are_offered_on_neither() -> None:
-    """Nothing is offered on one side while a peer is on the other."""
+    """Two ids of the same hardware on different sides: neither side offers them."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     here.side(State.DRA, "b")
     assert here.withheld() == {"a", "b"}
@@ -481,7 +481,7 @@ def test_members_on_two_sides_are_offered_on_neither() -> None:
 
 
 async def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
-    """The scheduler counts what claims have; of what pods have it knows nothing."""
+    """Slices keep parts beside a part that a claim holds; beside a part that a pod holds, the whole is withheld."""
     halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
 
     def listed() -> RegisterInMemory:
@@ -500,7 +500,7 @@ async def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
 
 
 async def test_slices_offer_what_claims_of_the_same_driver_hold() -> None:
-    """The scheduler counts them itself; those of a former driver, and pods, it does not know."""
+    """Slices keep a device that a claim of this driver holds, and not one that a former driver's claim holds."""
     here = RegisterInMemory(a="n1", b="n2", c="n3")
     here.side(State.DRA, *"abc")
     await here.claim("a")
@@ -510,7 +510,7 @@ async def test_slices_offer_what_claims_of_the_same_driver_hold() -> None:
 
 
 async def test_subscribers_hear_of_holders_that_matter() -> None:
-    """Subscribers are called once for a change."""
+    """A new holder of a device with peers calls the subscribers once; one of a device without peers does not."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     here.register.notify()
     calls: list[None] = []
@@ -524,7 +524,7 @@ async def test_subscribers_hear_of_holders_that_matter() -> None:
 
 
 async def test_the_end_of_a_former_drivers_claim_concerns_the_driver_that_the_config_names() -> None:
-    """Its slices are made anew, also of a device without an identity that has no peers."""
+    """The end of a former driver's claim calls the subscribers, also for a device without identity or peers."""
     here = RegisterInMemory()
     here.add(R, Device("a"), driver=D)
     here.side(State.DRA, "a")
@@ -541,7 +541,7 @@ async def test_the_end_of_a_former_drivers_claim_concerns_the_driver_that_the_co
 
 
 async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> None:
-    """Nor another id of the same hardware; others are, and all are once the hook has ended."""
+    """A `reset` still runs after its timeout: no id of its hardware is granted or offered until the hook has ended."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     over = threading.Event()
 
@@ -575,7 +575,7 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
 
 
 async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -> None:
-    """A hook of one half may work on what the other half is a part of, too."""
+    """A hook works on one half of a device after its timeout: both halves are neither granted nor offered."""
     halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
     here = RegisterInMemory(*halves)
     over = threading.Event()
@@ -597,13 +597,13 @@ async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -
 
 
 async def turns() -> None:
-    """Let all that can go on do so."""
+    """Let all tasks that can proceed do so."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
-    """While it waits for one hook nobody has the device yet, so that another one may begin."""
+    """While a grant waits for one hook another hook of the same hardware begins: the grant waits for both."""
     here = RegisterInMemory(a="n1", b="n1")
     over = {name: asyncio.Event() for name in "ab"}
 
@@ -627,7 +627,7 @@ async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
 
 
 async def test_a_device_of_the_other_side_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
-    """That a claim holds it is no reason to look for it among those of pods."""
+    """A device that a claim holds is withheld from pods without a log line about a missing device."""
     caplog.set_level("INFO")
     here = RegisterInMemory(Device("x"))
     here.side(State.DRA, "x")
