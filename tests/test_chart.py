@@ -1,4 +1,4 @@
-"""The Helm chart: it makes the objects that `dra-bridge manifests` prints, and refuses values that mean nothing."""
+"""The Helm chart makes the same objects as `dra-bridge manifests`, and refuses invalid values."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ resources:
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run helm; its directories are not looked at."""
+    """Run helm."""
     command = [str(build.ensure_tool("helm")), *arguments]
-    env = {**os.environ, "GOGC": "off"}  # it ends before a collection is worth its time
+    env = {**os.environ, "GOGC": "off"}  # helm ends before a garbage collection would pay off
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env)
 
 
 def rendered(values: Mapping[str, Any], *options: str, name: str = "dra-bridge") -> list[Object]:
-    """Return the objects that the chart makes of values, without what is empty."""
+    """Return the objects of the chart for these values, without empty documents."""
     arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
     done = helm("template", name, str(chart.CHART), "--namespace=dra-bridge", *arguments, *options)
     assert done.returncode == 0, done.stderr
@@ -60,13 +60,13 @@ def by_name(objects: Iterable[Object]) -> dict[tuple[str, str], Object]:
 
 @pytest.mark.parametrize("path", chart.generate(), ids=lambda path: path.name)
 def test_generated_files_are_up_to_date(path: Path) -> None:
-    """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml, schema and examples."""
+    """The checked-in files are those that `python -m tests.chart --write` generates."""
     assert path.read_text() == chart.generate()[path]
 
 
 @helm_is_there
 def test_the_example_of_an_own_plugin(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its values make what `manifests --source` prints for its source, and its image runs the same command."""
+    """The example's values give the objects of `manifests --source`, and its image runs the same command."""
     directory = chart.ROOT / "examples" / "own-plugin"
     values = yaml.safe_load((directory / "values.yaml").read_text())
     name = f"{values['image']['repository']}:{values['image']['tag']}"
@@ -79,7 +79,7 @@ def test_the_example_of_an_own_plugin(capsys: pytest.CaptureFixture[str]) -> Non
 
 @helm_is_there
 def test_config_as_yaml() -> None:
-    """A config that is written among the values is the same file to the agent."""
+    """A config given as YAML values is the same to the agent as a config given as text."""
     found = by_name(rendered({"config": yaml.safe_load(TEXT)}))
     wanted = by_name(manifests(parse(TEXT), TEXT))
     text = found["ConfigMap", "dra-bridge"]["data"].pop("config.yaml")
@@ -121,7 +121,7 @@ HOW = {
 
 @helm_is_there
 def test_groups() -> None:
-    """Each group has a DaemonSet with its own file, nodes and options; rights and policies are those of all."""
+    """Each group has a DaemonSet and ConfigMap of its own; rights and policies are common to all groups."""
     found = by_name(rendered({"groups": GROUPS}))
     configs = {name: parse(json.dumps(group["config"])) for name, group in GROUPS.items()}
     together = Config(resources=tuple(one for config in configs.values() for one in config.resources))
@@ -139,7 +139,7 @@ def test_groups() -> None:
 
 @helm_is_there
 def test_what_a_pod_gets_beyond_the_config() -> None:
-    """Secrets for the image, volumes, taints and priority are values as in other charts."""
+    """Image pull secrets, volumes, tolerations and the priority class are values of the chart."""
     values = {
         "config": TEXT,
         "imagePullSecrets": [{"name": "registry"}],
@@ -161,7 +161,7 @@ def test_what_a_pod_gets_beyond_the_config() -> None:
 
 @helm_is_there
 def test_what_other_charts_have() -> None:
-    """Placement, resources, updates, labels, annotations, arguments and variables are values, also of a group."""
+    """Affinity, resources, update strategy, labels, annotations, arguments and env are values, also of a group."""
     affinity: Object = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{}]}}}
     values: Object = {
         "affinity": affinity,
@@ -204,7 +204,7 @@ def test_what_other_charts_have() -> None:
 
 @helm_is_there
 def test_common_labels() -> None:
-    """They are on all objects and on the agent's pods, and select nothing."""
+    """Common labels are on all objects and pods, and not in selectors."""
     optional = ("networkPolicy", "podMonitor", "prometheusRule")
     values = {"config": TEXT, "claimStatus": True, **{name: {"enabled": True} for name in optional}}
     plain, found = by_name(rendered(values)), by_name(rendered({**values, "commonLabels": {"team": "lab"}}))
@@ -216,7 +216,7 @@ def test_common_labels() -> None:
 
 @helm_is_there
 def test_another_name() -> None:
-    """In a chart that contains this one the objects need not be called after the release."""
+    """With fullnameOverride the objects' names do not depend on the release name."""
     found = by_name(rendered({"config": TEXT, "fullnameOverride": "lab"}, name="everything"))
     assert found == by_name(manifests(parse(TEXT), TEXT, Deployment(name="lab")))
     assert ("DaemonSet", "lab-boards") in by_name(rendered({"groups": GROUPS, "fullnameOverride": "lab"}))
@@ -224,7 +224,7 @@ def test_another_name() -> None:
 
 @helm_is_there
 def test_network_policy() -> None:
-    """A NetworkPolicy is made if asked for; it selects the pods of all groups and opens the metrics port alone."""
+    """The NetworkPolicy selects the pods of all groups and allows access to the metrics port only."""
     peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     found = by_name(rendered({"groups": GROUPS, "networkPolicy": {"enabled": True, "from": peers}}))
     spec = found["NetworkPolicy", "dra-bridge"]["spec"]
@@ -240,7 +240,7 @@ def test_network_policy() -> None:
 
 @helm_is_there
 def test_alerts() -> None:
-    """The PrometheusRule has the alerts of the examples; nothing but the address of the runbooks may be another."""
+    """The PrometheusRule has the alerts of the examples; only the address of the runbooks can be changed."""
     text = (chart.MONITORING / "alerts.yaml").read_text()
     wanted = {"enabled": True, "labels": {"release": "prometheus"}}
     rule = by_name(rendered({"config": TEXT, "prometheusRule": wanted}))["PrometheusRule", "dra-bridge"]
@@ -254,7 +254,7 @@ def test_alerts() -> None:
 
 @helm_is_there
 def test_pod_monitor() -> None:
-    """Each DaemonSet with metrics has a PodMonitor whose endpoint is the example's, by TLS where the agent has it."""
+    """Each DaemonSet with metrics has a PodMonitor with the example's endpoint, with HTTPS if the agent has TLS."""
     (wanted,) = yaml.safe_load((chart.MONITORING / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
     secured = {**served(), "metrics": {"certificate": "/tls/both.pem"}}
     groups = {**GROUPS, "tls": {"nodeSelector": {"pool": "tls"}, "config": secured}}
@@ -270,7 +270,7 @@ def test_pod_monitor() -> None:
 
 @helm_is_there
 def test_own_fields_of_the_endpoint() -> None:
-    """Interval, TLS and token are the user's; relabelings follow those that the alerts need."""
+    """Interval, TLS and token of the endpoint are values; own relabelings follow the example's."""
     (example,) = yaml.safe_load((chart.MONITORING / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
     own: Object = {
         "interval": "1m",
@@ -287,7 +287,7 @@ def test_own_fields_of_the_endpoint() -> None:
 
 @helm_is_there
 def test_older_clusters() -> None:
-    """DeviceClasses lack the field that servers before 1.34 refuse."""
+    """For servers before 1.34 the DeviceClasses have no extendedResourceName."""
     objects = rendered({"config": TEXT}, "--kube-version=1.33.4")
     classes = [one for one in objects if one["kind"] == "DeviceClass"]
     assert len(classes) == 3
@@ -333,7 +333,7 @@ def test_older_clusters() -> None:
     ids=str,
 )
 def test_values_that_are_refused(values: Mapping[str, Any], problem: str) -> None:
-    """The schema, or the chart, says which value is wrong."""
+    """The error for invalid values names the value."""
     arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
     done = helm("template", str(chart.CHART), *arguments)
     assert done.returncode != 0
@@ -343,7 +343,7 @@ def test_values_that_are_refused(values: Mapping[str, Any], problem: str) -> Non
 @helm_is_there
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_lint(path: Path) -> None:
-    """`helm lint --strict` finds nothing, and the schema takes what the examples' files have."""
+    """`helm lint --strict` finds no problem, and the schema accepts the example config files."""
     done = helm(
         "lint", "--strict", str(chart.CHART), f"--set-json=config={json.dumps(yaml.safe_load(path.read_text()))}"
     )

@@ -1,4 +1,4 @@
-"""One hook of a device at a time, and what works on after its timeout."""
+"""Hooks run one at a time per device, and a hook that goes on after its timeout blocks its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STILL = "is still running on it, after its timeout"
 
 
 class HookedSource(DeviceSource):
-    """A source whose hooks do what a test wants; a and b are the same hardware."""
+    """A source whose hooks do the test's work; the devices a and b are the same hardware."""
 
     resource = R
     hook_timeout = 5.0
@@ -49,7 +49,7 @@ class HookedSource(DeviceSource):
         return self.work(devices[0].id)
 
     def waits(self) -> asyncio.Event:
-        """Have hooks wait for what is returned."""
+        """Let hooks wait for the returned event."""
         go_on = asyncio.Event()
 
         async def work(device: str) -> None:
@@ -59,7 +59,7 @@ class HookedSource(DeviceSource):
         return go_on
 
     def hangs(self, over: threading.Event, timeout: float) -> None:
-        """Have hooks hang in a thread, for longer than they may."""
+        """Let hooks hang in a thread, with this timeout."""
         self.hook_timeout = timeout
 
         def work(device: str) -> None:
@@ -79,14 +79,14 @@ class HookedSource(DeviceSource):
 
 @pytest.fixture
 def over() -> Iterator[threading.Event]:
-    """What hanging threads wait for, so that none outlives its test."""
+    """The event that ends hanging threads, set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
 async def test_hooks_of_one_thing_run_one_after_the_other_in_their_order() -> None:
-    """Whatever its names are, and those of other devices beside them."""
+    """Hooks of a and b, which are one hardware, run one after the other in order; a hook of c runs beside them."""
     source, go_on, two = HookedSource(), asyncio.Event(), asyncio.Event()
     running: list[str] = []
     order: list[str] = []
@@ -112,7 +112,7 @@ async def test_hooks_of_one_thing_run_one_after_the_other_in_their_order() -> No
 
 
 async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
-    """For one that was started just now, too; not for those of other devices."""
+    """A caller that gets a device waits for running hooks of its hardware, and not for those of other devices."""
     source = HookedSource()
     go_on = source.waits()
     task = source.start("a")
@@ -125,7 +125,7 @@ async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
 
 
 async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
-    """Only one that works on after its timeout is."""
+    """A wait with `resets=False` does not wait for a running reset; a wait with resets does."""
     source = HookedSource()
     go_on = source.waits()
     calling = asyncio.create_task(source.call("a"))
@@ -139,7 +139,7 @@ async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
 
 
 async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: threading.Event) -> None:
-    """Others are refused by the names of device and hook."""
+    """A hook in a thread that goes on after its timeout blocks its device; other calls raise DeviceBusyError."""
     source = HookedSource()
     source.hangs(over, 0.01)
     with pytest.raises(HookTimeoutError):
@@ -161,7 +161,7 @@ async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: thre
 
 
 async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Event) -> None:
-    """Whatever its name stands for since, and whatever the hardware is called: under the other name it waits, too."""
+    """A hook blocks the hardware that its device had at the begin, also when other ids stand for it later."""
     source = HookedSource()
     source.hangs(over, 0.01)
     tokens = source.known = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
@@ -180,7 +180,7 @@ async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Ev
 
 
 async def test_who_waits_is_refused_when_the_hook_turns_out_to_work_on(over: threading.Event) -> None:
-    """Four calls for one device at once: one is made."""
+    """Of four concurrent calls for one device one runs into the timeout, and the others raise DeviceBusyError."""
     source = HookedSource()
     source.hangs(over, 0.05)
     answers = await asyncio.gather(*(source.call("a") for _ in range(4)), return_exceptions=True)
@@ -189,7 +189,7 @@ async def test_who_waits_is_refused_when_the_hook_turns_out_to_work_on(over: thr
 
 
 async def test_nobody_waits_for_longer_than_a_hook_may_take() -> None:
-    """With as much time for its own work after that; one in the background waits."""
+    """A call waits for a running hook at most as long as the hook timeout; a hook in the background waits longer."""
     source, begun, go_on = HookedSource(), asyncio.Event(), asyncio.Event()
 
     async def work(device: str) -> None:
@@ -209,7 +209,7 @@ async def test_nobody_waits_for_longer_than_a_hook_may_take() -> None:
 
 
 async def test_a_coroutine_that_ends_when_it_is_cancelled_holds_nothing() -> None:
-    """Those that wait go on then."""
+    """A coroutine hook that ends when it is cancelled after its timeout does not block its device."""
     source = HookedSource()
     source.hook_timeout = 0.01
     source.waits()
@@ -223,7 +223,7 @@ async def test_a_coroutine_that_ends_when_it_is_cancelled_holds_nothing() -> Non
 async def test_a_coroutine_that_ignores_its_cancellation_holds_its_devices(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Also where its caller was cancelled: the kubelet gave up, or Unprepare overtook Prepare."""
+    """A coroutine hook that ignores its cancellation blocks its device, after a timeout or a cancelled call."""
     monkeypatch.setattr(hook_runs, "CANCELLED", 0.01)
     source, begun, go_on = HookedSource(), asyncio.Event(), asyncio.Event()
 
@@ -254,7 +254,7 @@ async def test_a_coroutine_that_ignores_its_cancellation_holds_its_devices(
 
 
 async def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
-    """Its hook is not called, and nobody waits for it."""
+    """The hook of a caller that is cancelled while it waits is not called, and blocks no later caller."""
     source = HookedSource()
     go_on = source.waits()
     first, second = asyncio.create_task(source.call("a")), asyncio.create_task(source.call("a"))
@@ -269,7 +269,7 @@ async def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing() -> Non
 
 
 async def test_a_hook_that_fails_lets_the_next_one_go_on() -> None:
-    """The error is its own caller's; in the background it is told by the task."""
+    """After a hook fails the next one runs; the error goes to the caller, or to the task in the background."""
     source = HookedSource()
 
     def work(device: str) -> None:

@@ -1,4 +1,4 @@
-"""What an author can write wrong in a source is refused where it is written."""
+"""Mistakes in a source of devices are refused with the place of the mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nothing(*_: object) -> None:
 
 
 class Receiver:
-    """Sets an event after each list."""
+    """A receiver of lists that sets an event after each list."""
 
     def __init__(self, published: asyncio.Event | None = None) -> None:
         self.published = published or asyncio.Event()
@@ -52,7 +52,7 @@ class Receiver:
 
 
 async def coroutine(*_: object) -> None:
-    """Do nothing, and be awaited for it."""
+    """Do nothing, as a coroutine function."""
 
 
 def generator(*_: object) -> Iterator[int]:
@@ -86,7 +86,7 @@ async def generate(*_: object) -> AsyncIterator[int]:
     ],
 )
 def test_a_misspelt_hook_is_an_error_of_its_class(name: str, hook: str) -> None:
-    """A method that is almost called like a hook would never be called; its class cannot be defined."""
+    """A method with a name similar to that of a hook is an error when its class is defined."""
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is no hook and would never be called; did you mean {hook}\?"):
         type("Wrong", (DeviceSource,), {name: nothing})
 
@@ -102,14 +102,14 @@ def test_a_misspelt_hook_is_an_error_of_its_class(name: str, hook: str) -> None:
     ],
 )
 def test_a_misspelt_setting_is_an_error_of_its_class(name: str, value: object, meant: str) -> None:
-    """An attribute that is almost called like a setting would have no effect; its class cannot be defined."""
+    """An attribute with a name similar to that of a setting is an error when its class is defined."""
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is no setting and has no effect; did you mean {meant}\?"):
         type("Wrong", (DeviceSource,), {name: value})
-    type("Right", (DeviceSource,), {name: [value]})  # of another type: it is the author's own
+    type("Right", (DeviceSource,), {name: [value]})  # a value of another type is the author's own
 
 
 def test_a_misspelt_property_is_a_property() -> None:
-    """`links` is a property: a property `link` was meant to be it, a method of that name does something else."""
+    """A property `link` is taken for a misspelt `links`, which is a property; a method `link` is accepted."""
     with pytest.raises(TypeError, match=r"Wrong\.link is no hook and would never be called; did you mean links\?"):
         type("Wrong", (DeviceSource,), {"link": property(nothing)})
     type("Right", (DeviceSource,), {"link": nothing})
@@ -117,12 +117,12 @@ def test_a_misspelt_property_is_a_property() -> None:
 
 @pytest.mark.parametrize("name", ["_edit", "devices", "match", "reload", "helper", "scan", "update"])
 def test_methods_of_other_names_are_the_authors(name: str) -> None:
-    """A private method, and one whose name is like no hook's, are taken for what they are."""
+    """Private methods, and methods with other names, are accepted."""
     check_source(source_with(**{name: nothing})())
 
 
 def test_a_name_like_that_of_a_hook_the_class_has_is_a_helpers() -> None:
-    """Who has the hook has not misspelt it, and attributes and base classes of others are nobody's mistake."""
+    """A name similar to a hook is accepted if the class has this hook, or if it is an attribute or of another class."""
     check_source(source_with(released=nothing, release=nothing)())
     check_source(source_with(edit="text")())
     other = type("Other", (), {"release": nothing})
@@ -138,13 +138,13 @@ def test_a_name_like_that_of_a_hook_the_class_has_is_a_helpers() -> None:
     ],
 )
 def test_a_wrong_name_is_an_error_of_its_class(members: dict[str, object], message: str) -> None:
-    """A resource without a domain, and a driver's name that the API refuses, are found when the class is defined."""
+    """A resource name without a domain, and an invalid driver name, are errors when the class is defined."""
     with pytest.raises(NamingError, match=message):
         source_with(**members)
 
 
 def late(**attributes: object) -> DeviceSource:
-    """Return a source whose attributes are set after its class was defined."""
+    """Return a source with attributes that were set after its class was defined."""
     source = Toys()
     vars(source).update(attributes)
     return source
@@ -196,7 +196,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("make", "message"), MISTAKES)
 def test_what_cannot_be_served_is_refused_at_the_start(make: Callable[[], Any], message: str) -> None:
-    """`run` of either package raises in the author's own line, and no agent is made of it."""
+    """`run` of both packages and `Agent` raise for a source that cannot be served."""
     for start in (run, dra_bridge.run):
         with pytest.raises((TypeError, NamingError), match=message):
             start(make(), argv=[])
@@ -221,7 +221,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(make: Callable[[], Any], 
 def test_a_timeout_longer_than_the_kubelets_is_warned_of(
     members: dict[str, object], warned: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who lets a hook take longer than the kubelet waits for it learns that at the agent's start."""
+    """A hook timeout above the timeout of the kubelet's call is logged as a warning when the agent is created."""
     Agent([source_with(**members)()])
     texts = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     if warned:
@@ -232,7 +232,7 @@ def test_a_timeout_longer_than_the_kubelets_is_warned_of(
 
 
 def yielding(listed: Any) -> Iterator[DeviceSource]:
-    """Return sources that yield this, one of each kind of generator."""
+    """Return two sources that yield this: from a plain and from an asynchronous generator."""
 
     def plain(_: object) -> Iterator[Any]:
         yield listed()
@@ -258,7 +258,7 @@ def yielding(listed: Any) -> Iterator[DeviceSource]:
     ],
 )
 async def test_lists_of_anything_else_are_refused_with_their_place(listed: Callable[[], Any], instead: str) -> None:
-    """What is no list of devices is the source's failure, which names class, file and line; nothing is published."""
+    """Anything but a list of devices is a failure of the source with class, file and line; nothing is published."""
     for source in yielding(listed):
         inventory = Inventory(source.resource)
         follower = SourceFollower(source, inventory, Receiver())
@@ -288,7 +288,7 @@ async def test_lists_of_anything_else_are_refused_with_their_place(listed: Calla
 def test_what_cannot_be_served_of_a_list_fails_its_test(
     served: Callable[..., Served], members: dict[str, Any], message: str
 ) -> None:
-    """A list with an id twice, and a number of replicas that cannot be, are the source's failure."""
+    """A duplicate id, and an invalid number of replicas, are failures of the source."""
     with pytest.raises(RuntimeError, match="watch failed before its first list") as failure:
         served(source_with(**members)())
     cause = failure.value.__cause__
@@ -298,7 +298,7 @@ def test_what_cannot_be_served_of_a_list_fails_its_test(
 def test_a_list_that_cannot_be_used_harms_no_other_source(
     fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What nobody could compare with other devices fails its source; its last list stays, and other sources go on."""
+    """A list that cannot be compared with other devices fails its source only, whose last list stays."""
     amounts: dict[str, Any] = {"memory": 4}
     again = threading.Event()
 
@@ -319,7 +319,7 @@ def test_a_list_that_cannot_be_used_harms_no_other_source(
 
 
 async def test_a_generator_of_devices_is_a_list() -> None:
-    """Any iterable of devices is taken, also one that can be read once only."""
+    """Any iterable of devices is accepted, also a generator."""
     for source in yielding(lambda: (Device(name, nodes=["/dev/null"]) for name in "ab")):
         inventory = Inventory(source.resource)
         published = asyncio.Event()
@@ -332,20 +332,20 @@ async def test_a_generator_of_devices_is_a_list() -> None:
 
 
 async def test_a_hook_that_returns_a_coroutine_has_failed() -> None:
-    """A coroutine hook that returns another coroutine has forgotten to await it: its work was not done."""
+    """A coroutine hook that returns another coroutine has failed: its work was not awaited."""
 
     async def reset() -> Any:
         return coroutine()
 
     with pytest.raises(hooks.HookError, match="reset of x returned a coroutine: nobody awaited it; write `await`"):
         await hooks.call("reset of x", reset, timeout=5.0)
-    await hooks.call("reset of x", lambda: coroutine(), timeout=5.0)  # a plain function may hand one on
+    await hooks.call("reset of x", lambda: coroutine(), timeout=5.0)  # a plain function may return a coroutine
 
 
 def test_child_sources_are_checked(
     fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A child source that cannot be served is named in the log; its parent is served."""
+    """An invalid child source is named in the log; its parent is served."""
 
     async def child_sources(_: object) -> AsyncIterator[Sequence[Any]]:
         yield [Toys]
@@ -358,7 +358,7 @@ def test_child_sources_are_checked(
 def test_child_sources_that_fail_are_tried_again(
     fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After an error `child_sources` is called again, as `watch` is; what is wrong is named with class and hook."""
+    """After an error `child_sources` is called again; the log names class and hook."""
     half = {"resource": "example.com/half"}
     yielded: Iterator[Any] = iter(
         [source_with()(), [source_with(**half)(), source_with(**half)()], [source_with(**half)()]]
@@ -376,14 +376,14 @@ def test_child_sources_that_fail_are_tried_again(
 def test_a_preference_that_is_none_is_named(
     fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What `prefer` must return is in the log, with its resource; the pod gets a device all the same."""
+    """A `prefer` that returns None is named in the log, and the pod gets a device."""
     served(source_with(prefer=nothing)())
     assert fake_kubelet.run_pod("p", {"example.com/toy": 1}).device_ids == ("a",)
     assert "prefer must return devices or their ids, not None" in caplog.text
 
 
 async def test_run_inside_of_a_loop_is_one_error(recwarn: pytest.WarningsRecorder) -> None:
-    """`run` makes its own event loop; in another one it raises, and nothing warns of a coroutine."""
+    """`run` raises inside a running event loop, and leaves no coroutine unawaited."""
     for start in (run, dra_bridge.run):
         with pytest.raises(RuntimeError, match="running event loop"):
             start(Toys(), argv=["--node-name", "n"] if start is dra_bridge.run else [])

@@ -1,4 +1,4 @@
-"""`deviceplugin import`: other plugins' settings become a config file, and what has no counterpart is named."""
+"""`deviceplugin import` converts settings of other plugins to a config file, and names unsupported ones."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ sharing:
 
 
 def resources(text: str) -> dict[str, dict[str, Any]]:
-    """What is made of settings, by name; it is a config file that can be used."""
+    """Return the imported resources by name, after a check that they are a valid config file."""
     made = imported(text)
     assert [one.name for one in config.parse(as_file(made)).resources] == [one["name"] for one in made.resources]
     return {one["name"]: one for one in made.resources}
 
 
 def test_generic_device_plugin() -> None:
-    """Paths, also those in the container, groups, counts, permissions and USB ids come along; a limit is named."""
+    """Paths, container paths, groups, counts, permissions and USB ids are imported; a limit is noted."""
     made = resources(GENERIC)
     assert made["example.com/serial"]["devices"] == [{"path": "/dev/ttyUSB*"}, {"path": "/dev/ttyACM*"}]
     assert made["example.com/serial"]["permissions"] == "rwm"
@@ -122,7 +122,7 @@ def test_flags_of_a_daemonset() -> None:
     ],
 )
 def test_numbers_that_can_change(name: str, link: str) -> None:
-    """A path with the number of a device that can be plugged in is noted with its stable link, a glob is not."""
+    """A path with a number that can change, such as ttyUSB0, is noted with its stable link; a glob is not."""
     for text in (
         f'devices: [{{name: x, groups: [{{paths: [{{path: "/dev/{name}"}}]}}]}}]',
         f'- devicematch: "^{name.replace("]*", "]+").replace("B*", "B.*")}$"',
@@ -158,7 +158,7 @@ SPEC = '{"name": "video", "groups": [{"count": 2, "paths": [{"path": "/dev/video
     ],
 )
 def test_flags_at_any_place(text: str) -> None:
-    """One flag, a command line, a list of arguments and values of a chart give the same entry."""
+    """A flag, a command line, a list of arguments and values of a chart give the same entry."""
     made = resources(text)
     assert made == {
         "squat.ai/video": {
@@ -179,7 +179,7 @@ def test_first_form_of_a_flag() -> None:
 
 
 def test_flags_without_a_counterpart_are_named() -> None:
-    """Each flag that is not a device or domain is named, and so is a device that is not YAML."""
+    """Each flag except devices and domain is noted, and so is a device that is not YAML."""
     notes = imported(f"--listen :8080 --device '{{a: [' --config /etc/x.yaml --device '{SPEC}'").notes
     assert "generic-device-plugin: --listen :8080" in notes
     assert "generic-device-plugin: --device {a: [: it is not YAML" in notes
@@ -198,13 +198,13 @@ CORAL = [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9
     ids=["one group", "two groups"],
 )
 def test_ids_of_one_usb_device(groups: str) -> None:
-    """Both ids of a Coral accelerator are one entry, because they are one device."""
+    """Both USB ids of a Coral accelerator become one entry, because it changes its id."""
     text = f'devices: [{{"name": "coral", "groups": {groups}}}]'
     assert resources(text)["squat.ai/coral"]["devices"] == [{"usb": CORAL}]
 
 
 def test_several_usb_ids_of_a_group() -> None:
-    """Several ids of a group are a list, and a note says when this is wrong; 0403 and 1e68 are ids and not numbers."""
+    """Several ids of a group become a list, with a note. Ids such as 0403 and 1e68 are not read as numbers."""
     text = "devices: [{name: x, groups: [{usb: [{vendor: 0403}, {vendor: 1e68, product: ea60, serial: A}]}]}]"
     wanted = [{"vendor": "0403"}, {"vendor": "1e68", "product": "ea60", "serial": "A"}]
     assert resources(text)["squat.ai/x"]["devices"] == [{"usb": wanted}]
@@ -212,7 +212,7 @@ def test_several_usb_ids_of_a_group() -> None:
 
 
 def test_parts_of_a_group() -> None:
-    """Optional parts stay optional, a mountPath with a slash at its end is a directory, and directories are named."""
+    """Optional parts stay optional, a mountPath with a slash at its end is a directory, and directories are noted."""
     paths = "[{path: /dev/a*, mountPath: /dev/in/}, {path: /dev/b*, optional: true}]"
     text = f"devices: [{{name: x, groups: [{{paths: {paths}}}, {{paths: [{{path: /dev/snd, optional: true}}]}}]}}]"
     assert resources(text)["squat.ai/x"]["devices"] == [
@@ -225,7 +225,7 @@ def test_parts_of_a_group() -> None:
 
 
 def test_other_settings_under_the_same_name() -> None:
-    """Of several settings under one name, as in a chart's map of configs, the first are taken; the others are named."""
+    """Of several settings for one name the first are imported, and a note names the others."""
     slices = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: %d}]}}\n"
     one, other = (yaml.safe_dump(slices % number) for number in (4, 8))
     text = f"config: {{map: {{a: {one.strip()}, b: {other.strip()}, c: {one.strip()}}}}}"
@@ -242,19 +242,19 @@ def test_other_settings_under_the_same_name() -> None:
     ],
 )
 def test_nvidia_sharing_alone(text: str) -> None:
-    """The sharing section of NVIDIA's file is enough."""
+    """The sharing section of NVIDIA's file can be imported alone."""
     assert resources(text)["nvidia.com/gpu"]["sharing"] == {"replicas": 4}
 
 
 def test_smarter_entry_alone() -> None:
-    """One entry of smarter-device-manager's list is enough; a directory is named."""
+    """A single entry of smarter-device-manager's list can be imported; a directory is noted."""
     made = imported("devicematch: ^snd$\nnummaxdevices: 2\n")
     assert [one["name"] for one in made.resources] == ["smarter-devices/snd"]
     assert any("/dev/snd as a directory" in note for note in made.notes)
 
 
 def test_smarter_device_manager() -> None:
-    """A regular expression becomes a glob; one that cannot is named."""
+    """A regular expression becomes a glob; an expression without an equivalent glob is noted."""
     made = resources(SMARTER)
     assert made["smarter-devices/rtc0"]["devices"] == [{"path": "/dev/rtc0"}]
     assert made["smarter-devices/rtc0"]["sharing"] == {"replicas": 20}
@@ -263,7 +263,7 @@ def test_smarter_device_manager() -> None:
 
 
 def test_nvidia() -> None:
-    """Time slices become replicas under the names that pods use; what cannot is named."""
+    """Time slices become replicas under the names that pods use; unsupported settings are noted."""
     made = resources(NVIDIA)
     gpu = made["nvidia.com/gpu.shared"]
     assert gpu["devices"] == [{"nvidia": {"mig": "mixed", "injection": "cdi"}}]
@@ -275,7 +275,7 @@ def test_nvidia() -> None:
 
 
 def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
-    """Flags that the config file of NVIDIA's plugin sets are named if they cannot be imported; defaults are not."""
+    """Flags in NVIDIA's config file that cannot be imported are noted; default values are not."""
     flags = """
     version: v1
     flags:
@@ -294,7 +294,7 @@ def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
 
 
 def test_values_of_the_chart_of_nvidia_are_named() -> None:
-    """Flags that are values of NVIDIA's chart beside its config are named, since only the config is imported."""
+    """Flags in the values of NVIDIA's chart beside its config are noted, as only the config is imported."""
     config_of_chart = "config: {map: {default: 'version: v1'}}\n"
     values = (
         "deviceListStrategy: volume-mounts\ndeviceIDStrategy: null\ncompatWithCPUManager: true\ngfd: {enabled: true}\n"
@@ -314,13 +314,13 @@ def test_values_of_the_chart_of_nvidia_are_named() -> None:
     ["", "a: 1", "- 1", "kind: ConfigMap\ndata: {x: 'y: 1'}", "[", "kind: List", "devices: [{name: a, groups: 1}]"],
 )
 def test_other_files_are_refused(text: str) -> None:
-    """A file of none of these plugins is an error that says which are known."""
+    """A file that is of none of the supported plugins raises UnknownSettingsError."""
     with pytest.raises(UnknownSettingsError):
         imported(text)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file is on standard output, what has no counterpart on standard error too; an unknown file is status 2."""
+    """The file is printed on standard output, with notes on standard error, too; an unknown file gives status 2."""
     file = tmp_path / "generic.yaml"
     file.write_text(GENERIC)
     assert cli.main(["import", str(file)]) == 0

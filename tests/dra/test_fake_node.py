@@ -1,4 +1,4 @@
-"""The whole fake node: its scheduler decides as kube-scheduler does, its kubelet prepares what was allocated."""
+"""The fake node: its scheduler decides like kube-scheduler, and its kubelet prepares allocated claims."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def claim(**exactly: Any) -> dict[str, Any]:
 
 
 def given(wanted: dict[str, Any], *slices: dict[str, Any], taken: tuple[dict[str, Any], ...] = ()) -> list[str] | None:
-    """Return the devices that a claim is given."""
+    """Return the devices that the scheduler allocates to a claim."""
     found = allocate(wanted, [device_class()], slices, taken, "n")
     return None if found is None else [one["device"] for one in found["devices"]["results"]]
 
@@ -69,7 +69,7 @@ def allocated(*names: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_device_is_given_once() -> None:
-    """A device in another claim's allocation is taken, unless that claim has administrative access to it."""
+    """A device that another claim is allocated is not allocated again, unless one of the claims has admin access."""
     slices = pool(device("a"), device("b"))
     assert given(claim(), slices) == ["a"]
     assert given(claim(), slices, taken=(allocated("a"),)) == ["b"]
@@ -79,7 +79,7 @@ def test_a_device_is_given_once() -> None:
 
 
 def test_counts_and_modes() -> None:
-    """So many devices as are asked for, or all that fit; all or nothing."""
+    """A claim gets exactly `count` devices, or with the mode All every matching device; else none."""
     slices = pool(device("a"), device("b"))
     assert given(claim(count=2), slices) == ["a", "b"]
     assert given(claim(count=3), slices) is None
@@ -89,7 +89,7 @@ def test_counts_and_modes() -> None:
 
 
 def test_taints_repel() -> None:
-    """A tainted device is left alone unless the request tolerates the taint."""
+    """A tainted device is not allocated unless the request tolerates the taint."""
     slices = pool(device("a", taints=[{"key": "k", "value": "v", "effect": "NoSchedule"}]))
     assert given(claim(), slices) is None
     assert given(claim(tolerations=[{"key": "k", "operator": "Exists"}]), slices) == ["a"]
@@ -99,7 +99,7 @@ def test_taints_repel() -> None:
 
 
 def test_pools_count_only_when_complete() -> None:
-    """A pool with slices missing is skipped whole, and older generations do not count."""
+    """An incomplete pool is ignored as a whole, and slices of older generations do not count."""
     halves = [pool(device("a"), generation=2, count=2, name="s1"), pool(device("b"), generation=2, count=2, name="s2")]
     old = pool(device("z"), name="s0")
     assert [one[2]["name"] for one in offered([old, *halves], "n")] == ["a", "b"]
@@ -108,7 +108,7 @@ def test_pools_count_only_when_complete() -> None:
 
 
 def test_shared_devices() -> None:
-    """A device that allows several allocations is given as often as its capacity lasts."""
+    """A device with allowMultipleAllocations is allocated until its capacity is used up."""
     capacity = {"shares": {"value": "2", "requestPolicy": {"default": "1"}}}
     slices = pool(device("a", allowMultipleAllocations=True, capacity=capacity))
     assert given(claim(), slices, taken=(allocated("a"),)) == ["a"]
@@ -121,7 +121,7 @@ def test_shared_devices() -> None:
 
 
 def test_each_part_of_a_shared_device_has_a_name() -> None:
-    """A share ID of its own, and what the claim takes; of a device that is not shared neither is written."""
+    """Each allocation of a shared device has a share ID and the consumed capacity; one of other devices has neither."""
     capacity = {"shares": {"value": "2", "requestPolicy": {"default": "1"}}}
     slices = pool(device("a", allowMultipleAllocations=True, capacity=capacity))
     first, second = (allocate(claim(), [device_class()], [slices], (), "n") for _ in range(2))
@@ -158,7 +158,7 @@ def test_each_part_of_a_shared_device_has_a_name() -> None:
     ],
 )
 def test_selectors(expression: str, so: bool) -> None:
-    """Comparisons of driver, attributes and capacity, joined by &&, are understood."""
+    """Selectors with comparisons of driver, attributes and capacity, joined by &&, are evaluated."""
     one = device(
         "a",
         attributes={
@@ -173,7 +173,7 @@ def test_selectors(expression: str, so: bool) -> None:
 
 
 def test_more_than_is_understood() -> None:
-    """Any other CEL, and requests with alternatives, are refused rather than guessed at."""
+    """Other CEL expressions and requests with alternatives raise UnknownSelectorError."""
     with pytest.raises(UnknownSelectorError, match="matches"):
         selected('device.driver.matches("x")', D, device("a"))
     wanted = {"spec": {"devices": {"requests": [{"name": "r", "firstAvailable": []}]}}}
@@ -183,7 +183,7 @@ def test_more_than_is_understood() -> None:
 
 @pytest.mark.parametrize("path", sorted(CLAIMS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_projects_own_claims(path: Path) -> None:
-    """The claims among the examples are understood, or refused with what is understood."""
+    """The example claims are accepted; those with firstAvailable raise UnknownSelectorError."""
     listed = [one for one in yaml.safe_load_all(path.read_text()) if one["kind"].startswith("ResourceClaim")]
     for one in listed:
         body = one if one["kind"] == "ResourceClaim" else one["spec"]
@@ -195,7 +195,7 @@ def test_the_projects_own_claims(path: Path) -> None:
 
 
 def test_devices_of_one_value() -> None:
-    """With `matchAttribute` all devices of the requests have one value, whichever devices come first."""
+    """With `matchAttribute` all devices of the requests have one common value of the attribute."""
     numa = [device(name, attributes={NUMA_NODE: {"int": node}}) for name, node in (("a", 0), ("b", 1), ("c", 1))]
     wanted = claim(count=2)
     wanted["spec"]["devices"]["constraints"] = [{"matchAttribute": NUMA_NODE}]
@@ -206,7 +206,7 @@ def test_devices_of_one_value() -> None:
 
 
 def test_parts_of_a_device() -> None:
-    """A part is allocated as long as the counters of its set suffice, beside what claims have."""
+    """A device that consumes counters is allocated as long as the counters suffice beside other allocations."""
 
     def part(name: str, memory: str) -> Object:
         return device(name, consumesCounters=[{"counterSet": "card", "counters": {"memory": {"value": memory}}}])
@@ -249,7 +249,7 @@ def test_what_a_claim_waits_for() -> None:
 
 
 def test_config_of_class_and_claim() -> None:
-    """Opaque parameters come with the allocation, those of the class first; a missing class waits."""
+    """Opaque parameters are in the allocation, first those of the class; without its class a claim waits."""
     wanted = claim()
     wanted["spec"]["devices"]["config"] = [{"opaque": {"driver": D, "parameters": 2}}]
     classes = [device_class(config=[{"opaque": {"driver": D, "parameters": 1}}])]
@@ -263,7 +263,7 @@ def test_config_of_class_and_claim() -> None:
 
 
 def test_extended_resources_go_one_way() -> None:
-    """What is allocatable comes from the plugin, be it all taken; nothing allocatable means DRA, if a class says so."""
+    """Allocatable resources come from the plugin, also when all are used. Else a DeviceClass with this name serves."""
     older = {**device_class(name="old", extendedResourceName=R)}
     newer = {**device_class(name="new", extendedResourceName=R)}
     newer["metadata"] = {**newer["metadata"], "creationTimestamp": "2026-01-01T00:00:00Z"}
@@ -274,7 +274,7 @@ def test_extended_resources_go_one_way() -> None:
 
 
 def test_overlaps() -> None:
-    """Two pods that had one device at once overlap; one after the other, other devices and oneself do not."""
+    """Two pods that have one device at the same time overlap; otherwise there is no overlap."""
     one = Holding("a", "p", "plugin", 1.0, 2.0)
     assert overlaps([one, Holding("a", "q", "claim", 2.0)]) == []
     assert overlaps([one, Holding("b", "q", "claim", 1.5)]) == []
@@ -285,7 +285,7 @@ def test_overlaps() -> None:
 
 @pytest.fixture
 def node() -> Iterator[FakeNode]:
-    """A node with a driver of two devices, and a class for them."""
+    """A node with a driver of two devices, and a DeviceClass for them."""
     with open("/dev/null", "w") as nowhere, demo.scene(Printer(nowhere)) as scene:
         gpus = demo.DemoGpus(2)
         with demo.in_background("plain driver", lambda: demo.plain_driver(scene, gpus)):
@@ -295,7 +295,7 @@ def node() -> Iterator[FakeNode]:
 
 
 def test_pods_with_claims_run_and_give_back(node: FakeNode) -> None:
-    """A claim by name stays and is deallocated after its last pod; one from a template goes with its pod."""
+    """A named claim is deallocated after its last pod; a claim from a template is deleted with its pod."""
     server = node.server
     node.claim("mine", D)
     first = node.start_pod("first", claims=["mine"]).wait_running()
@@ -317,7 +317,7 @@ def test_pods_with_claims_run_and_give_back(node: FakeNode) -> None:
 
 
 def test_a_claim_with_a_selector(node: FakeNode) -> None:
-    """`claim` takes CEL expressions; one that is not understood is refused there, not by a pod that waits."""
+    """`claim` takes CEL selectors, and raises for expressions that the fake scheduler does not understand."""
     node.claim("mine", D, selectors=[f'device.driver == "{D}"'])
     node.start_pod("pod", claims=["mine"]).wait_running()
     with pytest.raises(UnknownSelectorError, match="the fake scheduler understands"):
@@ -328,7 +328,7 @@ def test_a_claim_with_a_selector(node: FakeNode) -> None:
 
 @contextlib.contextmanager
 def naive(node: FakeNode, *devices: str) -> Iterator[None]:
-    """Have a plugin offer devices that claims may have: an agent would withhold them."""
+    """Run a plugin that offers devices which claims may have, as an agent would not do."""
     plugin = BarePlugin(node.device_plugin_dir, *devices, resource=R)
     try:
         plugin.register()
@@ -338,7 +338,7 @@ def naive(node: FakeNode, *devices: str) -> Iterator[None]:
 
 
 def test_an_unchanged_pod_runs_through_dra(node: FakeNode) -> None:
-    """Where no plugin offers the resource its pod gets a claim of its own; it counts as requested on the node."""
+    """If no plugin offers a resource, a pod with a limit gets a claim, which counts as requested on the node."""
     pod = node.start_pod("pod", {R: 1}).wait_running()
     assert node.devices_of(pod) == {"gpu-0": "claim"}
     assert pod.container().cdi_devices
@@ -352,7 +352,7 @@ def test_an_unchanged_pod_runs_through_dra(node: FakeNode) -> None:
 
 
 def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
-    """The claim of a pod that was deleted by force is free while its container runs, and is unprepared meanwhile."""
+    """The claim of a pod that was deleted by force is free and unprepared while the pod's container runs."""
     pod = node.start_pod("pod", template={D: 2}).wait_running()
     pod.force_delete(hang=True)
     assert pod.running
@@ -374,7 +374,7 @@ def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
 
 
 def test_the_node_is_made_once() -> None:
-    """The Node object of a test is left as it is."""
+    """A Node object that exists is not changed."""
     with FakeApiServer() as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n", "labels": {"a": "b"}}})
         with FakeNode(server, "n"):
@@ -382,7 +382,7 @@ def test_the_node_is_made_once() -> None:
 
 
 def test_a_restarted_kubelet_counts_what_dra_serves(node: FakeNode) -> None:
-    """It leaves that out for the pod that it admits, but not for those beside it (kubernetes#124586)."""
+    """After a restart the kubelet counts devices by DRA of other pods as used plugin devices (kubernetes#124586)."""
     older = node.start_pod("older", {R: 1}).wait_running()
     with naive(node, "gpu-0", "gpu-1"):
         node.wait_allocatable(R, 2)

@@ -1,4 +1,4 @@
-"""The fixtures with which authors test claims."""
+"""The fixtures `bridged` and `fake_node`, with which authors test claims."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Fpga(DeviceSource):
 
 
 def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
-    """A pod with a claim runs with its device and what the hooks give; the claim's end is unprepared."""
+    """A pod with a claim runs with its device and the hooks' edits; after its end the claim is unprepared."""
     source = Fpga()
     bridged(source, share="all")
     pod = fake_node.start_pod("p", template={D: 1}).wait_running()
@@ -65,7 +65,7 @@ def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
 
 
 def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
-    """What a claim says to a driver is what `prepare` gets as its config."""
+    """The parameters of a claim are the config of `prepare`."""
     bridged(Fpga(), share="all")
     fake_node.claim("fast", D, parameters={D: {"mode": "fast"}})
     pod = fake_node.start_pod("p", claims=["fast"]).wait_running()
@@ -73,7 +73,7 @@ def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
 
 
 def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
-    """When `bridged` returns, each side has what the share says, and gives a pod the same edits."""
+    """When `bridged` returns, the devices are divided by the share, and both sides give pods the same edits."""
     bridged(Fpga(), share=1)
     assert fake_node.allocatable(R) == 1
     by_limits = fake_node.run_pod("limits", {R: 1})
@@ -86,7 +86,7 @@ def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
 
 @pytest.mark.parametrize("share", ["none", "all"])
 def test_a_missing_device_node_is_named_on_both_sides(fake_node: FakeNode, bridged: Bridged, share: str) -> None:
-    """A pod whose device node is missing does not start, by limits and by a claim, and its container says which."""
+    """A pod with a missing device node does not start, by limits and by a claim; the message names the node."""
 
     class Missing(Fpga):
         async def watch(self) -> AsyncIterator[Sequence[Device]]:
@@ -99,7 +99,7 @@ def test_a_missing_device_node_is_named_on_both_sides(fake_node: FakeNode, bridg
 
 
 def test_claims_get_nothing_unless_a_share_says_so(fake_node: FakeNode, bridged: Bridged) -> None:
-    """The share is that of `dra_bridge.run`: none, so that a test tells what an agent without one does."""
+    """Without a share no device is for claims, as with `dra_bridge.run`."""
     bridged(Fpga())
     assert fake_node.allocatable(R) == 2
     with pytest.raises(TimeoutError):
@@ -107,7 +107,7 @@ def test_claims_get_nothing_unless_a_share_says_so(fake_node: FakeNode, bridged:
 
 
 def test_several_resources_of_a_driver(fake_node: FakeNode, bridged: Bridged) -> None:
-    """Each resource has a class of its own; one that is there already stays as its test made it."""
+    """Each resource of a driver gets a DeviceClass; a DeviceClass that exists is not changed."""
 
     class Half(Fpga):
         resource = "example.com/half"
@@ -132,7 +132,7 @@ def test_the_class_is_that_of_the_manifests() -> None:
 
 
 def test_what_cannot_be_served_is_named(fake_node: FakeNode, bridged: Bridged) -> None:
-    """A class, a wrong share and a `watch` that fails raise in the test's own line, the last with its cause."""
+    """A class instead of a source, a wrong share and a failing `watch` raise in the call of `bridged`."""
 
     class Failing(Fpga):
         async def watch(self) -> AsyncIterator[Sequence[Device]]:
@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_named(fake_node: FakeNode, bridged: Bridged) -
 
 
 def test_wrong_arguments_are_refused_at_once(fake_node: FakeNode, bridged: Bridged) -> None:
-    """What claims, pods and `bridged` take is checked in the test's own line."""
+    """Wrong arguments of claims, pods and `bridged` raise in the call, and no pod is created."""
 
     class Plain(Fpga):
         driver = None  # type: ignore[assignment]  # mypy infers str
@@ -173,7 +173,7 @@ def test_wrong_arguments_are_refused_at_once(fake_node: FakeNode, bridged: Bridg
 
 
 def test_a_pod_that_stays_pending_says_why(fake_node: FakeNode, bridged: Bridged) -> None:
-    """A claim's class that is not there, no such claim, and a side without devices are named."""
+    """The timeout error of a pending pod names a missing DeviceClass, a missing claim or the lack of devices."""
     bridged(Fpga(), share=0)
     fake_node.claim("misspelt", "fgpa.example.com")
     for pod, why in (
@@ -189,7 +189,7 @@ def test_a_pod_that_stays_pending_says_why(fake_node: FakeNode, bridged: Bridged
 def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
     fake_node: FakeNode, bridged: Bridged, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A device that no slice can be made of costs its driver's slices, and the log says so; another driver goes on."""
+    """A device that makes its driver's slices fail is logged; the slices of another driver are published."""
     attributes: Any = {"model": "x"}
 
     class Odd(Fpga):
@@ -207,7 +207,7 @@ def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
 
 
 def test_an_agent_that_ends_is_not_waited_for(fake_node: FakeNode, bridged: Bridged) -> None:
-    """Its error is the cause of what the test sees."""
+    """`bridged` raises at once if the agent ends, with the agent's error as the cause."""
     directory = fake_node.root / "plugins" / "dra-bridge"
     directory.parent.mkdir(exist_ok=True)
     directory.write_text("no directory")
@@ -223,7 +223,7 @@ def test_the_plugin_is_cheap() -> None:
 
 
 def test_a_crash_fails_the_test(tmp_path: Path) -> None:
-    """A test during which a real kubelet would have crashed fails in the end."""
+    """A test in which a real kubelet would have crashed fails at its end."""
     (tmp_path / "conftest.py").write_text("from dra_bridge.testing.plugin import fake_node\n")
     test = tmp_path / "test_it.py"
     test.write_text("def test_it(fake_node):\n    fake_node.crashes.append('a nil pointer')\n")
@@ -234,7 +234,7 @@ def test_a_crash_fails_the_test(tmp_path: Path) -> None:
 
 
 def test_names_are_found() -> None:
-    """Every name the package promises is there, and others are not."""
+    """Every name in `__all__` can be imported, and other names cannot."""
     found: dict[str, Any] = {name: getattr(dra_bridge.testing, name) for name in dra_bridge.testing.__all__}
     assert all(one.__name__ == name for name, one in found.items())
     assert found["FakeApiServer"] is FakeApiServer
@@ -243,7 +243,7 @@ def test_names_are_found() -> None:
 
 
 class Odd(DeviceSource):
-    """Devices whose ids are not their names in slices."""
+    """A source whose device ids differ from the names in slices."""
 
     resource, driver = "example.com/odd", "odd.example.com"
 
@@ -252,7 +252,7 @@ class Odd(DeviceSource):
 
 
 def test_devices_have_their_ids_on_both_sides(fake_node: FakeNode, bridged: Callable[..., ServedBoth]) -> None:
-    """`devices_of` answers the source's ids, by limits and by claims, whatever their names in slices are."""
+    """`devices_of` returns the source's ids, for limits and claims, whatever the names in slices are."""
     bridged(Odd(), share=1)
     pods = [fake_node.run_pod("p", {"example.com/odd": 1}), fake_node.start_pod("q", template={"odd.example.com": 1})]
     pods[1].wait_running()
@@ -260,7 +260,7 @@ def test_devices_have_their_ids_on_both_sides(fake_node: FakeNode, bridged: Call
 
 
 def test_waits_name_what_is_left_out_of_the_slices(fake_node: FakeNode, bridged: Bridged) -> None:
-    """A device of which a part cannot be published for claims is named with the reason by each wait."""
+    """The error of each wait names a device that is left out of the slices, with the reason."""
 
     class Halves(Fpga):
         async def watch(self) -> AsyncIterator[Sequence[Device]]:

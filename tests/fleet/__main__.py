@@ -1,8 +1,8 @@
-"""``python -m tests.fleet`` (or `tox -e fleet`): what a fleet of agents asks of one real API server.
+"""``python -m tests.fleet`` (or `tox -e fleet`): measures the requests of a fleet of agents to a real API server.
 
-It writes docs/scale.md, each part its sections, and fails if a limit is missed. It needs root, and Go for programs
-that are not built yet. Parts: growth (rest, moves and claims at each size, then a restart of the API server, and the Go
-example driver beside it), rest, commands, node, load.
+It writes docs/scale.md, where each part has its sections, and fails if a limit is missed. It needs root, and Go for
+programs that are not built yet. Parts: growth (rest, moves and claims at each size, then a restart of the API server,
+and the Go example driver beside it), rest, commands, node, load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.fleet.workers import PERIOD, fleet
 SIZES: Final = (50, 100, 200)
 LARGE: Final = 15_000
 REST: Final = 360.0
-"""Seconds for which it is looked at: about as long as a watch lasts."""
+"""Seconds for which a fleet at rest is observed: about the life of a watch."""
 
 
 def total(requests: Counts) -> float:
@@ -50,12 +50,12 @@ def total(requests: Counts) -> float:
 
 
 def reads(requests: Counts) -> Counts:
-    """Return the requests that read."""
+    """Return the requests with a verb that reads."""
     return {what: number for what, number in requests.items() if what.startswith(("get ", "list "))}
 
 
 def writes(requests: Counts) -> Counts:
-    """Return the requests that write."""
+    """Return the requests with a verb that writes."""
     return {what: number for what, number in requests.items() if what not in reads(requests)}
 
 
@@ -90,7 +90,7 @@ def limits_of_restart(one: Restart) -> list[Limit]:
 
 
 OURS: Final = ("dra-bridge",)
-"""The flow schemas of agents alone."""
+"""The flow schemas that only agents use."""
 
 
 def page_of_growth(sizes: Sequence[Size]) -> str:
@@ -257,11 +257,11 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "reads of one object": ("get",),
     "writes": ("",),
 }
-"""Requests beside watches, by the begin of their verb and resource."""
+"""Requests other than watches, by the first words of verb and resource."""
 
 
 def rest(options: argparse.Namespace) -> list[Limit]:
-    """Look at a fleet for so long that each watch was opened anew, and at Go drivers beside it."""
+    """Observe a fleet at rest until each watch was reopened once, and Go drivers beside it."""
     with control_plane() as plane, fleet(plane, options.processes) as nodes:
         measured = parts.Measured(plane, nodes)
         measured.grow(options.agents)
@@ -335,7 +335,7 @@ def of_commands(options: argparse.Namespace) -> list[Limit]:
 
 
 def node(options: argparse.Namespace) -> list[Limit]:
-    """Run very many pods on one node of the fakes."""
+    """Run 10,000 pods (`--pods`) on one node of the fakes."""
     found = one_node.measure(options.pods)
     parts.show(found)
     page.write({"node": one_node.section(found)})
@@ -343,7 +343,7 @@ def node(options: argparse.Namespace) -> list[Limit]:
 
 
 def of_load(options: argparse.Namespace) -> list[Limit]:
-    """Run pods on a filled fleet by the real scheduler."""
+    """Run pods on a fleet with little free capacity by the real scheduler."""
     with control_plane() as plane, fleet(plane, options.processes) as nodes:
         plane.start_scheduling()
         measured = parts.Measured(plane, nodes)
@@ -363,7 +363,7 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], list[Limit]]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure in namespaces of the run's own; return 1 when a limit is missed."""
+    """Measure in Linux namespaces of the run's own; return 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fleet", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=(*PARTS, []), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="agents (default: %(default)s)")

@@ -1,7 +1,7 @@
-"""One process with many nodes: an embedded kubelet and an agent of the real code each, in one event loop.
+"""One process with many nodes: an embedded kubelet and a real agent each, in one event loop.
 
-``python -m tests.fleet.nodes ACCOUNTS KUBECONFIG PERIOD`` reads orders from its input, one JSON object a line, and
-answers each by one line.
+``python -m tests.fleet.nodes ACCOUNTS KUBECONFIG PERIOD`` reads orders from standard input, one JSON object per line,
+and answers each order by one line.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from tests.fleet.real_pods import ClaimsOfPods, RealPods
 
 _LOG: Final = logging.getLogger(__name__)
 ROOTS: Final = KUBELET_DIRECTORY / "f"
-"""Short: the paths of sockets have 107 characters at most."""
+"""The path is short, as paths of sockets have at most 107 characters."""
 THREADS: Final = 64
 OF_KUBELETS: Final = {"cpu", "memory", "pods", "ephemeral-storage"}
 
 
 class Server:
-    """What `FakeNode` asks of the fake API server, asked of the real one, as kubelet, scheduler and controller ask.
+    """The API of the fake API server that `FakeNode` uses, on top of the real API server.
 
-    The claims of a node's pods are kept here as well: nobody else writes them.
+    The claims of a node's pods are kept here as well, as no other client writes them.
     """
 
     def __init__(self, api: Api, node: str) -> None:
@@ -59,18 +59,18 @@ class Server:
         self._changed = threading.Condition()
 
     def wake(self) -> None:
-        """Have the scheduler look for pods."""
+        """Let the scheduler look for pods."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_changed(self, seen: int, timeout: float) -> int:
-        """Wait for pods; devices that come free are looked for once a second meanwhile."""
+        """Wait for pods, at least 1 s, after which the scheduler looks for free devices again."""
         with self._changed:
             self._changed.wait(max(timeout, 1.0))
         return seen + 1
 
     def objects(self, plural: str = "resourceslices") -> list[Object]:
-        """Return objects of this node."""
+        """Return the objects of this node."""
         if plural == "resourceclaims":
             return list(self._claims.values())
         if plural == "deviceclasses":
@@ -84,7 +84,7 @@ class Server:
         return [{"apiVersion": version, "kind": kind, **item} for item in items]
 
     def get(self, plural: str, name: str, namespace: str = "") -> Object:
-        """Return an object; KeyError if there is none."""
+        """Return an object. Raises KeyError."""
         if plural == "resourceclaims":
             return self._claims[namespace, name]
         try:
@@ -93,21 +93,21 @@ class Server:
             raise KeyError(name) from error
         for numbers in (node["status"].get("capacity") or {}, node["status"].get("allocatable") or {}):
             for name in OF_KUBELETS & numbers.keys():
-                del numbers[name]  # The embedded kubelet has devices alone, and would remove what it does not have.
+                del numbers[name]  # The embedded kubelet has devices only, and would remove the other resources.
         return node
 
     def create(self, body: Object) -> Object:
-        """Make a claim, allocated as its status says."""
+        """Create a claim with the status of the body."""
         return self.replace({**self._api.create(body), "status": body.get("status") or {}})
 
     def adopt(self, claim: Object) -> None:
-        """Have a claim that the real scheduler has allocated."""
+        """Add a claim that the real scheduler has allocated."""
         key = claim["metadata"]["namespace"], claim["metadata"]["name"]
         self._claims[key] = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", **claim}
         self._real.add(key)
 
     def release(self, name: str, namespace: str) -> None:
-        """Forget such a claim."""
+        """Remove a claim of the real scheduler."""
         self._claims.pop((namespace, name), None)
         self._real.discard((namespace, name))
 
@@ -129,12 +129,12 @@ class Server:
         self._claims.pop((namespace, name), None)
 
     def patch(self, _plural: str, name: str, patch: Object, namespace: str = "", subresource: str = "") -> Object:
-        """Change a Node."""
+        """Patch a Node."""
         return self._api.patch("Node", name, patch, namespace, subresource, "v1")
 
 
 class Nodes:
-    """The nodes of this process. agents: whether there are agents on them, or kubelets alone."""
+    """The nodes of this process: kubelets, with or without agents."""
 
     def __init__(self, accounts: Path, api: Api, period: float) -> None:
         self.accounts = accounts
@@ -158,7 +158,7 @@ class Nodes:
             self.nodes[name] = node
 
     async def start(self, names: list[str], interval: float, status_period: float | None = None) -> list[float]:
-        """Start nodes with agents, one after each interval; return the seconds that each took."""
+        """Start nodes with agents, one per interval; return the seconds of each start."""
         took = []
         for name in names:
             began = time.monotonic()
@@ -185,7 +185,7 @@ class Nodes:
         return self.pods[name].uid
 
     async def running(self, name: str, timeout: float) -> float:
-        """Wait until a pod runs; return the seconds that it took."""
+        """Wait until a pod runs; return the seconds of the wait."""
         began = time.monotonic()
         await asyncio.to_thread(self.pods[name].wait_running, timeout)
         return time.monotonic() - began
@@ -195,7 +195,7 @@ class Nodes:
         await asyncio.to_thread(self.pods.pop(name).delete, timeout)
 
     async def follow_pods(self, namespace: str) -> None:
-        """Run the pods that the real scheduler binds to nodes of this process from now on."""
+        """Run the pods that the real scheduler binds to nodes of this process, from now on."""
         ca = str(self.accounts / "ca.crt")
         url = f"https://{self.api.host}:{self.api.port}"
         cluster = Cluster(lambda: from_server(url, token_file=self.accounts / "admin", ca_file=ca))
@@ -204,7 +204,7 @@ class Nodes:
         self._following = asyncio.create_task(self._real.run(namespace))
 
     async def pods_found(self) -> dict[str, Any]:
-        """Return what was found of these pods."""
+        """Return the figures of these pods."""
         assert self._real is not None
         return await asyncio.to_thread(self._real.found)
 
@@ -213,7 +213,7 @@ class Nodes:
         return [f"{name}: {task.exception()!r}" for name, task in self._tasks.items() if task.done()]
 
     async def states(self) -> Mapping[str, Any]:
-        """Return what the pods of this process do: how many are in which phase, and why they wait."""
+        """Return the number of this process's pods by phase."""
         phases: dict[str, int] = {}
         for pod in self.pods.values():
             phases[pod.phase] = phases.get(pod.phase, 0) + 1
@@ -232,7 +232,7 @@ class Nodes:
 
 
 async def serve(nodes: Nodes) -> None:
-    """Carry out orders until the input ends; each in a task of its own."""
+    """Execute orders until the input ends, each in a task of its own."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
     reader = asyncio.StreamReader(limit=2**24)
@@ -256,7 +256,7 @@ async def serve(nodes: Nodes) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve orders."""
+    """Run the process."""
     accounts, address, period = arguments
     directory = Path(accounts)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")

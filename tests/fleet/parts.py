@@ -1,4 +1,4 @@
-"""The parts of a run: each measures something of a fleet and returns figures, which `tests.fleet.limits` judges."""
+"""The measurements of a run; each returns figures, which `tests.fleet.limits` compares with limits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.fleet.workers import PERIOD, Fleet
 INTERVAL: Final = 0.15
 """Seconds between the starts of two nodes."""
 QUIET: Final = PERIOD + 2.0
-"""Seconds without a request after which nothing is left of a start, a move or a claim.
+"""Seconds without a request after which a start, a move or a claim is over.
 
-An agent looks at its node's files every PERIOD seconds, and may ask something after that.
+An agent reads its node's files every PERIOD seconds, and may send a request after that.
 """
 
 Counts = dict[str, float]
@@ -31,22 +31,23 @@ Counts = dict[str, float]
 
 
 def at_rest(request: Request) -> bool:
-    """Return whether agents ask this at rest: they open watches anew, and look which versions the server serves."""
+    """Return whether a request is made at rest: watches that are reopened, and reads of the served versions."""
     return request.verb == "watch" or request.what.startswith("/apis")
 
 
 def each(requests: Iterable[Request], count: int) -> Counts:
-    """Return requests by verb and resource, for each of so many nodes or claims."""
+    """Return the requests by verb and resource, divided by this number of nodes or claims."""
     found = counts(requests)
     return {f"{verb} {what}": number / count for (verb, what), number in sorted(found.items())}
 
 
 @dataclass
 class Rest:
-    """A fleet at rest. seconds: how long it was looked at. requests: an agent and minute, without watches.
+    """Figures of a fleet at rest.
 
-    watches: opened, an agent and minute. server_cpu: cores. agent_cpu: % of a core for an agent and its kubelet, which
-    looks at its files every PERIOD seconds. MB: resident.
+    seconds: the time of observation. requests: per agent and minute, without watches. watches: opened per agent and
+    minute. server_cpu: cores. agent_cpu: % of a core for an agent and its kubelet, which reads its files every PERIOD
+    seconds. MB: resident.
     """
 
     nodes: int
@@ -61,15 +62,15 @@ class Rest:
 
     @property
     def a_minute(self) -> float:
-        """Requests of an agent in a minute, beside its watches."""
+        """The requests of an agent per minute, without watches."""
         return sum(self.requests.values())
 
 
 @dataclass
 class Size:
-    """What was measured at one size of the fleet. start, move, claim: requests for each agent, node, claim.
+    """Figures at one size of the fleet. start, move, claim: requests for each agent, node, claim.
 
-    list_bytes: of the lists of an agent that starts, beside that of all claims. by_driver: bytes, seconds and requests
+    list_bytes: of the lists of a starting agent, without the list of all claims. by_driver: bytes, seconds and requests
     of a list of the driver's slices.
     """
 
@@ -84,10 +85,10 @@ class Size:
 
 @dataclass
 class Restart:
-    """What followed a restart of the API server. Seconds count from the start of its process.
+    """Figures after a restart of the API server. Seconds count from the start of its process.
 
-    lists, seconds, most: the agents' lists, from the first to the last one, and those of the busiest second.
-    in_step: when the last agent had all its watches. requests: for each agent. rejected: by flow schema.
+    lists, seconds, most: the number of the agents' lists, the time from the first to the last one, and the number in
+    the busiest second. in_step: when the last agent had all its watches. requests: per agent. rejected: by flow schema.
     """
 
     nodes: int
@@ -109,9 +110,9 @@ class Measured:
         self.fleet = nodes
         self.log: Log = plane.audit
         self.last: list[Request] = []
-        """Those of all users that the last call of `requests` has returned."""
+        """The requests of all users that the last call of `requests` has read."""
         self._read: list[Request] = []
-        """Those that were read since then."""
+        """The requests that were read since then."""
 
     def requests(self, user: str = AGENTS) -> list[Request]:
         """Return the requests of the agents since the last call."""
@@ -119,12 +120,12 @@ class Measured:
         return of_user(self.last, user)
 
     def _since(self) -> list[Request]:
-        """Return the requests of all users since the last call of `requests`, which will return them once more."""
+        """Return the requests of all users since the last call of `requests`; that method returns them again."""
         self._read += self.log.more()
         return self._read
 
     def quiet(self) -> None:
-        """Wait until nobody has asked anything for QUIET seconds but what is asked at rest. Raises TimeoutError."""
+        """Wait until there was no request for QUIET seconds, except requests at rest. Raises TimeoutError."""
         began = time.time()
 
         def over() -> bool:
@@ -133,9 +134,9 @@ class Measured:
         wait_for(over, 180.0, f"{QUIET:g} s without a request")
 
     def watching(self, since: float, seconds: float) -> dict[str, list[float]]:
-        """Wait until each agent has opened as many watches as it has since a time (in Unix seconds).
+        """Wait until each agent has opened WATCHES watches since a time (in Unix seconds), for `seconds` at most.
 
-        Return the times by node when that is so, or after so many seconds.
+        Return the times by node.
         """
 
         def opened() -> dict[str, list[float]]:
@@ -150,7 +151,7 @@ class Measured:
         return opened()
 
     def grow(self, count: int, **options: Any) -> list[str]:
-        """Start nodes until there are so many; return the new ones. options: of `Nodes.start`."""
+        """Start nodes until there are `count`; return the new ones. options: of `Nodes.start`."""
         names = names_of(count)[len(self.fleet.names) :]
         self.plane.add_nodes(names)
         self.fleet.start(names, INTERVAL, **options)
@@ -161,7 +162,7 @@ class Measured:
         return names
 
     def views(self, names: Collection[str]) -> list[rollout_fleet.NodeView]:
-        """Return the progress of those of these nodes whose agents have reported."""
+        """Return the views of these nodes, without those whose agents have not reported."""
         api, wanted = self.plane.api, set(names)
         nodes = [body for body in api.list("Node", None, "v1") if body["metadata"]["name"] in wanted]
         leases = [body for body in api.list("Lease", NAMESPACE) if body["metadata"]["name"] in wanted]
@@ -170,9 +171,9 @@ class Measured:
         return [view for view in views if view.reported is not None]
 
     def rest(self, seconds: float, *, reopened: bool = False) -> Rest:
-        """Look at the fleet for so long while nothing happens.
+        """Observe the fleet for this number of seconds while nothing changes.
 
-        reopened: first wait until the agents have opened their watches anew, which they opened together at their start.
+        reopened: first wait until the agents have reopened their watches, which all began together at the start.
         """
         self.quiet()
         self.requests()
@@ -181,7 +182,7 @@ class Measured:
             self.requests()
         began, server = time.monotonic(), self.plane.usage()
         agents = [worker.usage() for worker in self.fleet.workers]
-        time.sleep(seconds)  # This is the time that is measured.
+        time.sleep(seconds)  # the measured time
         took, now = time.monotonic() - began, self.plane.usage()
         after = [worker.usage() for worker in self.fleet.workers]
         requests, count = self.requests(), len(self.fleet.names)
@@ -202,7 +203,7 @@ class Measured:
         )
 
     def move(self, names: Sequence[str], share: str) -> Counts:
-        """Ask for a share of nodes, wait until all devices have moved; return the requests for each node."""
+        """Request a share for nodes and wait until all devices have moved; return the requests for each node."""
         self.requests()
         with ThreadPoolExecutor(4) as pool:
             patch = rollout_fleet.share_patch(DRIVER, share)
@@ -213,9 +214,10 @@ class Measured:
         return each([one for one in self.requests() if one.node in mine and not at_rest(one)], len(names))
 
     def claims(self, names: Sequence[str]) -> Counts:
-        """Run a pod with a claim on each of these nodes, and delete it; return the requests for each claim.
+        """Run and delete a pod with a claim on each of these nodes; return the requests for each claim.
 
-        The pod runs until its node's Lease names the claim, and the node is waited for until it does no more.
+        Each pod runs until its node's Lease has the claim, and the next step comes when the Lease has no claim any
+        more.
         """
         self.requests()
 
@@ -239,7 +241,7 @@ class Measured:
         return any(device.holder for one in report.resources.values() for device in one.devices.values())
 
     def lists_of(self, node: str) -> dict[str, int]:
-        """Return the bytes of each list that an agent watches from, as the API server sends them."""
+        """Return the bytes of each list at the begin of an agent's watches, as the API server sends them."""
         slices = "/apis/resource.k8s.io/v1/resourceslices"
         leases = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
         lists = {
@@ -257,7 +259,7 @@ class Measured:
         return found
 
     def restart(self, downtime: float, seconds: float) -> Restart:
-        """Restart the API server; return what the agents do until all are in step, or for so many seconds."""
+        """Restart the API server; return the agents' requests until all have their watches, or for `seconds`."""
         self.quiet()
         self.requests()
         begun = self.plane.restart_apiserver(downtime)
@@ -282,9 +284,9 @@ class Measured:
 
 
 LONGEST: Final = 600.0
-"""Seconds after which all watches were opened anew, with time to spare: one lasts 480 s at the most."""
+"""Seconds after which all watches were reopened: a watch lasts 480 s at most."""
 WATCHES: Final = 4
-"""Of an agent with one driver: its Node, its Lease, slices of its node, slices of the driver without a node."""
+"""The watches of an agent with one driver: its Node, its Lease, slices of its node, slices without a node."""
 
 
 def waited_of(flows: Flows) -> dict[str, int]:
@@ -293,7 +295,7 @@ def waited_of(flows: Flows) -> dict[str, int]:
 
 
 def wait_for(what: Callable[[], object], timeout: float, text: str) -> None:
-    """Wait until something is so, asking every two seconds. Raises TimeoutError."""
+    """Wait until the condition is true, with a check every two seconds. Raises TimeoutError."""
     deadline = time.monotonic() + timeout
     while not what():
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""One life of the agent of both sides: all of it is real, but its sockets, its threads, its clock and the tasks' turns.
+"""One life of the agent with both sides: the real code without sockets and threads, with the model's clock and steps.
 
-What the tasks of an agent do by themselves (scan, move, compare, publish) is a method here, to be called in any order.
+The periodic work of the agent's tasks (scan, move, compare, publish) is a method each, to be called in any order.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _T = TypeVar("_T")
 
 
 class Setting(NamedTuple):
-    """What the configuration says of a resource.
+    """The configuration of a resource.
 
-    driver: "" for none. share: how many devices claims are to have. prepares: whether Prepare leaves traces, so that
-    claims are reserved on disk first.
+    driver: "" for none. share: the number of devices for claims. prepares: whether the source has a `prepare` hook, so
+    that claims are reserved on disk first.
     """
 
     driver: str = D
@@ -67,7 +67,7 @@ BASE: Final[Config] = {R: Setting()}
 
 
 class Cards(DeviceSource):
-    """A source whose lists say how often a device may be shared, and whose hook may not end."""
+    """A source whose lists have the number of replicas of a device, and whose hook may hang."""
 
     def __init__(self, resource: str, setting: Setting, outside: Outside) -> None:
         self.resource = resource
@@ -78,11 +78,11 @@ class Cards(DeviceSource):
         self.dead = False
 
     def replicas_of(self, device: Device) -> int:
-        """Return how often the list says."""
+        """Return the number of replicas in the list."""
         return min(self.replicas, self.outside.times.get(device.id, self.replicas))
 
     async def released(self, devices: Sequence[Device]) -> None:
-        """Work on the devices; when hooks hang, whatever anybody does, until they are let go."""
+        """Run the hook; a hanging one ignores cancellation and ends when the model releases it."""
         if not self.outside.stuck or self.dead:
             return
         done = asyncio.Event()
@@ -95,7 +95,7 @@ class Cards(DeviceSource):
 
 
 class PreparedCards(Cards):
-    """A source whose Prepare leaves traces."""
+    """A source with a `prepare` hook."""
 
     def prepare(self, devices: Sequence[Device], config: object) -> None:
         """Set nothing up."""
@@ -111,7 +111,7 @@ def _sources(config: Config, outside: Outside) -> dict[str, Cards]:
 
 
 class SlowLedger:
-    """`AsyncLedger` without a thread: before and after each operation something else may come."""
+    """`AsyncLedger` without a thread: other steps may come before and after each operation."""
 
     def __init__(self, ledger: DirectLedger, outside: Outside) -> None:
         self.ledger, self.outside = ledger, outside
@@ -121,11 +121,11 @@ class SlowLedger:
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """Everything as of the last operation."""
+        """The state after the last operation."""
         return self.ledger.snapshot
 
     async def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record."""
+        """Apply an operation to the ledger."""
         await self.outside.gate.passed()
         answer = self.ledger.do(operation)
         self.changes.note()
@@ -146,11 +146,11 @@ class InFlight(AllocationsInFlight):
 
 
 class RefusedError(Exception):
-    """Raised where the kubelet gets an error."""
+    """Raised in place of an error answer to the kubelet."""
 
 
 class Context:
-    """Of a call of the kubelet's."""
+    """The gRPC context of a call of the kubelet."""
 
     async def abort(self, code: object, details: str) -> None:
         """Refuse."""
@@ -171,7 +171,7 @@ def _within(_looks: looks.Looks, _seconds: float, _kind: str, function: Callable
 
 @contextmanager
 def modelled(outside: Outside) -> Iterator[None]:
-    """Have no threads, no pauses, and the model's clock."""
+    """While the context is open: no threads, no pauses, and the model's clock."""
     clock = SimpleNamespace(monotonic=outside.clock, time=time.time)
     with ExitStack() as stack:
         for where, name, what in (
@@ -236,7 +236,7 @@ class Life(Bridge):
         return cast("AsyncLedger", SlowLedger(self.ledger, self.outside))
 
     async def begin(self) -> None:
-        """Start, as far as nothing is offered yet."""
+        """Start the agent, up to the point before it offers devices."""
         await self._open_all()
         agent = self.agent
         await agent.evidence.read_others()
@@ -253,7 +253,7 @@ class Life(Bridge):
         self.list(service.resource)
 
     def list(self, resource: str) -> None:
-        """Take in a list."""
+        """Publish a source's list of devices."""
         service = self.agent.services[resource]
         devices = self.outside.devices(resource)
         tokens = {one.id: TOKENS[one.edits.env["HARDWARE"]] for one in devices}
@@ -261,7 +261,7 @@ class Life(Bridge):
         service.listed()
 
     async def reload(self, config: Config) -> None:
-        """Take another configuration."""
+        """Apply another configuration."""
         services = self.agent.services
         for name in services.keys() - config.keys():
             del services[name]
@@ -272,7 +272,7 @@ class Life(Bridge):
             self.list(name)
 
     def die(self) -> None:
-        """End as by SIGKILL: nothing is written any more."""
+        """End as by SIGKILL: the agent writes nothing after this."""
         if self.ledger is not None:
             self.ledger.close()
         for source in self.sources:
@@ -281,10 +281,10 @@ class Life(Bridge):
             files: Any = one.driver.files
             files.remove = _nothing
 
-    # What the kubelet asks.
+    # Calls of the kubelet.
 
     def lines(self, resource: str) -> dict[str, bool]:
-        """Return the list as it is sent now: whether each id is healthy."""
+        """Return the list of ids that the agent would send now, each with whether it is healthy."""
         lines = self.agent.services[resource].endpoint._lines_if_listed()
         return {one.name: one.healthy for one in lines or ()}
 
@@ -297,12 +297,12 @@ class Life(Bridge):
         return lines
 
     def hang_up(self) -> None:
-        """Have no kubelet listen."""
+        """Close all streams to the kubelet."""
         for service in self.agent.services.values():
             service.endpoint.streams.open.clear()
 
     async def allocate(self, pod: Pod) -> None:
-        """Ask for a pod's device."""
+        """Call Allocate for a pod's device."""
         service = self.agent.services[pod.resource]
         device = service.inventory.snapshot.devices.get(service.device_of(pod.device_id))
         parts = len(service.ids_now(device)) if device is not None else 1
@@ -313,7 +313,7 @@ class Life(Bridge):
         pod.hardware = response.envs["HARDWARE"]
 
     async def prepare(self, claim: Claim) -> Prepared:
-        """Have a claim prepared. Raises ClaimError."""
+        """Prepare a claim. Raises ClaimError."""
         ref = ClaimRef("default", claim.uid, claim.uid)
         answer = (await self.drivers[claim.driver].driver.prepare([ref]))[claim.uid]
         if isinstance(answer, ClaimError):
@@ -321,19 +321,19 @@ class Life(Bridge):
         return answer
 
     async def unprepare(self, claim: Claim) -> None:
-        """Have a claim unprepared. Raises ClaimError."""
+        """Unprepare a claim. Raises ClaimError."""
         ref = ClaimRef("default", claim.uid, claim.uid)
         if (error := (await self.drivers[claim.driver].driver.unprepare([ref]))[claim.uid]) is not None:
             raise error
 
-    # What the tasks of the agent do.
+    # Work of the agent's tasks.
 
     async def scan(self) -> None:
-        """Look for holders, as from time to time."""
+        """Scan for holders, as the agent does periodically."""
         await self.agent.scanner.scan()
 
     async def _make_scans(self) -> None:
-        """Make the scans that are asked for; those after some time are steps of the walk."""
+        """Make requested scans; periodic scans are steps of the walk."""
         scanner = self.agent.scanner
         while True:
             await scanner._requested.wait()
@@ -361,7 +361,7 @@ class Life(Bridge):
         await runtime.devices.resolve()
 
     async def move(self, runtime: DriverRuntime, resource: str) -> None:
-        """Move devices one step on."""
+        """Make one step of the moves of a resource."""
         one = runtime.resources.get(resource)
         if one is not None and (one.leaving or one.reconciled.is_set()):
             try:
@@ -378,7 +378,7 @@ class Life(Bridge):
             return
 
     def publish(self, runtime: DriverRuntime) -> None:
-        """Say what the slices should be (`SliceFeed.run`)."""
+        """Set the wanted slices (`SliceFeed.run`)."""
         if runtime.feed._may_publish():
             runtime.feed._pass_on()
 

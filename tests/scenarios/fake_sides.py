@@ -1,4 +1,4 @@
-"""The fake node as the scenarios of both sides see it; ``python -m tests.scenarios.fake_sides`` is their agent."""
+"""The scenarios of both sides on the fake node; ``python -m tests.scenarios.fake_sides`` is their agent."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.scenarios.node import wait_for
 from tests.scenarios.sides import Scene, driver, named
 
 LIMIT = 120.0
-"""Seconds for anything that is to come, on a machine whose cores others use as well."""
+"""Seconds for each wait, on a busy machine."""
 
 
 class WatchedNode(FakeNode):
-    """A fake node that knows when the containers of claims' pods ended, by the pod's UID (monotonic seconds)."""
+    """A fake node that records when the containers of pods with claims ended, by the pod's UID (monotonic seconds)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.ended: dict[str, float] = {}
@@ -62,13 +62,13 @@ class FakeScene(Scene):
         self._logs: list[Path] = []
         self._agent: AgentProcess | None = None
         self.program: tuple[str, ...] = ()
-        """What runs the agent, in Python's own place."""
+        """Arguments before `-m`, in place of Python."""
         self._waiting: dict[str, tuple[str, str]] = {}
         self._hanging: list[FakePod] = []
         self._joined: set[tuple[str, str]] = set()
-        """Pods that have a device together, by one claim."""
+        """Pairs of pods that share a device by one claim."""
         self._seen = 0
-        """Calls of `released` that have been looked at."""
+        """The number of `released` calls that were checked."""
 
     # Devices, agent and pods.
 
@@ -129,7 +129,7 @@ class FakeScene(Scene):
         while self._hanging:
             self._hanging.pop().end_containers(LIMIT)
 
-    # What goes wrong.
+    # Faults.
 
     def end_kubelet(self, how: str) -> None:
         self.node.stop()
@@ -211,17 +211,17 @@ class FakeScene(Scene):
         yield
         self.node.release_sources()
 
-    # What is seen.
+    # Observations.
 
     def note_holders(self) -> None:
-        """Wait until the agent knows the pods that have devices: without it their checkpoint is the only trace."""
+        """Wait until the agent has recorded all holders: before this only the checkpoint names them."""
         copy = self.node.cdi / "deviceplugin" / "allocations" / "dra-bridge.json"
         held = {one.uid for one in self._holdings() if one.side == "plugin" and one.end is None}
         known = lambda: not held or (copy.exists() and all(uid in copy.read_text() for uid in held))  # noqa: E731
         self.until("the agent to know who has devices", known)
 
     def check(self) -> None:
-        """Fail if a device has had two holders, or was released while it had one."""
+        """Fail if a device has had two holders, or was released while it had a holder."""
         holdings = self._holdings()
         assert [pair for pair in overlaps(holdings) if (pair[0].pod, pair[1].pod) not in self._joined] == []
         released = self._released()
@@ -262,7 +262,7 @@ class FakeScene(Scene):
         self.until("somebody to get what was held", got)
 
     def end(self) -> None:
-        """End the agent; print what it has said."""
+        """End the agent; print its logs."""
         self.check()
         self.kill_agent()
         for log in self._logs:
@@ -301,7 +301,7 @@ class FakeScene(Scene):
         (self.pod if how == "pod" else self.claimer)(name, resource)
 
     def urge(self) -> None:
-        """Make pods again that the kubelet has refused."""
+        """Create pods again that the kubelet has refused."""
         for name in self._waiting:
             found = self.node.pods.get(f"default/{name}")
             if found is not None and found.phase == "Failed":
@@ -309,7 +309,7 @@ class FakeScene(Scene):
                 self._make(name)
 
     def _holdings(self) -> list[Holding]:
-        """Return who had which device; a claim is given back later than its containers end."""
+        """Return all holdings; the holding of a claim ends when the pod's containers end."""
         return [
             replace(one, device=self._ids.get(one.device, one.device), end=self.node.ended.get(one.uid, one.end))
             for one in self.node.holdings()
@@ -322,7 +322,7 @@ class FakeScene(Scene):
 
 
 def main(notes: str, *arguments: str) -> int:
-    """Be an agent whose sources write down the calls of `released`, and whose periods are short."""
+    """Run an agent with short periods whose sources record the calls of `released`."""
 
     class Recorded(sources.ConfiguredSource):
         def released(self, devices: Sequence[Device]) -> None:

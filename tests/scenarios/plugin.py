@@ -1,6 +1,6 @@
-"""What users of device plugins need, from the pod's side; written once, run against the fake and a real kubelet.
+"""Scenarios of users of device plugins, from the pod's side, for the fake and a real kubelet.
 
-Derive a test class from `PluginScenarios` where there is a fixture `node`.
+Derive a test class from `PluginScenarios`, with a fixture `node`.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class PluginScenarios:
 
     @staticmethod
     def config(node: Node, *resources: dict[str, Any]) -> str:
-        """Write a config file; JSON is YAML. Without resources, one of all `tty` devices."""
+        """Return a config file, as JSON. Without resources, it has one resource with all `tty` devices."""
         return json.dumps({"resources": resources or [serial(node)]})
 
     @staticmethod
     def held(pod: Pod, paths: Sequence[Path]) -> Path:
-        """Return the one path of these that a pod has."""
+        """Return the only path of these that a pod has."""
         (path,) = [path for path in paths if pod.has(path)]
         return path
 
@@ -109,7 +109,7 @@ class PluginScenarios:
         assert pod.read(Path("/opt/scenario/hello")) == "of the host"
 
     def test_links_keep_their_names(self, node: Node) -> None:
-        """A device that is found by a link is in the container under the link's name, and not under its own."""
+        """A device that is found by a link has the link's path in the container, not its own."""
         (path,) = self.devices(node, 1)
         link = node.directory / "by-id" / "usb-port"
         link.parent.mkdir()
@@ -196,7 +196,7 @@ class PluginScenarios:
             node.wait_allocatable(RESOURCE, 0)
 
     def test_the_agent_is_stopped_while_a_pod_is_made(self, node: Node) -> None:
-        """An Allocate in flight when the agent is told to end is answered first: the pod gets what it asked for."""
+        """An Allocate that is running when the agent gets SIGTERM is answered, and the pod runs."""
         begun = node.directory / "begun"
         agent = node.start_agent(script=f"BEGUN = {str(begun)!r}\n{SLOW}")
         node.wait_allocatable(RESOURCE, 1)
@@ -206,7 +206,7 @@ class PluginScenarios:
         assert pod.wait_running().env()["LATE"] == "yes"
 
     def test_a_device_comes_and_goes(self, node: Node) -> None:
-        """What is allocatable follows device nodes as they go and come; who holds a device keeps running."""
+        """The allocatable number follows device nodes that are removed and added; pods with devices keep running."""
         paths = self.devices(node, 2)
         node.start_agent(config=self.config(node))
         node.wait_allocatable(RESOURCE, 2)
@@ -244,7 +244,7 @@ class PluginScenarios:
         assert holder.phase() == "Running"
 
     def test_hooks_are_called(self, node: Node) -> None:
-        """The kubelet has an author's `prefer` asked and `reset` called before each start of a container."""
+        """The agent calls `prefer`, and `reset` before each start of a container."""
         notes = node.directory / "notes"
         node.start_agent(script=f"NOTES = {str(notes)!r}\n{SCRIPT}")
         node.wait_allocatable(RESOURCE, 4)
@@ -263,7 +263,7 @@ class PluginScenarios:
         notes = node.directory / "notes"
         node.start_agent(script=f"NOTES = {str(notes)!r}\n{SCRIPT}")
         node.wait_allocatable(RESOURCE, 4)
-        # At its start it is called with all devices that nobody holds.
+        # At its start the agent calls it with all devices without a holder.
         wait_for("the first released", lambda: bool(hook_calls(notes, "released")), node.patience)
         assert hook_calls(notes, "released") == [["w0", "w1", "w2", "w3"]]
         one, two = (node.start_pod(name, {RESOURCE: 1}).wait_running() for name in ("one", "two"))
@@ -342,7 +342,7 @@ class PluginScenarios:
 
 
 def serial(node: Node, **more: Any) -> dict[str, Any]:
-    """A resource of all `tty` devices of the node's directory."""
+    """Return a resource with all `tty` devices of the node's directory."""
     return {"name": RESOURCE, "devices": [{"path": f"{node.directory}/dev/tty*"}], **more}
 
 

@@ -32,7 +32,7 @@ class Things(DeviceSource):
 
 
 def test_served(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """The fixtures together give an author's pod its device, in two lines."""
+    """The fixtures give a pod a device of an author's source in two lines."""
     served(Things("a", "b"))
     assert fake_kubelet.run_pod("p", {"example.com/thing": 1}).nodes[0].container == "/dev/null"
 
@@ -54,14 +54,14 @@ def test_serve_ends_with_its_context(fake_kubelet: FakeKubelet) -> None:
 
 
 def test_a_failing_test_ends_the_agent(fake_kubelet: FakeKubelet) -> None:
-    """An error inside the context of `serve` goes through, and the agent ends."""
+    """An exception inside the context of `serve` passes through, and the agent ends."""
     with pytest.raises(KeyError), serve(Things("a"), fake_kubelet) as running:
         raise KeyError
     assert not running.alive
 
 
 def test_an_agent_that_cannot_serve(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """An agent that ends at once is not waited for; its error is the cause of what the test sees."""
+    """`wait_registered` raises at once if the agent has ended, with the agent's error as the cause."""
     served(Things("a"))
     second = Served([Things("a")], fake_kubelet, timing=RegistrationTiming(takeover=0.0))
     fake_kubelet.wait_until(lambda: not second.alive)
@@ -71,7 +71,7 @@ def test_an_agent_that_cannot_serve(fake_kubelet: FakeKubelet, served: Callable[
 
 
 def test_an_agent_that_cannot_be_made(fake_kubelet: FakeKubelet) -> None:
-    """The same goes for sources that no agent can be made of."""
+    """`wait_registered` and `agent` raise if the agent could not be created, here with two sources of one resource."""
     running = Served([Things("a"), Things("b")], fake_kubelet)
     with pytest.raises(RuntimeError):
         running.wait_registered()
@@ -82,7 +82,7 @@ def test_an_agent_that_cannot_be_made(fake_kubelet: FakeKubelet) -> None:
 
 
 class Failing(Things):
-    """Raises at its first list, or after it."""
+    """A source that raises in `watch`, before or after a first list."""
 
     resource = "example.com/failing"
 
@@ -97,7 +97,7 @@ class Failing(Things):
 
 
 class Blocking(Failing):
-    """Does the same in a thread."""
+    """The same with a plain generator, which runs in a thread."""
 
     def watch(self) -> Iterator[Sequence[Device]]:  # type: ignore[override]
         if self.ids:
@@ -107,7 +107,7 @@ class Blocking(Failing):
 
 @pytest.mark.parametrize("kind", [Failing, Blocking])
 def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kind: type[Failing]) -> None:
-    """What `watch` raised before its first list is the cause of the test's failure, at once."""
+    """An exception of `watch` before its first list fails `served` at once, and is the cause of its error."""
     error = OSError("no such hardware")
     began = time.monotonic()
     with pytest.raises(
@@ -119,20 +119,20 @@ def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kin
 
 
 def test_a_file_that_is_missing_is_named(served: Callable[..., Served]) -> None:
-    """A directory of sysfs that is not on this machine is named by its path."""
+    """The error for a missing directory of sysfs has its path."""
     with pytest.raises(RuntimeError, match=r"first list: FileNotFoundError: .* '/sys/class/nonesuch'"):
         served(Failing(FileNotFoundError(2, "No such file or directory", "/sys/class/nonesuch")), timeout=60.0)
 
 
 class Alike(Things):
-    """Two ids of one thing."""
+    """A source with two device ids for one identity."""
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         yield [Device(name, identity="serial-7") for name in ("a", "b")]
 
 
 def test_devices_that_exclude_each_other_are_named(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """A pod that fails, or waits, for want of a device that another one excludes names both, not numbers alone."""
+    """The error of a pod that gets no device names the withheld device and the device that excludes it."""
     served(Alike())
     fake_kubelet.run_pod("p", {R: 1})
     reason = r"0 free.*; withheld: [ab]: .*\b[ab]\b"
@@ -144,7 +144,7 @@ def test_devices_that_exclude_each_other_are_named(fake_kubelet: FakeKubelet, se
 
 
 def test_a_health_of_a_wrong_type_fails_the_test(served: Callable[..., Served]) -> None:
-    """A device that cannot be made fails its test with the device, the field and what would be right."""
+    """A device with a wrong health fails the test, with the device, the field and the valid values."""
 
     class Wrong(Things):
         async def watch(self) -> AsyncIterator[Sequence[Device]]:
@@ -155,7 +155,7 @@ def test_a_health_of_a_wrong_type_fails_the_test(served: Callable[..., Served]) 
 
 
 def test_a_watch_that_fails_later_does_not_matter(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """After a first list, devices are served as listed; the agent starts the source again."""
+    """After a failure of `watch` the listed devices are served, and the agent starts the source again."""
     running = served(Failing(OSError("unplugged"), "a"))
     fake_kubelet.wait_until(lambda: "unplugged" in running.agent.status().resources[0].source_error)
     running.wait_registered()
@@ -163,7 +163,7 @@ def test_a_watch_that_fails_later_does_not_matter(fake_kubelet: FakeKubelet, ser
 
 
 class Silent(Things):
-    """Never lists anything."""
+    """A source that never yields a list."""
 
     resource = "example.com/silent"
 
@@ -173,7 +173,7 @@ class Silent(Things):
 
 
 def test_a_watch_that_lists_nothing_is_named(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """A source that does not list in time is named, the others are not."""
+    """The timeout error names the source without a list, and not the other source."""
 
     with pytest.raises(TimeoutError, match=r"\['example.com/silent'\] to be registered, with a first list"):
         served(Things("a"), Silent(), timeout=1.0)
@@ -185,7 +185,7 @@ class Refusing(Things):
 
 
 def test_a_pod_that_fails_fails_its_test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """`run_pod` raises with the reason of a pod that fails, unless it is to be looked at."""
+    """`run_pod` raises with the reason of a failed pod, unless `check` is False."""
     served(Refusing("a"))
     with pytest.raises(PodFailedError, match=r"edits of .* failed: KeyError: 'nope' \(.*plugin\.py:\d+\)"):
         fake_kubelet.run_pod("p", {"example.com/thing": 1})
@@ -193,7 +193,7 @@ def test_a_pod_that_fails_fails_its_test(fake_kubelet: FakeKubelet, served: Call
 
 
 def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """What a test gives wrong raises in its own line, and breaks nothing of the fake."""
+    """Wrong arguments raise at once, and no pod is created."""
     wrong: Any
     for wrong in ({"example.com/thing": "1"}, "example.com/thing", {1: 1}):
         for start in (fake_kubelet.run_pod, fake_kubelet.start_pod):
@@ -208,7 +208,7 @@ def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: 
 
 
 def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """The error that a test ends with says why the agent ended, not only that it has."""
+    """The error after the end of an agent has the cause of its end."""
     with pytest.raises(RuntimeError, match=r"the agent has ended: .*two sources for one resource: example\.com"):
         served(Things("a"), Things("b"))
     with pytest.raises(RuntimeError, match=r"the agent has ended: .*perod"):
@@ -216,20 +216,20 @@ def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: 
 
 
 def test_a_class_is_not_served(served: Callable[..., Served]) -> None:
-    """What is no source is refused in the test's own line."""
+    """A class instead of a source raises TypeError."""
     with pytest.raises(TypeError, match=r"Things is a class; a source is an instance of it: Things\(\)"):
         served(Things)
 
 
 def test_wait_until_takes_any_condition(fake_kubelet: FakeKubelet) -> None:
-    """What changes elsewhere, without a word to the kubelet, is noticed; the condition may ask the kubelet itself."""
+    """`wait_until` notices changes outside the kubelet, and its condition may call the kubelet."""
     over = threading.Event()
     asked = 0
 
     def condition() -> bool:
         nonlocal asked
         asked += 1
-        # Another thread needs the kubelet before this can be answered: it is not locked.
+        # The condition is called without the kubelet's lock, which another thread can take.
         thread = threading.Thread(target=fake_kubelet.resources, daemon=True)
         thread.start()
         thread.join(20.0)
@@ -245,7 +245,7 @@ def test_wait_until_takes_any_condition(fake_kubelet: FakeKubelet) -> None:
 
 
 def test_wait_until_refuses_a_coroutine_function(fake_kubelet: FakeKubelet) -> None:
-    """A coroutine is true whatever it would return, so waiting for one would wait for nothing."""
+    """`wait_until` refuses a coroutine function, whose result is always true."""
 
     async def condition() -> bool:
         return False
@@ -255,7 +255,7 @@ def test_wait_until_refuses_a_coroutine_function(fake_kubelet: FakeKubelet) -> N
 
 
 def test_period_is_how_soon_released_is_called(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """With a short `period` a test learns of `released` without a wait."""
+    """With a short `period`, `released` is called soon after the end of a pod."""
 
     class Releasing(Things):
         def __init__(self) -> None:
@@ -273,7 +273,7 @@ def test_period_is_how_soon_released_is_called(fake_kubelet: FakeKubelet, served
 
 
 def test_without_a_kubelet(fake_kubelet: FakeKubelet) -> None:
-    """An agent can be started while the kubelet is down, and registers when it comes."""
+    """An agent can be started while the kubelet is down, and registers when the kubelet starts."""
     fake_kubelet.stop()
     with serve(Things("a"), fake_kubelet, timeout=None) as running:
         assert running.alive
@@ -288,7 +288,7 @@ def test_the_plugin_is_cheap() -> None:
 
 
 def test_a_crash_fails_the_test(tmp_path: Path) -> None:
-    """A test during which a real kubelet would have crashed fails in the end."""
+    """A test in which a real kubelet would have crashed fails at its end."""
     test = tmp_path / "test_it.py"
     test.write_text("def test_it(fake_kubelet):\n    fake_kubelet.crashes.append('a nil pointer')\n")
     result = subprocess.run([*PYTEST, str(test)], check=False, capture_output=True, text=True)
@@ -297,7 +297,7 @@ def test_a_crash_fails_the_test(tmp_path: Path) -> None:
 
 
 def test_names_are_found() -> None:
-    """Every name the package promises is there, and others are not."""
+    """Every name in `__all__` can be imported, and other names cannot."""
     import deviceplugin.testing
 
     for name in deviceplugin.testing.__all__:

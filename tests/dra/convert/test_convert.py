@@ -1,4 +1,4 @@
-"""What `convert` makes of pods, what it refuses and what it warns of; its command line; its patches."""
+"""`convert`: the converted pods, refusals and remarks, the command line, and patches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stream(*objects: dict[str, Any]) -> str:
 
 
 def result(*objects: dict[str, Any], how: Conversion = HOW) -> list[dict[str, Any]]:
-    """What comes out without anything refused."""
+    """Return the converted objects; fail if an object is refused."""
     done = converted(stream(*objects), how)
     assert [one for one in done.remarks if one.kind.level is Level.REFUSED] == []
     return [one for one in yaml.safe_load_all(done.texts[0]) if one]
@@ -79,7 +79,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_with_pods_are_converted(kind: str) -> None:
-    """Each kind of the API that has a pod template gets a template and claims in place of limits."""
+    """Each kind of the API with a pod template gets a ResourceClaimTemplate, and claims in place of limits."""
     template, body = result(workload(kind, KINDS[kind], container("a", 2)))
     assert template["spec"]["spec"]["devices"]["requests"] == [
         {"name": "devices", "exactly": {"deviceClassName": CLASS, "count": 2}}
@@ -91,13 +91,13 @@ def test_kinds_with_pods_are_converted(kind: str) -> None:
 
 
 def test_kinds_of_others_pass() -> None:
-    """A kind of another group with a name of Kubernetes is left alone, without a path to its pods."""
+    """A kind of another API group is left alone, unless a path to its pods is given."""
     text = stream(workload("Job", "batch.volcano.sh/v1alpha1", container("a")))
     assert converted(text).texts == [text]
 
 
 def test_custom_resources_are_converted_by_path() -> None:
-    """A path leads through lists and maps to pod templates, or to pod specs."""
+    """A path leads through lists and maps to pod templates or pod specs of custom resources."""
     ray: dict[str, Any] = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -121,7 +121,7 @@ def test_custom_resources_are_converted_by_path() -> None:
 
 
 def test_each_namespace_class_and_count_has_one_template() -> None:
-    """Objects of one namespace share templates, before the first that names them; namespaces do not."""
+    """Objects of one namespace share ResourceClaimTemplates, which come before the first use."""
     objects = [
         workload("Deployment", "apps/v1", container("a"), container("b", "2"), namespace="x"),
         workload("StatefulSet", "apps/v1", container("a"), namespace="x"),
@@ -134,14 +134,14 @@ def test_each_namespace_class_and_count_has_one_template() -> None:
 
 
 def test_templates_come_in_the_order_of_the_containers() -> None:
-    """The same manifests give the same text in each run: the order does not follow from hashes."""
+    """Templates come in the order of the containers, so each run gives the same text."""
     counts = [str(number) for number in range(9, 0, -1)]
     pod = workload("Deployment", "apps/v1", *(container(f"c{count}", count) for count in counts))
     assert names(result(pod)) == [("", f"{CLASS}-{count}") for count in counts]
 
 
 def test_names_follow_from_what_they_stand_for() -> None:
-    """Long names are cut, with a hash of the whole, and remain names of the API."""
+    """Long names are cut and get a hash of the whole name; they are valid names of the API."""
     assert ClaimedDevices("", CLASS, 3).template == f"{CLASS}-3"
     long = ClaimedDevices("", "a." * 120 + "b", 3).template
     assert len(long) <= 253
@@ -151,7 +151,7 @@ def test_names_follow_from_what_they_stand_for() -> None:
 
 
 def test_classes_of_the_manifests_are_known() -> None:
-    """A DeviceClass that names the resource is the class, unless the command line says another."""
+    """A DeviceClass with the extended resource's name is used, unless the command line names another class."""
     body = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "DeviceClass",
@@ -163,7 +163,7 @@ def test_classes_of_the_manifests_are_known() -> None:
 
 
 def test_init_containers_use_devices_that_limits_reuse() -> None:
-    """An init container names the claim of a later one that asks for the same; alone it gets its own; sidecars too."""
+    """An init container uses the claim of a later container with the same count; otherwise it gets its own claim."""
     first, sidecar = container("first"), container("side", restartPolicy="Always")
     body = result(pod(container("a"), initContainers=[first, sidecar]))[-1]["spec"]
     assert [claim["name"] for claim in body["resourceClaims"]] == ["gpu-a", "gpu-side"]
@@ -173,7 +173,7 @@ def test_init_containers_use_devices_that_limits_reuse() -> None:
 
 
 def test_versions_of_the_api_differ() -> None:
-    """v1beta1 has the request's class where the others have `exactly`."""
+    """In v1beta1 the class is in the request itself; in later versions it is in `exactly`."""
     (template, _) = result(pod(container("a")), how=Conversion({GPU: CLASS}, version="v1beta1"))
     assert template["apiVersion"] == "resource.k8s.io/v1beta1"
     assert template["spec"]["spec"]["devices"]["requests"] == [
@@ -232,7 +232,7 @@ SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_refused_or_different_is_said(case: str) -> None:
-    """Each remark has its place and the detail; an object that is refused is printed as it was."""
+    """Each remark has its place, a detail and its kind; a refused object is printed unchanged."""
     kind, objects, detail = SAID[case]
     text = stream(*objects)
     done = converted(text, Conversion({GPU: CLASS}, custom=[CustomPath.parse("RayCluster=spec.template")]))
@@ -246,7 +246,7 @@ def test_what_is_refused_or_different_is_said(case: str) -> None:
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
-    """Without priorities, quotas and the like there is the first note alone, and without limits nothing."""
+    """Without priorities, quotas and the like the only remark is a note; without limits there is none."""
     patient = {
         "apiVersion": "scheduling.k8s.io/v1",
         "kind": "PriorityClass",
@@ -262,7 +262,7 @@ def test_nothing_is_said_where_all_is_well() -> None:
 
 
 def test_a_document_that_is_not_yaml_does_not_hinder_others() -> None:
-    """It is printed as it was, and said; those beside it are converted."""
+    """A document that is not YAML is printed unchanged with a remark; the other documents are converted."""
     broken = "a: {{ .Values.x }}: [\n"
     done = converted(f"{broken}---\n{stream(pod(container('a')))}")
     assert done.texts[0].startswith(broken)
@@ -271,7 +271,7 @@ def test_a_document_that_is_not_yaml_does_not_hinder_others() -> None:
 
 
 def test_every_remark_is_on_the_page_and_tested() -> None:
-    """docs/manifests.md lists each remark with its level; each has a case here or in test_texts.py."""
+    """docs/manifests.md lists each kind of remark with its level; each kind has a test case."""
     page = (ROOT / "docs" / "manifests.md").read_text()
     listed = dict(re.findall(r"^\| `([a-z-]+)` \| (note|warning|refused) \|", page, re.MULTILINE))
     assert listed == {kind.key: kind.level.value for kind in RemarkKind}
@@ -290,7 +290,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
 def test_it_is_a_filter_in_both_directions(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """Manifests go from standard input to standard output, what is said to the standard error; --reverse undoes it."""
+    """Manifests go from standard input to standard output, remarks to standard error; --reverse restores the input."""
     text = "\ufeff# first\r\n" + stream(DEPLOYMENT).replace("\n", "\r\n")
     assert run(monkeypatch, "--class", f"{GPU}={CLASS}", text=text) == 0
     out, error = capfdbinary.readouterr()
@@ -304,7 +304,7 @@ def test_it_is_a_filter_in_both_directions(
 def test_files_and_directories_are_read(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
-    """Files below a directory come in the order of their names, as one stream; a refusal ends with status 1."""
+    """Files of a directory are read in the order of their names; a refusal gives status 1."""
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "b" / "deep" / "2.yml").write_text(stream(pod(container("a", 33))).rstrip("\n"))
     (tmp_path / "b" / "1.json").write_text('{"apiVersion": "v1", "kind": "List", "items": []}')
@@ -331,7 +331,7 @@ WRONG = {
 def test_wrong_arguments_end_with_2(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Nothing is printed but what is wrong."""
+    """Wrong arguments are an error with status 2, and nothing is printed on standard output."""
     argv, words = WRONG[case]
     (tmp_path / "empty").mkdir()
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
@@ -369,7 +369,7 @@ def patched(body: Any, operations: list[dict[str, Any]]) -> Any:
 
 
 def test_patches_do_what_converting_does() -> None:
-    """The component's operations make of an object what `convert` makes of it; empty limits may stay."""
+    """The patches of the kustomize component have the same result as `convert`, except that empty limits may stay."""
     body = workload("Deployment", "apps/v1", container("a"), container("b", 2), namespace="x")
     body["spec"]["template"]["spec"]["resourceClaims"] = [{"name": "mine"}]
     done = converted(stream(body))
@@ -389,7 +389,7 @@ def test_patches_do_what_converting_does() -> None:
 
 
 def test_it_loads_neither_client_nor_event_loop() -> None:
-    """`convert` starts as fast as a filter is to: without aiohttp, gRPC, asyncio."""
+    """`convert` loads neither aiohttp, gRPC nor a Kubernetes client."""
     code = "from dra_bridge import cli; cli.main(['convert', '-f', '/dev/null']); import sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert {"aiohttp", "grpc", "kubernetes_asyncio"}.isdisjoint(loaded)

@@ -1,4 +1,4 @@
-"""A cluster in which nothing is found, and for each finding the objects that show it, as the API server takes them."""
+"""The objects of a cluster without findings, and for each finding the objects that cause it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def device_class(name: str = DRIVER, driver: str = DRIVER, resource: str = BOARD
 
 
 def container(name: str = "main", **limits: int) -> Object:
-    """A container; its limits with `_` for `.` and `__` for `/`."""
+    """Return a container; in the keys of its limits `_` stands for `.` and `__` for `/`."""
     named = {key.replace("__", "/").replace("_", "."): str(count) for key, count in limits.items()}
     return {"name": name, "image": "registry.example/none:1", "resources": {"limits": named} if named else {}}
 
 
 def pod(name: str, count: int = 1, node: str = "", *, status: Object | None = None, **spec: Any) -> Object:
-    """A pod that asks for boards; no scheduler takes it."""
+    """Return a pod with a limit of boards and a scheduler that does not exist."""
     whole = {"schedulerName": "nobody", "containers": [container(example_net__board=count)] if count else [], **spec}
     if node:
         whole["nodeName"] = node
@@ -45,7 +45,7 @@ def pod(name: str, count: int = 1, node: str = "", *, status: Object | None = No
 
 
 def program(image: str) -> Object:
-    """A pod of some program."""
+    """Return a pod with this image."""
     return pod(image.rpartition("/")[2], 0, containers=[{"name": "main", "image": f"{image}:v1"}])
 
 
@@ -57,7 +57,7 @@ def node(
     resource: str = BOARD,
     labels: Object | None = None,
 ) -> Object:
-    """A node with devices; no kubelet."""
+    """Return a Node with devices."""
     quantities = {resource: str(count), "cpu": "8", "memory": "8Gi", "pods": "110"}
     info = dict.fromkeys(
         ("machineID", "systemUUID", "bootID", "kernelVersion", "osImage", "containerRuntimeVersion",
@@ -90,7 +90,7 @@ def resource_slice(node_name: str, *devices: str) -> Object:
 
 
 def claim(name: str, pod_name: str, node_name: str) -> Object:
-    """A claim that the scheduler made for the limits of a pod."""
+    """Return a claim as the scheduler makes it for the limits of a pod."""
     request = {"name": "r", "exactly": {"deviceClassName": DRIVER, "count": 1}}
     result = {"request": "r", "driver": DRIVER, "pool": node_name, "device": "d0"}
     return {
@@ -110,7 +110,7 @@ def claim(name: str, pod_name: str, node_name: str) -> Object:
 
 
 def agents(**spec: Any) -> list[Object]:
-    """The agents' DaemonSet as far as it matters, on no node by its own selector, and its account without rights."""
+    """Return the agents' DaemonSet, with a selector that matches no pods, and its ServiceAccount without rights."""
     label = {"app.kubernetes.io/managed-by": "dra-bridge"}
     template = {"serviceAccountName": "agents", "containers": [container()], **spec}
     return [
@@ -150,7 +150,7 @@ def namespace(name: str) -> Object:
 
 
 CALM: tuple[Object, ...] = (device_class(), pod("calm"))
-"""Beside a node of 1.36 with devices: nothing is found."""
+"""Objects that cause no finding beside a node of 1.36 with devices."""
 AUTOSCALER = config_map("kube-system", "cluster-autoscaler-status")
 HIGH = {
     "apiVersion": "scheduling.k8s.io/v1",
@@ -311,4 +311,4 @@ CASES = (
         f"node n2 {BOARD}: 1 allocatable; would end default/younger",
     ),
 )
-"""A case for each finding but those that a kubelet or the caller's rights show."""
+"""A case for each finding, except the findings about kubelets and the caller's rights."""

@@ -1,4 +1,4 @@
-"""What `plan` finds in dumps, what it finds nothing in, what it prints, and its exit status."""
+"""`plan`: its findings in dumps of clusters, its output, and its exit status."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ WITHOUT = [word for kind in (*KINDS, *ROLES, "ConfigMap", "kubelets") for word i
 
 
 def dump(*objects: Object, style: str = "json") -> str:
-    """What `kubectl get -o json` or `-o yaml` prints; the API server adds what the controllers and admission do."""
+    """Return the output of `kubectl get -o json` or `-o yaml` for these objects, completed as in a cluster."""
     whole = {"apiVersion": "v1", "kind": "List", "items": [completed(one) for one in objects]}
     return json.dumps(whole) if style == "json" else yaml.safe_dump(whole)
 
 
 def completed(body: Object) -> Object:
-    """Return an object with its age, and what admission adds to a pod with a PriorityClass."""
+    """Return an object with its creation time, and a pod with the priority of its PriorityClass."""
     ages = {"calm": "2026-11-26T08:00:00Z", "younger": "2026-11-26T11:00:00Z"}
     made = ages.get(body["metadata"]["name"], "2026-11-26T10:00:00Z")
     body = {**body, "metadata": {**body["metadata"], "creationTimestamp": made}}
@@ -68,7 +68,7 @@ def planned(*objects: Object, given: tuple[Target, ...] = (), **more: Any) -> Mi
 
 @pytest.mark.parametrize("case", CASES, ids=[case.kind.name for case in CASES])
 def test_each_finding_is_found(case: Case) -> None:
-    """The objects that show a finding give it, with the object and what was seen; the calm cluster does not."""
+    """The objects of a case give its finding, with object and reason; the cluster without them does not."""
     given = (Target(BOARD, DRIVER, "all"),) if case.arguments else ()
     found = [one for one in planned(node("n1"), *CALM, *case.objects, given=given).findings if one.kind is case.kind]
     assert any(case.words in f"{one.object} {one.reason}" for one in found), found
@@ -76,13 +76,13 @@ def test_each_finding_is_found(case: Case) -> None:
 
 
 def test_nothing_is_found_where_all_is_well() -> None:
-    """A node of 1.36 with a class for its devices and a pod by limits has no finding, and the status 0."""
+    """A node of 1.36 with a DeviceClass for its devices and a pod with limits has no finding, and the status 0."""
     plan = planned(node("n1"), *CALM)
     assert (plan.findings, plan.status) == ((), 0)
 
 
 def test_kubelets_say_more_than_versions() -> None:
-    """The policy of the Topology Manager, and gates that are on or off, are those of the kubelet's configuration."""
+    """Feature gates and the Topology Manager's policy come from the kubelets' configurations, not from versions."""
     old, new = node("old", "v1.35.1"), node("new", "v1.36.3")
     kubelets = {
         "old": {"featureGates": {"DRAExtendedResource": True}},
@@ -96,14 +96,14 @@ def test_kubelets_say_more_than_versions() -> None:
 
 
 def test_rights_of_the_caller_are_findings() -> None:
-    """What the API server says that the caller may not do is a warning."""
+    """A right that the API server denies the caller is a finding."""
     rights = {("list", "nodes"): True, ("patch", "nodes"): False}
     (found,) = planned(node("n1"), *CALM, rights=rights).findings
     assert (found.kind, found.reason) == (FindingKind.OPERATOR_RIGHTS, "may not patch nodes")
 
 
 def test_the_agents_rights_are_those_of_the_manifests() -> None:
-    """With the roles that `manifests` prints the agents lack nothing, whatever they are called."""
+    """The roles of `manifests` give the agents all rights, under any name. Without bindings there is a finding."""
     text = f"resources: [{{name: {BOARD}, driver: {DRIVER}, devices: [path: /dev/x]}}]"
     for how in (Deployment(), Deployment(name="other", namespace="elsewhere", claim_status=True)):
         objects = [one for one in manifests(config.parse(text), text, how) if one["kind"] != "DeviceClass"]
@@ -116,7 +116,7 @@ def test_the_agents_rights_are_those_of_the_manifests() -> None:
 
 
 def test_taints_that_are_tolerated_keep_no_agent_away() -> None:
-    """A toleration of the taint, or of all, is enough; without one the taint is named."""
+    """A taint that the agents do not tolerate is a finding; a toleration of the taint or of all taints is enough."""
     tainted = node("n1")
     tainted["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
     kind = FindingKind.AGENTS_KEPT_AWAY
@@ -131,7 +131,7 @@ def test_taints_that_are_tolerated_keep_no_agent_away() -> None:
 
 
 def test_a_group_with_whole_slices_is_no_mixed_group() -> None:
-    """Neither is a group without any; and a node that is marked is not removed."""
+    """Groups whose nodes all have slices, or none, are no finding; a node marked against scale-down is none either."""
     marked = node("n2")
     marked["metadata"]["annotations"] = {cluster_checks.SCALE_DOWN_DISABLED: "true"}
     whole = [in_group(name, "g") for name in ("n3", "n4")]
@@ -141,7 +141,7 @@ def test_a_group_with_whole_slices_is_no_mixed_group() -> None:
 
 
 def test_the_status_says_the_worst() -> None:
-    """Blockers 4, not read 5, warnings 3, notes 0."""
+    """The exit status is 4 for blockers, 5 for kinds that were not read, 3 for warnings, and 0 for notes."""
     blocker, warning, note = (
         next(case for case in CASES if case.kind is kind)
         for kind in (FindingKind.TWO_CLASSES, FindingKind.OPENCOST, FindingKind.KUBE_STATE_METRICS)
@@ -156,7 +156,7 @@ def test_the_status_says_the_worst() -> None:
 
 
 def test_each_kind_has_a_check() -> None:
-    """Each code has a check, and a case that finds it; no two kinds have one code."""
+    """Each finding has a check and a case; no two findings have the same code."""
     assert CHECKS.keys() == set(FindingKind)
     here = {FindingKind.TOPOLOGY_MANAGER, FindingKind.OPERATOR_RIGHTS}
     assert {case.kind for case in CASES} == set(FindingKind) - here
@@ -164,7 +164,7 @@ def test_each_kind_has_a_check() -> None:
 
 
 def test_uses_and_drain_are_counted() -> None:
-    """Pods by how many they ask for, devices by side, and drain time by the ages of the pods."""
+    """Pods are counted by their number of devices, devices by side, and the drain time follows from the pods' ages."""
     start = {"phase": "Running", "startTime": "2027-01-15T07:00:00Z"}  # an hour before now
     older = {"phase": "Running", "startTime": "2027-01-15T04:00:00Z"}
     plan = planned(
@@ -184,10 +184,10 @@ def test_uses_and_drain_are_counted() -> None:
 
 
 def test_former_resources_do_not_count() -> None:
-    """A resource of which all nodes have 0 and that no pod requests is in no finding; nodes with 0 have no devices."""
+    """A resource with 0 devices on all nodes and no pod is in no finding, and nodes with 0 devices do not count."""
     former = node("n2", "v1.30.0", 0)
     whole = planned(node("n1", resource="example.net/former", count=0), former, *CALM)
-    assert [use.resource for use in whole.uses] == [BOARD]  # CALM has a pod that requests it.
+    assert [use.resource for use in whole.uses] == [BOARD]  # CALM has a pod with this resource.
     without = planned(former, *(one for one in CALM if one["kind"] != "Pod"))
     assert (without.uses, without.findings) == ((), ())
     offering = planned(node("n1"), former, *CALM)
@@ -198,7 +198,7 @@ def test_former_resources_do_not_count() -> None:
 
 
 def test_dumps_need_no_client() -> None:
-    """`plan` loads the client of the API server only to ask one; the annotation of claims for limits is its own."""
+    """`plan` with dumps loads no client of the API server."""
     code = "import sys, dra_bridge.cli_plan, dra_bridge.plan.checks, dra_bridge.plan.dumps; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert {"aiohttp", "grpc", "kubernetes_asyncio"}.isdisjoint(loaded)
@@ -210,7 +210,7 @@ def test_dumps_need_no_client() -> None:
 
 @pytest.mark.parametrize("style", ["json", "yaml"])
 def test_dumps_of_both_styles_say_the_same(style: str) -> None:
-    """Lists in JSON and YAML, streams of documents, and lists of one kind give the same objects."""
+    """JSON, YAML, streams of documents and lists of one kind give the same objects."""
     made = [completed(one) for case in CASES for one in (node("n1"), *CALM, *case.objects)]
     expected = by_kind(objects_of(dump(*made).encode()))
     assert by_kind(objects_of(dump(*made, style=style).encode())) == expected
@@ -223,7 +223,7 @@ def test_dumps_of_both_styles_say_the_same(style: str) -> None:
 
 
 def test_charts_count_by_their_templates() -> None:
-    """Where there are no nodes, the pods that workloads would make count; in a cluster they do not."""
+    """Without nodes, the pod templates of workloads are checked; in a cluster they are not."""
     template = {"spec": {"containers": [{"name": "a", "resources": {"limits": {BOARD: 33}}}]}}
     head = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "app"}}
     workload: Object = {**head, "spec": {"template": template}}
@@ -259,7 +259,7 @@ def test_output_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_the_table_fits_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
 ) -> None:
-    """Lines end between words, and names are whole; where the table does not fit, names stand above their numbers."""
+    """No line is longer than the terminal; if the table does not fit, names are on lines of their own."""
     case = next(case for case in CASES if case.kind is FindingKind.TWO_CLASSES)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -271,7 +271,7 @@ def test_the_table_fits_a_terminal(
 
 
 def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A kind that is in no dump counts as not read, unless the caller says that there is none."""
+    """A kind that is in no dump counts as not read, unless `--without` names it."""
     text = dump(node("n1"), *CALM)
     assert run(monkeypatch, text=text) == 5
     assert re.search(r"NOT READ: .*PriorityClass, .*ResourceQuota, .*: no dump has one", capsys.readouterr().out)
@@ -281,7 +281,7 @@ def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_config_map_that_no_dump_has_is_not_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the ConfigMaps of Kueue and the cluster autoscaler a dump is incomplete; missing ones are named."""
+    """The ConfigMaps of Kueue and of the cluster autoscaler count as not read if no dump has them."""
     given = [word for word in WITHOUT if word not in ("--without", "ConfigMap")]
     without = [word for kind in given for word in ("--without", kind)]
     maps = (config_map("kube-system", "cluster-autoscaler-status"), config_map("kueue-system", "kueue-manager-config"))
@@ -299,7 +299,7 @@ def test_a_config_map_that_no_dump_has_is_not_read(
 def test_the_driver_and_the_config_choose_resources(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Findings are about the resources that the DeviceClasses of a driver name, or those of the config file."""
+    """`--driver` or `--config` limits the findings to the resources of the driver or of the config file."""
     other = pod("other", 0, containers=[{"name": "a", "resources": {"limits": {"example.net/other": "1"}}}])
     text = dump(node("n1"), *CALM, other)
     assert run(monkeypatch, *WITHOUT, text=text) == 4
@@ -313,7 +313,7 @@ def test_the_driver_and_the_config_choose_resources(
 
 @pytest.mark.parametrize(("selector", "status"), [("pool=a", 0), ("pool!=a", 4), ("pool", 0), ("!pool", 4)])
 def test_a_selector_chooses_nodes(monkeypatch: pytest.MonkeyPatch, selector: str, status: int) -> None:
-    """Findings are about the nodes that have the labels, and the pods on them."""
+    """Findings are about the selected nodes and their pods only."""
     text = dump(node("n1", labels={"pool": "a"}), node("n2", "v1.31.0"), *CALM)
     assert run(monkeypatch, *WITHOUT, "-l", selector, text=text) == status
 
@@ -329,7 +329,7 @@ WRONG = {
 def test_wrong_arguments_end_with_2(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is printed but what is wrong."""
+    """Wrong arguments are an error with status 2."""
     argv, words = WRONG[case]
     assert run(monkeypatch, *argv, text=dump(node("n1"))) == 2
     assert words in capsys.readouterr().err
@@ -339,7 +339,7 @@ def test_wrong_arguments_end_with_2(
 def test_a_dump_that_is_none_is_not_read(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A text that is no dump is named, and the others count."""
+    """A text that is no dump is reported as not read, and the other dumps count."""
     file = tmp_path / "dump.json"
     file.write_text(dump(node("n1"), *CALM))
     assert run(monkeypatch, *WITHOUT, "-f", str(file), text=text) == 5
