@@ -13,7 +13,7 @@ from tests.testing.vendor import Vendor
 
 
 class Adopted:
-    """Agents and plugins below a directory with a short path."""
+    """Agents and plugins as processes, in a directory with a short path."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -43,7 +43,7 @@ class Adopted:
         return self.vendors[-1]
 
     def wait_log(self, text: str, count: int = 1) -> None:
-        """Wait until the last agent has said so."""
+        """Wait until the last agent's log has this text."""
         wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 120)
 
     def end(self) -> None:

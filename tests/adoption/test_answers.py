@@ -1,4 +1,4 @@
-"""Answers of vendors' plugins as what the containers of claims get."""
+"""How the answers of vendors' plugins become the edits of claims' containers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 
 def test_an_answer_becomes_edits() -> None:
-    """Variables, nodes, mounts and CDI names are the plugin's; a node without permissions has all."""
+    """Variables, nodes, mounts and CDI names become edits; a node without permissions gets all of them."""
     answer = AllocateAnswer(
         env={"GADGETS": "{ids}", "EMPTY": ""},
         nodes=[("/dev/{id}", "/dev/inside-{id}", "r"), ("/dev/bare-{id}", "/dev/bare-{id}", "")],
@@ -35,7 +35,7 @@ def test_an_answer_becomes_edits() -> None:
 
 
 def test_of_duplicates_the_first_counts() -> None:
-    """As the kubelet does: by container path and by CDI name, whatever else differs."""
+    """Of duplicates the first counts, as with the kubelet: by container path and by CDI name."""
     answer = AllocateAnswer(
         nodes=[("/dev/{id}", "/dev/gadget", "r")], mounts=[("/opt/{id}", "/opt/lib")], cdi=["vendor.example/gadget=all"]
     )
@@ -46,14 +46,14 @@ def test_of_duplicates_the_first_counts() -> None:
 
 
 def test_annotations_that_name_cdi_devices_are_cdi_devices() -> None:
-    """As the runtime takes them: several by commas, those that the field has, too, once."""
+    """Annotations that name CDI devices become CDI devices, as in the runtime: split at commas, without duplicates."""
     name = "vendor.example/gadget"
     answer = AllocateAnswer(annotations={"cdi.k8s.io/{random}": f"{name}=g0,{name}=g1"}, cdi=[f"{name}=g1"])
     assert edits_of(answer.message(["g1"])).cdi == (f"{name}=g1", f"{name}=g0")
 
 
 def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
-    """The error names the annotation, and the key that leaves it out."""
+    """Other annotations are an error that names the annotation and the config key that drops them."""
     answer = AllocateAnswer(annotations={"vendor.example/x": "y", "com.example.fpga": "z"}).message(["g0"])
     with pytest.raises(AnswerError, match=r"annotation com.example.fpga, .*`drop_annotations` under `plugin`"):
         edits_of(answer)
@@ -80,12 +80,12 @@ def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
     ],
 )
 def test_what_no_container_can_get_is_an_error(answer: bytes, why: str) -> None:
-    """It says what is wrong with the plugin's answer."""
+    """An answer that no container can get is an error that names the cause."""
     with pytest.raises(AnswerError, match=f"^the vendor's plugin's answer .*{why}"):
         edits_of(answer)
 
 
 def test_an_empty_answer_gives_nothing() -> None:
-    """A plugin that answers nothing of a container says that it needs nothing."""
+    """An empty answer gives the container nothing, and is no error."""
     response = pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse()])
     assert not edits_of(response.SerializeToString())

@@ -29,7 +29,7 @@ NODE = "node"
 
 
 class Scene(Adopted):
-    """The fake node, an agent with both sides, and a vendor's plugin in its directory."""
+    """The fake node, an agent with both sides, and a vendor's plugin in the agent's directory."""
 
     def __init__(self, node: FakeNode, where: Path) -> None:
         super().__init__(where)
@@ -48,7 +48,7 @@ class Scene(Adopted):
         return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more, adopts=adopts)
 
     def wait_offered(self, count: int) -> list[dict[str, Any]]:
-        """Wait until slices offer so many devices; return them."""
+        """Wait until slices offer `count` devices; return the devices."""
 
         def offered() -> list[dict[str, Any]]:
             slices = self.node.server.objects("resourceslices")
@@ -84,7 +84,7 @@ def scene() -> Iterator[Scene]:
 
 
 def test_the_agent_is_ready_before_its_plugin(scene: Scene) -> None:
-    """It has to be there first: that no plugin has come is a problem that it tells, and no slice is due."""
+    """An agent without its plugin is ready; /status has a problem that names the missing plugin."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -106,7 +106,7 @@ def test_the_agent_is_ready_before_its_plugin(scene: Scene) -> None:
 
 
 def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:
-    """Variables, nodes, mounts and CDI devices of the answer are the claim's; the ids are those of the request."""
+    """A claim gets the variables, nodes, mounts and CDI devices of the plugin's answer for the ids of its request."""
     scene.agent()
     answer: dict[str, Any] = {
         "env": {"GADGETS": "{ids}"},
@@ -134,7 +134,7 @@ OTHER, OTHER_D = "example.com/terminal", "terminal.example.com"
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool) -> None:
-    """While a claim has the node from the plugin, neither a pod nor a claim gets it from the other resource."""
+    """A claim has a node from the plugin: no pod or claim gets the node from another resource before the claim ends."""
     scene.node.server.create(device_class(OTHER, OTHER_D))
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     other = {"name": OTHER, "driver": OTHER_D, "devices": [{"path": "/dev/tty"}]}
@@ -161,7 +161,7 @@ def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool)
 
 
 def test_a_node_that_a_pod_has_from_another_resource(scene: Scene) -> None:
-    """The plugin's response shows that the device is held: the claim is not prepared before the pod has ended."""
+    """A pod has the node from another resource: the claim of the plugin's device waits until the pod has ended."""
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     scene.write_config(adopted, {"name": OTHER, "devices": [{"path": "/dev/tty"}]})
     scene.agent()
@@ -177,7 +177,7 @@ def test_a_node_that_a_pod_has_from_another_resource(scene: Scene) -> None:
 
 
 def test_slices_have_what_consumers_look_for(scene: Scene) -> None:
-    """Attributes and capacities of the config, with the vendor's id put in, whatever the device is called there."""
+    """Slices have the config's attributes and capacity, with the vendor's id in place of {id}."""
     name = {"k8s.cni.cncf.io/deviceID": "{id}", "k8s.cni.cncf.io/resourceName": RESOURCE}
     scene.write(attributes={**name, "model": "g1"}, capacity={"memory": "1Gi"})
     scene.agent()
@@ -191,7 +191,7 @@ def test_slices_have_what_consumers_look_for(scene: Scene) -> None:
 
 
 def test_sides(scene: Scene) -> None:
-    """Each device is on one side: pods with limits get what claims are not offered."""
+    """With a share of 1 of 2 devices, a claim gets one device and a pod with limits gets the other."""
     scene.write(dra={"share": 1})
     scene.agent()
     scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
@@ -204,7 +204,7 @@ def test_sides(scene: Scene) -> None:
 
 @pytest.mark.parametrize("reload", [False, True])
 def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
-    """The config named a driver for them before; the plugin comes after the agent knows that it does so no more."""
+    """The config no longer names the resource when its plugin comes: all devices return to pods with limits."""
     agent = scene.agent()
     vendor = scene.vendor(resource("g0", "g1"))
     scene.wait_offered(2)
@@ -232,7 +232,7 @@ def events(scene: Scene) -> list[str]:
 
 
 def kept_from_pods(scene: Scene, past: Vendor) -> None:
-    """A pod with limits gets nothing while claims have the devices, past the scheduler neither."""
+    """A pod with limits fails at admission while claims have the devices, and the plugin gets no Allocate."""
     before = len(past.calls("Allocate"))
     pod = scene.node.run_pod("limited", {RESOURCE: 1}, check=False)
     assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
@@ -240,7 +240,7 @@ def kept_from_pods(scene: Scene, past: Vendor) -> None:
 
 
 def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scene) -> None:
-    """The kubelet's checkpoint shows no difference: neither then, nor where the agent's list follows the plugin's."""
+    """The plugin registers with the kubelet, with the agent's own list: the agent registers again, with an alarm."""
     _, vendor, claimed = scene.claimed()
     vendor.stop()
     scene.wait_log("the vendor's plugin has disconnected")
@@ -257,7 +257,7 @@ def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scen
 
 
 def test_a_plugin_of_another_resource_comes_back_while_the_adopted_one_is_away(scene: Scene) -> None:
-    """With the list that it had: the agent registers again, in case it was the adopted one, and raises no alarm."""
+    """Another resource's plugin restarts while the adopted one is away: the agent registers again, without alarm."""
     other = scene.vendor(resource("o0", name="other.example/gadget"))
     other.move(scene.node.device_plugin_dir)
     scene.node.wait_allocatable("other.example/gadget", 1)
@@ -274,7 +274,7 @@ def test_a_plugin_of_another_resource_comes_back_while_the_adopted_one_is_away(s
 
 
 def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
-    """It has no plugin, and registers all the same: the kubelet counts as healthy what claims hold."""
+    """The plugin is registered with the kubelet when the agent starts: the agent registers, and pods get no device."""
     agent, vendor, claimed = scene.claimed()
     agent.terminate()
     vendor.move(scene.node.device_plugin_dir)
@@ -284,7 +284,7 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     scene.wait_offered(0)
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
-    # The plugin lists again, and a pod is admitted before the agent notices that: the agent has the Allocates.
+    # The plugin lists again, and a pod is admitted before the agent notices: the agent gets the Allocate call.
     agent = scene.agents[-1]
     agent.process.send_signal(signal.SIGSTOP)
     vendor.health(g0="Healthy", g1="Healthy", g2="Healthy")
@@ -292,11 +292,11 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     pod = scene.node.start_pod("scheduled", {RESOURCE: 3})
     scene.node.wait_until(lambda: any(one.method == "Allocate" and one.done is None for one in scene.node.rpc_log))
     agent.process.send_signal(signal.SIGCONT)
-    scene.node.wait_until(lambda: pod.terminal)  # by Allocate, or before it if the agent was quicker
+    scene.node.wait_until(lambda: pod.terminal)  # by Allocate, or before Allocate if the agent was faster
     assert not pod.running
     assert len(vendor.calls("Allocate")) == 1
     assert claimed.running
-    # Nothing is for claims any more: the agent leaves the plugin alone, which the kubelet counts as stopped.
+    # No claim is left: the agent does not register again, and the kubelet counts the plugin as stopped.
     claimed.delete()
     scene.wait_log("restart the plugin's pod")
     scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
@@ -310,9 +310,10 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     "how", ["reload", "two reloads", "restart", "restart that adopts nothing", "restart without ledger"]
 )
 def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene, how: str) -> None:
-    """What claims have is kept from pods, and the alarm is raised, as if the config still named the resource.
+    """The config has dropped the resource, and its plugin registers with the kubelet: pods get no device of a claim.
 
-    What is made of a config without an adopted resource (manifests, chart) has no `--adopt`.
+    The alarm is raised as if the config still named the resource. Manifests without an adopted resource have no
+    `--adopt`.
     """
     adopts = how != "restart that adopts nothing"
     agent, vendor, claimed = scene.claimed()
@@ -342,14 +343,14 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
-    if how != "restart without ledger":  # else no driver has the resource
+    if how != "restart without ledger":  # without its ledger no driver has the resource
         wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
         scene.wait_log("instead of this agent, while claims have devices")
-    if not adopts:  # the plugin is where it belongs
+    if not adopts:  # the plugin is in the kubelet's directory, as the config says
         claimed.delete()
         scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
         return
-    # Put right again: what comes back goes to pods.
+    # The plugin comes back to the agent's directory: its free device goes to pods.
     vendor.move(scene.directory)
     scene.node.wait_allocatable(RESOURCE, 1)
     claimed.delete()
@@ -357,7 +358,10 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
 
 
 def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> None:
-    """A list without the id that is allocated would crash the kubelet (1.36.3, devicemanager/manager.go:923)."""
+    """An agent starts while a plugin answers Allocate to the kubelet: the agent's list has all of its ids.
+
+    Kubelet 1.36.3 crashes if the list lacks an id in allocation (devicemanager/manager.go:923).
+    """
     scene.write(dra={"share": 1})
     agent = scene.agent()
     vendor = scene.vendor(resource("g0", "g1"))
@@ -382,7 +386,7 @@ def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> 
 
 
 def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> None:
-    """What the kubelet has of the agent before, no other plugin has registered."""
+    """An agent starts without its plugin: what the kubelet lists from the former agent is no sign of another plugin."""
     agent, vendor, _ = scene.claimed()
     agent.kill()
     vendor.stop(kill=True)
@@ -395,7 +399,7 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
 
 
 def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:
-    """The agent registers again, as for any resource; claims are not spoken of."""
+    """A second plugin registers with the kubelet while claims have nothing: the agent registers again, no alarm."""
     scene.write(dra={"share": "none"})
     scene.agent()
     scene.vendor(resource("g0", "g1"))

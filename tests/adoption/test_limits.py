@@ -1,4 +1,4 @@
-"""Vendors' plugins, unmodified, behind `deviceplugin run --adopt`: pods get what they get from the plugin alone."""
+"""Vendors' plugins behind `deviceplugin run --adopt`: pods get the same as from the plugin alone."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Node(Adopted):
         return self.run_agent("deviceplugin", *self.kubelet.arguments)
 
     def adopt(self, *resources: dict[str, Any], count: int = 2, **quirks: Any) -> Vendor:
-        """Start agent and plugin, and wait until so many of the plugin's devices are offered."""
+        """Start agent and plugin, and wait until `count` devices of the plugin are offered."""
         self.agent()
         vendor = self.vendor(*resources, **quirks)
         self.kubelet.wait_allocatable(RESOURCE, count)
         return vendor
 
     def run_second(self, first: FakePod) -> None:
-        """Run a second pod: each has a device of its own."""
+        """Run a second pod, and check that the two pods have different devices."""
         second = self.kubelet.run_pod("second", {RESOURCE: 1})
         assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
 
@@ -65,7 +65,7 @@ ANSWER: dict[str, Any] = {
 
 
 def test_the_answer_is_the_plugins(node: Node) -> None:
-    """What the kubelet gets is byte for byte what the plugin answered, unknown fields and duplicates included."""
+    """The kubelet gets the plugin's answer byte for byte, with unknown fields and duplicates."""
     vendor = node.adopt(resource("g0", "g1", **ANSWER))
     (socket,) = node.kubelet.device_plugin_dir.glob("vendor.example_gadget-*.sock")
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["g1", "g0"])])
@@ -77,7 +77,7 @@ def test_the_answer_is_the_plugins(node: Node) -> None:
 
 
 def test_ids_are_the_vendors(node: Node) -> None:
-    """Ids of any form reach the plugin as they are: long, with spaces or slashes, or like a replica's."""
+    """Ids of any form reach the plugin unchanged: long, with spaces or slashes, or like a replica's id."""
     ids = ["nvidia0/vgpu0", "a b", "x" * 100, "GPU-1::0", "GPU-1::1", "ü"]
     vendor = node.adopt(resource(*ids), count=6)
     node.kubelet.run_pod("p", {RESOURCE: 6})
@@ -85,7 +85,7 @@ def test_ids_are_the_vendors(node: Node) -> None:
 
 
 def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
-    """It is served as it is, and the log says so; no registration is refused."""
+    """A plugin of a resource that no config names is served, and the log says so."""
     other = "vendor.example/other"
     vendor = node.adopt(resource(), resource("o0", name=other), failed_register="exit")
     node.kubelet.wait_allocatable(other, 1)
@@ -96,7 +96,7 @@ def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
 
 
 def test_lists_are_sets(node: Node) -> None:
-    """An empty first list, repeated and reordered ones come to the kubelet as one list, which is sent once."""
+    """Empty, repeated and reordered lists of the plugin reach the kubelet as one list, sent once."""
     vendor = node.adopt(resource(*(f"g{n}" for n in range(8))), empty_first=True, repeat=0.01, shuffled=True, count=8)
     vendor.wait("listed", 10)
     vendor.health(**{f"g{n}": "Healthy" if n else "Unhealthy" for n in range(8)})
@@ -107,7 +107,7 @@ def test_lists_are_sets(node: Node) -> None:
 
 @pytest.mark.parametrize("empty_last", [False, True])
 def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
-    """Without its plugin nothing is offered, and pods keep what they have; with it, they are where they were."""
+    """While the plugin is away nothing is offered and pods keep their devices; after its return all is as before."""
     vendor = node.adopt(empty_last=empty_last)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop(kill=not empty_last)
@@ -121,7 +121,7 @@ def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
 
 @pytest.mark.parametrize("ends", ["plugin", "both"])
 def test_a_device_under_another_id_is_not_given_again(node: Node, ends: str) -> None:
-    """A plugin that restarts gives its devices other ids. Each of them may be the device that the pod has."""
+    """A restarted plugin gives its devices other ids: no id is granted that may be the device of a running pod."""
     vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop()
@@ -140,7 +140,7 @@ def test_a_device_under_another_id_is_not_given_again(node: Node, ends: str) -> 
 
 
 def test_a_device_that_was_listed_beside_a_held_one_is_another(node: Node) -> None:
-    """The plugin does not list the pod's device any more; the other device stays offered, and a new one does not."""
+    """A held device vanishes from the list: a device that was listed with it stays offered, a new one does not."""
     vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     (other,) = {"g0", "g1"}.difference(first.device_ids)
@@ -158,7 +158,7 @@ SHARED: dict[str, Any] = {"nodes": [["/dev/tty", "/dev/tty", "rw"]], "control": 
 
 @pytest.fixture
 def listed_twice(node: Node) -> Node:
-    """A node whose agent lists the node of the plugin's devices g0 and g1 under another resource as well."""
+    """A node whose agent lists the node of the plugin's devices g0 and g1 under another resource, too."""
     node.write_config(
         {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
     )
@@ -169,7 +169,7 @@ def listed_twice(node: Node) -> Node:
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_node_that_another_resource_lists_as_well(listed_twice: Node, restart: bool) -> None:
-    """While a pod has the node from the plugin, no pod gets it from the other resource; both plugin's devices do."""
+    """A pod has a node from the plugin: no pod gets it from the other resource before all such pods have ended."""
     kubelet = listed_twice.kubelet
     first, second = (kubelet.run_pod(name, {RESOURCE: 1}) for name in ("first", "second"))
     kubelet.wait_allocatable(OTHER, 0)
@@ -188,7 +188,7 @@ def test_a_node_that_another_resource_lists_as_well(listed_twice: Node, restart:
 
 
 def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None:
-    """The plugin's response shows that an id stands for a held device: Allocate is refused, and the id is withheld."""
+    """A pod has the node from another resource: Allocate of the plugin's id is refused, and the id is withheld."""
     kubelet = listed_twice.kubelet
     first = kubelet.run_pod("first", {OTHER: 1})
     for count, name in ((1, "second"), (0, "third")):
@@ -201,7 +201,7 @@ def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None
 
 
 def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
-    """A plugin whose path is put back while the agent runs is alone with the kubelet, and pods keep what they have."""
+    """A plugin registers with the kubelet again while the agent runs: only the plugin serves, and pods keep devices."""
     vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop()
@@ -213,7 +213,7 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
     node.kubelet.restart()
     node.kubelet.wait_registered(RESOURCE, 3)
     node.kubelet.wait_allocatable(RESOURCE, 2)
-    vendor.wait("registered", 3)  # noted after the list, which the kubelet takes within Register
+    vendor.wait("registered", 3)  # The fake notes the registration after the list, which it takes within Register.
     assert len(vendor.calls("registered")) == 3
 
 
@@ -238,9 +238,9 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
     ids=str,
 )
 def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | None) -> None:
-    """Whatever makes a plugin register again, it registers with the next agent; holders keep what they have."""
+    """After a restart of the agent the plugin registers with the next agent, and pods keep their devices."""
     agent = node.agent()
-    # Between the removal of its socket and the agent's kubelet.sock it may fail to register: it tries three times.
+    # Until the agent's kubelet.sock is back the plugin may fail to register: it tries three times.
     vendor = node.vendor(**{"retry": 1.0, **quirks})
     node.kubelet.wait_allocatable(RESOURCE, 2)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
@@ -249,14 +249,14 @@ def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | N
     node.agent()
     if ends is not None:
         assert vendor.status() == ends
-        vendor.start()  # its container starts again
+        vendor.start()  # the container of the plugin starts again
     node.kubelet.wait_allocatable(RESOURCE, 2)
     node.run_second(first)
 
 
 @pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
 def test_a_second_agent_of_the_directory_takes_no_plugin(node: Node, trigger: str) -> None:
-    """It ends, as it does for any resource that another one serves; the first one and its plugins notice nothing."""
+    """A second agent of the same directory ends with an error; the first agent and its plugins are not affected."""
     first = node.agent()
     vendor = node.vendor(trigger=trigger)
     node.kubelet.wait_allocatable(RESOURCE, 2)
@@ -274,7 +274,7 @@ def test_a_second_agent_of_the_directory_takes_no_plugin(node: Node, trigger: st
 
 
 def test_the_kubelet_restarts(node: Node) -> None:
-    """The plugin does not notice; the agent registers again at once."""
+    """After a kubelet restart the agent registers again at once; the plugin is not involved."""
     vendor = node.adopt(stream_end="panic", second_stream="panic")
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     node.kubelet.restart()
@@ -286,7 +286,7 @@ def test_the_kubelet_restarts(node: Node) -> None:
 
 
 def test_optional_calls_are_passed_on(node: Node) -> None:
-    """What GetDevicePluginOptions says decides; what is preferred, and done before a start, is the plugin's."""
+    """GetPreferredAllocation and PreStartContainer are passed to a plugin that announces them."""
     vendor = node.adopt(pre_start=True, preferred=True)
     pod = node.kubelet.run_pod("p", {RESOURCE: 1})
     assert pod.device_ids == ("g1",)
@@ -294,7 +294,7 @@ def test_optional_calls_are_passed_on(node: Node) -> None:
 
 
 def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
-    """Where the agent's plugins_registry is mounted, a plugin waits there to be asked, and is served like others."""
+    """A plugin that waits in the agent's plugins_registry is asked for its registration and served."""
     other = "vendor.example/other"
     vendor = node.adopt(resource(), resource("o0", name=other), watcher="stop")
     node.kubelet.wait_allocatable(other, 1)
@@ -309,7 +309,7 @@ def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
 
 
 def test_without_options_nothing_optional_is_called(node: Node) -> None:
-    """A plugin that wants no optional call gets none."""
+    """A plugin that announces no optional call gets none."""
     vendor = node.adopt()
     node.kubelet.run_pod("p", {RESOURCE: 1})
     assert not vendor.calls("PreStartContainer")
@@ -317,7 +317,7 @@ def test_without_options_nothing_optional_is_called(node: Node) -> None:
 
 
 def test_the_plugins_error_is_the_answer(node: Node) -> None:
-    """A pod whose Allocate the plugin refuses fails with the plugin's words; the next one gets the device."""
+    """A pod whose Allocate the plugin refuses fails with the plugin's error; the next pod gets the device."""
     vendor = node.adopt(resource("g0"), hold=str(node.where / "hold"), count=1)
     (node.where / "hold").touch()
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
@@ -335,7 +335,7 @@ def test_the_plugins_error_is_the_answer(node: Node) -> None:
 @pytest.mark.parametrize("kill", [True, False])
 @pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
 def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bool) -> None:
-    """The pod's message says which plugin ended, and in which call; the next pod gets the device."""
+    """A plugin ends during a call: the pod's message names the plugin and the call; the next pod gets the device."""
     (hold := node.where / "hold").touch()
     vendor = node.adopt(resource("g0"), hold=str(hold), held=call, preferred=True, count=1)
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
@@ -345,7 +345,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
     where = node.directory / "vendor.example_gadget-vendor.sock"
     assert f"{RESOURCE}: the vendor's plugin at {where} ended, or cannot be reached, during {call}" in pod.message
     hold.unlink()
-    node.kubelet.wait_allocatable(RESOURCE, 0)  # else the list of before would be taken for the new one
+    node.kubelet.wait_allocatable(RESOURCE, 0)  # else the former list would count as the new one
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 1)
     node.kubelet.run_pod("q", {RESOURCE: 1})
@@ -353,7 +353,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
 
 @pytest.mark.parametrize("kill", [True, False])
 def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool) -> None:
-    """The kubelet is told which plugin ended; it starts the container when the plugin is there again."""
+    """A plugin ends before PreStartContainer: the error names it; the container starts when the plugin is back."""
     (hold := node.where / "hold").touch()
     vendor = node.adopt(resource("g0"), hold=str(hold), held="PreStartContainer", pre_start=True, count=1)
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
@@ -369,9 +369,9 @@ def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool)
 
 
 def test_ids_are_checked_against_the_live_list(node: Node) -> None:
-    """An id that the plugin has dropped does not reach it, though it would answer with success."""
+    """An id that the plugin no longer lists is not allocatable, though a pod holds it and the plugin takes any id."""
     vendor = node.adopt(unknown_ids=True)
-    # The kubelet goes on to count the device as one of its own while a pod has it.
+    # The kubelet still counts the device while a pod has it.
     pod = node.kubelet.run_pod("p", {RESOURCE: 2})
     vendor.show(resource("g1"))
     node.kubelet.wait_allocatable(RESOURCE, 1)
@@ -380,7 +380,7 @@ def test_ids_are_checked_against_the_live_list(node: Node) -> None:
 
 
 def test_a_reload_takes_a_resource_away_from_its_plugin(node: Node) -> None:
-    """A resource changes from a plugin's devices to the config's own, and back."""
+    """A reload gives a resource to the config's own devices, and another reload gives it back to the plugin."""
     agent = node.agent()
     node.vendor()
     node.kubelet.wait_allocatable(RESOURCE, 2)
@@ -391,7 +391,7 @@ def test_a_reload_takes_a_resource_away_from_its_plugin(node: Node) -> None:
 
 
 def test_a_reload_keeps_what_is_passed_through(node: Node) -> None:
-    """A resource that no config names, or no config names any more, is served on as it is."""
+    """A resource that no config names, or no longer names, is still served from its plugin after a reload."""
     other = "vendor.example/other"
     agent = node.agent()
     vendor = node.vendor(resource(), resource("o0", name=other))
@@ -405,7 +405,7 @@ def test_a_reload_keeps_what_is_passed_through(node: Node) -> None:
 
 
 def test_the_config_needs_the_option(tmp_path: Path, fake_kubelet: FakeKubelet) -> None:
-    """A ConfigMap alone adopts no plugin."""
+    """A config alone, without `--adopt`, adopts no plugin."""
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"resources": [{"name": RESOURCE, "devices": [{"plugin": {}}]}]}))
     arguments = ["-m", "deviceplugin", "run", "--config", str(config), *fake_kubelet.arguments]

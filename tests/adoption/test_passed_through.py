@@ -15,7 +15,7 @@ R = "vendor.example/gadget"
 
 
 class Plugins(VendorPlugins):
-    """Plugins whose registrations the test decides."""
+    """Plugins whose registrations a test sets."""
 
     names: frozenset[str] = frozenset()
 
@@ -28,7 +28,7 @@ class Plugins(VendorPlugins):
 
 
 class Side(ClaimSide):
-    """Takes note of what was brought."""
+    """Records the sources that it gets."""
 
     def __init__(self) -> None:
         self.resources: list[tuple[str, str]] = []
@@ -38,7 +38,7 @@ class Side(ClaimSide):
 
 
 async def test_a_plugin_registers_while_its_resource_is_ended(tmp_path: Path) -> None:
-    """A reload takes the resource away while its plugin is not there; it comes before the service has ended."""
+    """A plugin registers while a reload ends its resource: the resource is served again afterwards."""
     plugins = Plugins(tmp_path)
     side = Side()
     agent = Agent([AdoptedSource(R, plugins)], Paths(tmp_path), claim_side=side, vendors=plugins)

@@ -1,4 +1,4 @@
-"""Prepare of adopted devices: what a vendor's plugin is asked, when, and what of its answers claims cannot have."""
+"""Prepare of adopted devices: which calls a vendor's plugin gets, and which of its answers are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waits import until
 
 
 class Allocating(Plugin):
-    """A plugin that answers Allocate; `answers` and `starts` keep it from answering."""
+    """A plugin that answers Allocate; `answers` and `starts` delay its answers until they are set."""
 
     def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
         super().__init__(directory, socket)
@@ -87,7 +87,7 @@ class Scene:
         return AdoptedSource(RESOURCE, self.vendors, Adopted(D, **adopted))
 
     async def again(self, **options: Any) -> None:
-        """Start the agent again; the plugin has registered with it already."""
+        """Start the agent again; the plugin is registered with it already."""
         devices = list(self.driver.inventory.snapshot.devices.values())
         self.driver = await self.driver.again(self.source(), devices=devices, **options)
 
@@ -97,12 +97,12 @@ class Scene:
         return [one for device in answer.devices for one in self.driver.edits(*device.cdi_ids)]
 
     async def answered_late(self) -> None:
-        """Have the plugin answer what nobody waits for any more."""
+        """Have the plugin answer a call that no Prepare waits for any more."""
         self.vendor.answers.set()
         await until(lambda: all(task.done() for task in self.plugin.claimed.values()))
 
     async def refused(self, uid: str) -> ClaimError:
-        """Prepare a claim, which is refused; nothing of it is left."""
+        """Prepare a claim that is refused, and check that nothing of the claim is recorded."""
         answer = (await self.driver.prepare(uid))[uid]
         assert isinstance(answer, ClaimError)
         assert (D, uid) not in self.driver.async_ledger.snapshot.claims
@@ -112,7 +112,7 @@ class Scene:
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    """A scene that a test begins."""
+    """A scene whose driver a test starts."""
     with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
         directory = Path(where) / "p"
         async with serving(directory) as vendors:
@@ -130,7 +130,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 @pytest.fixture
 async def here(scene: Scene) -> Scene:
-    """A scene that has begun."""
+    """A scene whose driver has started."""
     await scene.begin()
     return scene
 
@@ -140,7 +140,7 @@ def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
 
 
 async def test_one_allocate_for_each_request(here: Scene) -> None:
-    """With the ids of the request in natural order; each request's containers get the answer to it."""
+    """Each request of a claim is one Allocate with its ids in natural order, and gets the edits of that answer."""
     here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
     here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
     left, right = await here.prepared("1")
@@ -149,7 +149,7 @@ async def test_one_allocate_for_each_request(here: Scene) -> None:
 
 
 async def test_an_answer_is_kept_for_one_boot(here: Scene) -> None:
-    """Prepare again, and an agent that starts again, ask nothing; after a reboot the plugin is asked again."""
+    """A second Prepare, also after a restart, reuses the answer; after a reboot the plugin is asked again."""
     here.driver.claims.add(claim("1", *ids("g0")))
     first = await here.prepared("1")
     assert await here.prepared("1") == first
@@ -164,7 +164,7 @@ async def test_an_answer_is_kept_for_one_boot(here: Scene) -> None:
 
 
 async def test_a_retry_joins_the_call_in_flight(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin that does not answer is called once, and its late answer is that of the next try."""
+    """Prepare is tried again while Allocate is in flight: the plugin gets one call, and its late answer is used."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")))
@@ -182,7 +182,7 @@ async def test_a_retry_joins_the_call_in_flight(here: Scene, monkeypatch: pytest
 async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plugin may keep state: of two Allocates of one device the last one counts."""
+    """A late answer is dropped if one of its devices was allocated again meanwhile: the last Allocate counts."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0", "g1")))
@@ -198,7 +198,7 @@ async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others
 async def test_a_late_answer_that_nobody_takes_is_dropped(
     here: Scene, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """At Unprepare, by a list without its device, for another claim, and when it is old."""
+    """An unused late answer is dropped by Unprepare, a list without its device, another claim, or its age."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g0")))
@@ -222,12 +222,12 @@ async def test_a_late_answer_that_nobody_takes_is_dropped(
 
 
 async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scene) -> None:
-    """The plugin may list the same id again, and mean other hardware; the next try asks again."""
+    """The plugin lists its devices anew during Allocate: Prepare is refused, and the next try asks again."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
     preparing = asyncio.create_task(here.refused("1"))
     await until(lambda: here.vendor.asked)
-    waiting = asyncio.create_task(here.refused("2"))  # for its turn
+    waiting = asyncio.create_task(here.refused("2"))  # waits for its turn
     await until(lambda: len(here.plugin.claimed) == 2)
     here.vendor.show("g2")
     await until(lambda: len(here.plugin.devices or ()) == 1)
@@ -242,7 +242,7 @@ async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scen
 
 
 async def test_a_plugin_is_asked_for_one_claim_after_the_other(here: Scene) -> None:
-    """As the kubelet asks for one container after the other."""
+    """The plugin gets Allocate calls of two claims one after the other."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
     preparing = [asyncio.create_task(here.driver.prepared(uid)) for uid in "12"]
@@ -254,7 +254,7 @@ async def test_a_plugin_is_asked_for_one_claim_after_the_other(here: Scene) -> N
 
 
 async def test_a_plugin_that_hangs_holds_up_itself_alone(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `TURN` seconds the others are asked; its own next call waits for its answer."""
+    """A plugin that hangs delays other plugins by `TURN` seconds at most; its own next calls wait for its answer."""
     monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
     async with plugin(here.vendors.directory, "other.sock", Allocating) as other:
         await other.register("vendor.example/other")
@@ -278,7 +278,7 @@ async def test_a_plugin_that_hangs_holds_up_itself_alone(here: Scene, monkeypatc
 async def test_a_container_starts_while_a_claim_is_allocated(
     here: Scene, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """PreStartContainer comes after Allocate is answered, or after `TURN` seconds."""
+    """PreStartContainer waits for an Allocate in flight, but for `TURN` seconds at most."""
     if hangs:
         monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
     here.vendor.answers.clear()
@@ -296,7 +296,7 @@ async def test_a_container_starts_while_a_claim_is_allocated(
 
 
 async def test_an_allocate_that_nobody_waits_for_is_cancelled(here: Scene) -> None:
-    """The kubelet has gone, and asks again: the call that it has given up keeps no turn."""
+    """An Allocate that the kubelet cancelled is cancelled at the plugin and does not delay the next one."""
     here.vendor.answers.clear()
     pod = asyncio.create_task(here.vendors.allocate(here.plugin, [["g0"]]))
     await until(lambda: here.vendor.asked)
@@ -307,7 +307,7 @@ async def test_an_allocate_that_nobody_waits_for_is_cancelled(here: Scene) -> No
 
 
 async def test_ids_are_checked_against_the_live_list(here: Scene) -> None:
-    """What the plugin has dropped is not asked for, though some answer any id with success."""
+    """A device that the plugin no longer lists is refused without a call: some plugins would answer any id."""
     here.vendor.show("g1")
     await until(lambda: (one := here.vendors.plugin(RESOURCE)) and len(one.devices or ()) == 1)
     here.driver.claims.add(claim("1", *ids("g0")))
@@ -316,7 +316,7 @@ async def test_ids_are_checked_against_the_live_list(here: Scene) -> None:
 
 
 async def test_ids_of_another_plugin_than_the_known_one_are_refused(scene: Scene) -> None:
-    """One resource may be that of a plugin that serves claims, and of one that cannot."""
+    """An id that does not fit the known plugin's pattern is refused: another plugin serves the resource."""
     await scene.begin(ids="GPU-[0-9]+")
     scene.driver.claims.add(claim("1", *ids("g0")))
     assert "the known plugin of this resource never has the id g0, so another plugin runs" in str(
@@ -326,7 +326,7 @@ async def test_ids_of_another_plugin_than_the_known_one_are_refused(scene: Scene
 
 
 async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error(here: Scene) -> None:
-    """In the plugin's own words; the next try asks again."""
+    """If the plugin refuses or is not connected, the claim's error says so, and the next try asks again."""
     here.vendor.error = "no such gadget"
     here.driver.claims.add(claim("1", *ids("g0")))
     assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: the vendor's plugin refuses: no such gadget"
@@ -340,7 +340,7 @@ async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error(here: Scene
 
 
 async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
-    """The claim is told so at once, and the plugin that comes next is asked."""
+    """The plugin ends during Allocate: Prepare fails at once, and the next try asks the next plugin."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")))
     preparing = asyncio.create_task(here.driver.prepare("1"))
@@ -363,7 +363,7 @@ async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
 
 
 async def test_answers_that_contradict_each_other_are_refused(here: Scene) -> None:
-    """A variable with two values: a driver does not learn which container gets which request."""
+    """Two requests get different values of one variable: the claim is refused with a hint at `answer: claim`."""
     here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
     error = await here.refused("1")
     assert error.reason == "conflict"
@@ -371,7 +371,7 @@ async def test_answers_that_contradict_each_other_are_refused(here: Scene) -> No
 
 
 async def test_requests_of_a_claim_can_be_allocated_together(scene: Scene) -> None:
-    """One call with all ids; each request has the whole answer."""
+    """With `together` a claim is one Allocate with all ids, and each request gets the whole answer."""
     await scene.begin(together=True)
     scene.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
     left, right = await scene.prepared("1")
@@ -382,7 +382,7 @@ async def test_requests_of_a_claim_can_be_allocated_together(scene: Scene) -> No
 
 @pytest.mark.parametrize("once", [False, True])
 async def test_pre_start_container(scene: Scene, once: bool) -> None:
-    """Once, after Allocate, if the config says that this is enough; else the claim is refused."""
+    """With `pre_start: once` PreStartContainer is called once, after Allocate; without it the claim is refused."""
     scene.vendor.pre_start = True
     await scene.begin(pre_start_once=once)
     scene.driver.claims.add(claim("1", *ids("g0")))
@@ -395,7 +395,7 @@ async def test_pre_start_container(scene: Scene, once: bool) -> None:
 
 
 async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may reset a device: another Allocate of it comes before both or after both, and counts."""
+    """Another Allocate comes before or after both calls of a claim; if after, the claim asks the plugin again."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     scene.vendor.pre_start = True
     scene.vendor.starts.clear()
@@ -406,7 +406,7 @@ async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, mo
     monkeypatch.undo()
     pod = asyncio.create_task(scene.vendors.allocate(scene.plugin, [["g0"]]))
     for _ in range(3):
-        await scene.plugin.call("GetDevicePluginOptions", b"")  # what was sent before is there now
+        await scene.plugin.call("GetDevicePluginOptions", b"")  # earlier calls have arrived once this one is answered
     scene.vendor.starts.set()
     await pod
     assert scene.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]
@@ -415,7 +415,7 @@ async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, mo
 
 
 async def test_a_plugin_that_hangs_in_pre_start_container(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for as long as the kubelet would; the claim's error names the call."""
+    """PreStartContainer is given up after `PRE_START` seconds; the claim's error names the call."""
     monkeypatch.setattr(adopted_plugins, "PRE_START", 0.05)
     scene.vendor.pre_start = True
     scene.vendor.starts.clear()
@@ -428,7 +428,7 @@ async def test_a_plugin_that_hangs_in_pre_start_container(scene: Scene, monkeypa
 
 
 async def test_administrative_access_is_refused(here: Scene) -> None:
-    """It would have the plugin allocate what others hold."""
+    """Administrative access is refused, since the plugin would allocate a device that other pods hold."""
     here.driver.claims.add(claim("1", result("g0", adminAccess=True)))
     error = await here.refused("1")
     assert (error.reason, "administrative access is not possible" in str(error)) == ("admin", True)
@@ -436,7 +436,7 @@ async def test_administrative_access_is_refused(here: Scene) -> None:
 
 
 async def test_a_mount_without_a_source_is_refused(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """containerd would make a directory of a container's mount, and fails at a claim's; in a pod it has to tell."""
+    """A mount whose source does not exist is refused; an agent in a pod cannot see the host, and passes it on."""
     missing = str(here.where / "missing")
     here.vendor.answer = AllocateAnswer(mounts=[(missing, "/opt/lib")])
     here.driver.claims.add(claim("1", *ids("g0")))
@@ -447,14 +447,14 @@ async def test_a_mount_without_a_source_is_refused(here: Scene, monkeypatch: pyt
 
 
 async def test_a_node_that_is_missing_is_refused(here: Scene) -> None:
-    """Its numbers are read when the claim is prepared."""
+    """A device node that does not exist is refused, since its numbers are read at Prepare."""
     here.vendor.answer = AllocateAnswer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
     here.driver.claims.add(claim("1", *ids("g0")))
     assert (await here.refused("1")).reason == "cdi"
 
 
 async def test_attributes_have_the_id_put_in(here: Scene) -> None:
-    """Texts of the config, also versions; numbers stay."""
+    """{id} is replaced in the text attributes of the config; numbers stay."""
     source = here.source(attributes={"k8s.cni.cncf.io/deviceID": "{id}", "n": 1}, capacity={"memory": "1Gi"})
     async for devices in source.watch():
         assert [dict(one.attributes) for one in devices[:2]] == [

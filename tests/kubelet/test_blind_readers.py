@@ -1,7 +1,6 @@
-"""What each reader of evidence answers where it does not see this node's pods, and what follows: the table of
-docs/architecture.md, cell by cell.
+"""What each reader of evidence answers where it does not see this node's pods: the table of docs/architecture.md.
 
-The pod of each cell was granted a device, was deleted by force, and hangs: its process runs, its directory is there.
+The pod of each test was granted a device, was deleted by force, and hangs: its process runs, its directory is there.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from tests.kubelet import test_orphaned_claims as claims
 UID, OTHER, THIRD = "uid-held", "uid-other", "uid-third"
 HELD = Allocation(UID, "main", "example.com/r", "a")
 NOW = CheckpointVersion(frozenset(), {"example.com/r": frozenset({"a"})})
-"""A checkpoint that the kubelet wrote at our request, after it had dropped the pod."""
+"""A checkpoint that the kubelet wrote on request, after it had dropped the pod."""
 
 
 class BlindNode:
-    """A node whose pods' cgroups are in one place, and an agent that looks at another one, or does not."""
+    """A node whose pods' cgroups are in one tree, and an agent that may look at another tree."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -51,7 +50,7 @@ class BlindNode:
         self.believes_checkpoint = False
 
     def add(self, uid: str, tree: CgroupTree | None = None, *, directory: bool = True) -> None:
-        """Start a pod; its cgroup is in the real tree unless another is given."""
+        """Start a pod with a cgroup in the real tree, unless another tree is given."""
         tree = tree or self.real
         tree.add_pod(uid)
         tree.add_container(uid, f"c-{uid}")
@@ -59,14 +58,14 @@ class BlindNode:
             (self.root / "pods" / uid).mkdir()
 
     def tree(self, name: str) -> CgroupTree:
-        """Make another tree, and have the agent look there."""
+        """Make another tree, at which the agent looks from then on."""
         made = CgroupTree(self.home / name)
         made.create()
         self.looks_at = made.root
         return made
 
     def live(self) -> PodReader:
-        """Have the agent look while the pod runs, as a scan that requests a checkpoint does."""
+        """Have the agent read while the pod runs, as a scan that requests a checkpoint does."""
         reader = PodReader(self.agent_root, self.looks_at, believe_checkpoint=self.believes_checkpoint)
         before = reader.read({UID})
         after = reader.read({UID})
@@ -74,11 +73,11 @@ class BlindNode:
         return reader
 
     def end(self) -> None:
-        """End the pod: its process and its cgroup go at once."""
+        """End the pod: its process and its cgroup are gone at once."""
         self.real.remove_pod(UID)
 
     def delete(self) -> None:
-        """Have the kubelet remove what is left of a pod that was deleted."""
+        """Have the kubelet remove the directory of the deleted pod."""
         shutil.rmtree(self.root / "pods" / UID)
 
 
@@ -88,16 +87,16 @@ def node(tmp_path: Path) -> BlindNode:
 
 
 def answer(look: PodProcesses) -> str:
-    """Return what follows for the device: held or free."""
+    """Return whether the device counts as held or free."""
     return "held" if holders([HELD], HolderEvidence([NOW], True, look)).held else "free"
 
 
 Arrange = Callable[[BlindNode], "Callable[[], None] | None"]
-"""Puts the agent into a situation; returns what happens after the agent has seen the pod, if anything."""
+"""Prepares a situation; may return a function that changes it after the agent has seen the pod."""
 
 
 def right(node: BlindNode) -> None:
-    """Nothing is wrong."""
+    """Everything is visible."""
 
 
 def wrong(node: BlindNode) -> None:
@@ -112,17 +111,17 @@ def empty(node: BlindNode) -> None:
 
 
 def old(node: BlindNode) -> None:
-    """Pods that began before the kubelet's setting was changed run on in the former tree."""
+    """Pods from before a change of the kubelet's settings still run in the former tree."""
     node.add(OTHER, node.tree("former"))
 
 
 def second(node: BlindNode) -> None:
-    """Another kubelet's pods, or another runtime's, fill the tree."""
+    """The tree has the pods of another kubelet or runtime."""
     node.add(OTHER, node.tree("theirs"), directory=False)
 
 
 def covered(node: BlindNode) -> Callable[[], None]:
-    """A mount with an empty `kubepods` comes over the tree in which the pod was seen."""
+    """A mount with an empty `kubepods` covers the tree after the pod was seen."""
 
     def cover() -> None:
         node.real.root.rename(node.home / "below")
@@ -133,14 +132,14 @@ def covered(node: BlindNode) -> Callable[[], None]:
 
 
 def namespace(node: BlindNode) -> None:
-    """The agent has a cgroup namespace: its own cgroup is the root that it sees."""
+    """The agent has a cgroup namespace of its own, so its root is its own cgroup."""
     node.looks_at = node.home / "own"
     (node.looks_at / "init.scope").mkdir(parents=True)
     (node.looks_at / "cgroup.controllers").touch()
 
 
 def hidepid(node: BlindNode) -> None:
-    """Processes of others are not seen, and `cgroup.procs` is empty: of version 1 a container's cgroup counts."""
+    """Processes of other users are hidden and `cgroup.procs` is empty; a container's version 1 cgroup counts."""
     node.real = CgroupTree(node.home / "v1", "v1")
     node.real.create()
     node.looks_at = node.real.root
@@ -163,13 +162,13 @@ def in_cgroups(node: BlindNode, situation: Arrange) -> PodReader:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups(node: BlindNode, situation: Arrange) -> None:
-    """Held while the pod hangs, by its directory where the cgroups do not show it; free when that is gone."""
+    """A hanging pod holds its device. Without a view of its cgroup, only the end of its directory frees the device."""
     reader = in_cgroups(node, situation)
     assert answer(reader.read()) == "held"
     if situation is covered:
         node.real.root = node.home / "below"
     node.end()
-    # Where its cgroup would be seen it is free at once; else when it is deleted.
+    # If the pod's cgroup is visible, its end frees the device at once; else the deletion of the pod does.
     seen = situation in (right, hidepid)
     look = reader.read()
     assert answer(look) == ("free" if seen else "held")
@@ -182,7 +181,7 @@ def test_cgroups(node: BlindNode, situation: Arrange) -> None:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups_with_a_plugin_alone(node: BlindNode, situation: Arrange) -> None:
-    """What was seen and cannot be seen now is held; of what was never seen the checkpoint decides, and it is said."""
+    """A plugin alone: pods seen before stay held; for pods never seen the checkpoint decides, and a problem says so."""
     node.believes_checkpoint = True
     reader = in_cgroups(node, situation)
     look = reader.read()
@@ -197,7 +196,7 @@ def test_cgroups_with_a_plugin_alone(node: BlindNode, situation: Arrange) -> Non
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrange) -> None:
-    """What the former agent has seen is in the register: the place of a pod, or that it was hidden."""
+    """A restarted agent knows from the register where a pod was seen, or that it was hidden, and decides as before."""
     before = in_cgroups(node, situation)
     record = before.shown.of({UID})
     after = PodReader(node.root, node.looks_at, believe_checkpoint=False)
@@ -211,10 +210,10 @@ def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrang
 
 @pytest.mark.parametrize("others", [True, False])
 def test_a_pod_that_was_never_seen(node: BlindNode, others: bool) -> None:
-    """It has ended if other pods of this kubelet run where the agent looks; else its directory counts."""
+    """A pod never seen counts as ended if other pods of this kubelet are visible, else once its directory is gone."""
     if others:
         node.add(OTHER)
-    (node.root / "pods" / UID).mkdir()  # it lasted 0.2 s, and is not deleted
+    (node.root / "pods" / UID).mkdir()  # the pod ran for 0.2 s, and its directory is left
     reader = PodReader(node.root, node.looks_at, believe_checkpoint=False)
     reader.read({OTHER})
     reader.read({UID})
@@ -224,7 +223,7 @@ def test_a_pod_that_was_never_seen(node: BlindNode, others: bool) -> None:
 
 
 def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None:
-    """Once a pod runs that is not in the tree, no pod that was not seen there itself counts as ended."""
+    """If one running pod is not in the tree, no pod counts as ended unless it was seen in the tree itself."""
     former = node.tree("former")
     node.add(OTHER, former)
     node.add(UID)
@@ -237,7 +236,7 @@ def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> None:
-    """A cgroup that a kubelet with other settings makes for the pod later is empty, and does not have its processes."""
+    """A hidden pod gets an empty cgroup in the visible tree later: it stays held until it is deleted."""
     node.add(OTHER, shown := node.tree("shown"), directory=False)
     node.add(UID)
     reader = node.live()
@@ -254,7 +253,7 @@ def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> No
 
 
 def test_a_pods_own_cgroup_that_is_covered(node: BlindNode) -> None:
-    """An empty directory in the place of a pod's cgroup is no cgroup, and does not tell that the pod has ended."""
+    """An empty directory in place of a pod's cgroup does not show that the pod has ended: it stays held."""
     node.add(UID)
     reader = node.live()
     (path,) = reader.read().paths[UID]
@@ -265,7 +264,7 @@ def test_a_pods_own_cgroup_that_is_covered(node: BlindNode) -> None:
 
 
 def root_right(node: BlindNode) -> None:
-    """The pods' directories are those of this kubelet."""
+    """The directory has the pods of this kubelet."""
 
 
 def root_wrong(node: BlindNode) -> None:
@@ -274,19 +273,19 @@ def root_wrong(node: BlindNode) -> None:
 
 
 def root_empty(node: BlindNode) -> None:
-    """A directory without pods."""
+    """The directory has no pods."""
     node.agent_root = node.home / "empty"
     (node.agent_root / "pods").mkdir(parents=True)
 
 
 def root_of_others(node: BlindNode) -> None:
-    """A second kubelet's root, or the one of before `--root-dir` was changed."""
+    """The root of another kubelet, or the former root from before a change of `--root-dir`."""
     node.agent_root = node.home / "other"
     (node.agent_root / "pods" / OTHER).mkdir(parents=True)
 
 
 def root_covered(node: BlindNode) -> Callable[[], None]:
-    """A mount comes over the directory in which the pod's was seen."""
+    """A mount covers the directory after the pod's directory was seen."""
 
     def cover() -> None:
         (node.root / "pods").rename(node.root / "below")
@@ -297,7 +296,7 @@ def root_covered(node: BlindNode) -> Callable[[], None]:
 
 @pytest.mark.parametrize("situation", [root_right, root_wrong, root_empty, root_of_others, root_covered])
 def test_pod_directories(node: BlindNode, situation: Arrange) -> None:
-    """Without cgroups they decide; where they showed no pod of this kubelet, the device is held, and it is said."""
+    """Without cgroups a pod's directory decides; if the root shows no pod of this kubelet, the device stays held."""
     wrong(node)
     later = situation(node)
     node.add(UID)
@@ -327,7 +326,7 @@ NOBODY = b'{"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum
     ],
 )
 async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
-    """One that was not written at our request proves nothing: held, whatever the cgroups say."""
+    """A checkpoint that was not written on request proves nothing: the device is held, whatever cgroups show."""
     if text is not None:
         (tmp_path / FILE_NAME).write_bytes(text)
     lists: Any = SimpleNamespace(resend=lambda: True, adopted=lambda resource: False)
@@ -341,7 +340,7 @@ async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
 
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "old", "another agent's"])
 def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
-    """They add holders and end none: what is absent from them says nothing."""
+    """Copies of allocations add holders only: an allocation that is missing in them is still held."""
     directory = Path(copies_in(str(tmp_path)))
     if situation != "wrong place":
         directory.mkdir(parents=True)
@@ -358,7 +357,7 @@ def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "old", "another kubelet's"])
 @pytest.mark.parametrize("visible", [True, False])
 def test_claim_state(tmp_path: Path, situation: str, visible: bool) -> None:
-    """A claim that it does not name is held while a process of its pods may run, and if it cannot be read at all."""
+    """A claim that the claim state does not name is held while its processes may run, or if the state is unreadable."""
     claims.file(tmp_path, "a")
     if situation == "empty":
         (tmp_path / CLAIM_STATE).write_bytes(b"")
@@ -375,7 +374,7 @@ def test_claim_state(tmp_path: Path, situation: str, visible: bool) -> None:
 
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "another's"])
 def test_claim_files(tmp_path: Path, situation: str) -> None:
-    """A claim that an agent of ours prepared, by the claim state, and that has no file, may hold any device."""
+    """A claim that the claim state names as prepared by an agent, and that has no file, may hold any device."""
     claim_state.write(tmp_path, [claims.claim("a", kind=f"{cdi.HOLDING}_")])
     if situation == "empty":
         ClaimFileStore(claims.D, str(tmp_path / "cdi")).write("uid-1", b"")
@@ -387,5 +386,5 @@ def test_claim_files(tmp_path: Path, situation: str) -> None:
 
 
 async def test_pod_resources(tmp_path: Path) -> None:
-    """Where nobody answers there is no report, and without one no pod counts as dropped; an answer ends no holder."""
+    """Without an answer of PodResources there is no report, so no pod counts as dropped."""
     assert await PodResources(tmp_path / "none.sock", timeout=0.5).list() is None

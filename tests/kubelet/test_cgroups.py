@@ -1,4 +1,4 @@
-"""Whose processes run: pod cgroups of every layout, and pod directories."""
+"""Which pods have running processes: pod cgroups of every layout, and pod directories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> CgroupTree:
 
 
 def test_a_pod_runs_from_its_first_process_to_its_last(tree: CgroupTree) -> None:
-    """With each layout a pod runs while a cgroup of it has a process; one without a process does not."""
+    """In each layout a pod runs while a cgroup of it has a process; without a process it does not run."""
     assert running(tree.root) == set()
     tree.add_pod(U1)
     tree.add_pod(STATIC)
@@ -51,14 +51,14 @@ def test_a_pod_runs_from_its_first_process_to_its_last(tree: CgroupTree) -> None
 
 
 def test_a_static_pod_may_choose_its_uid(tmp_path: Path) -> None:
-    """A manifest's own UID may be any name, with dots for instance; its cgroup is that of a pod all the same."""
+    """A static pod's UID may be any name of its manifest, also with dots; its cgroup is found."""
     made(tmp_path / "kubepods" / "besteffort" / "podslow.1", populated=True)
     (tmp_path / "cgroup.controllers").touch()
     assert running(tmp_path) == {"slow.1"}
 
 
 def made(path: Path, *, populated: bool, version: int = 2) -> None:
-    """Make a cgroup directory, with those above it."""
+    """Make a cgroup directory with its parents."""
     path.mkdir(parents=True)
     if version == 2:
         (path / "cgroup.events").write_text(f"populated {int(populated)}\nfrozen 0\n")
@@ -68,7 +68,7 @@ def made(path: Path, *, populated: bool, version: int = 2) -> None:
 @pytest.mark.parametrize(
     ("path", "uid"),
     [
-        # Guaranteed pods lie on the first level; kind and others nest the kubelet below its own cgroup root.
+        # Guaranteed pods are on the first level; kind and others nest the kubelet below its own cgroup root.
         (f"kubepods/pod{U1}", U1),
         (f"kubepods/burstable/pod{U1}", U1),
         (f"kubelet/kubepods/besteffort/pod{U1}", U1),
@@ -91,7 +91,7 @@ def test_where_pods_lie(tmp_path: Path, path: str, uid: str) -> None:
 
 
 def test_only_pods_of_kubepods_count(tmp_path: Path) -> None:
-    """A cgroup that is called like a pod's elsewhere is none, and neither is a container called so in a pod."""
+    """Only cgroups below kubepods count as pods, not a container or another cgroup with the name of a pod."""
     (tmp_path / "cgroup.controllers").touch()
     made(tmp_path / "user.slice" / f"pod{U1}", populated=True)
     assert running(tmp_path) is None
@@ -101,7 +101,7 @@ def test_only_pods_of_kubepods_count(tmp_path: Path) -> None:
 
 
 def test_of_version_1_the_first_hierarchy_with_pods_counts(tmp_path: Path) -> None:
-    """A hierarchy without kubepods, as misc, proves nothing; a child of a container has the process."""
+    """In version 1 the first hierarchy with kubepods counts; others such as misc prove nothing. Child cgroups count."""
     (tmp_path / "cpuset").mkdir()
     made(tmp_path / "memory" / "kubepods" / f"pod{U1}", populated=False, version=1)
     made(tmp_path / "memory" / "kubepods" / f"pod{U2}", populated=False, version=1)
@@ -110,7 +110,7 @@ def test_of_version_1_the_first_hierarchy_with_pods_counts(tmp_path: Path) -> No
 
 
 def test_of_version_2_the_events_file_counts(tmp_path: Path) -> None:
-    """It tells of the whole subtree, also where containers' cgroups are not readable."""
+    """In version 2 `cgroup.events` counts: it covers the whole subtree, also unreadable containers' cgroups."""
     (tmp_path / "cgroup.controllers").touch()
     for uid, populated in ((U1, True), (U2, False)):
         made(tmp_path / "kubepods" / f"pod{uid}", populated=populated)
@@ -128,7 +128,7 @@ def test_no_tree_is_not_an_empty_tree(tmp_path: Path) -> None:
 
 
 def test_of_version_1_a_containers_cgroup_counts_as_a_process(tmp_path: Path) -> None:
-    """The kernel leaves processes of other PID namespaces out of the file, so an agent in a pod reads it empty."""
+    """In version 1 a container's cgroup counts as a process: the kernel hides processes of other PID namespaces."""
     made(tmp_path / "memory" / "kubepods" / f"pod{U1}", populated=False, version=1)
     made(tmp_path / "memory" / "kubepods" / f"pod{U1}" / "container", populated=False, version=1)
     made(tmp_path / "memory" / "kubepods" / f"pod{U2}", populated=False, version=1)
@@ -136,7 +136,7 @@ def test_of_version_1_a_containers_cgroup_counts_as_a_process(tmp_path: Path) ->
 
 
 def test_of_version_1_the_controller_pids_counts_all_processes(tmp_path: Path) -> None:
-    """It counts processes that the agent cannot see; a container's cgroup that was left behind holds none."""
+    """In version 1 the pids controller counts hidden processes as well; a container's cgroup with 0 has none."""
     made(tmp_path / "blkio" / "kubepods" / f"pod{U1}" / "left", populated=False, version=1)
     for uid, count in ((U1, 0), (U2, 2)):
         made(tmp_path / "pids" / "kubepods" / f"pod{uid}" / "container", populated=False, version=1)
@@ -145,7 +145,7 @@ def test_of_version_1_the_controller_pids_counts_all_processes(tmp_path: Path) -
 
 
 def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:
-    """The kubelet mounts one into each container; only a pod that has a directory at this kubelet counts."""
+    """The agent's own pod is found by its mounted hosts file, if this kubelet has a directory of that pod."""
     mounts = tmp_path / "mountinfo"
     assert own_pod(tmp_path, str(mounts)) == ""
     rest = "rw,relatime - ext4 /dev/vda1 rw\n"
@@ -162,7 +162,7 @@ def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["kubepods", "kubepods/burstable"])
 def test_a_tree_that_cannot_be_listed_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A directory of pods that may not be read is not one without pods; one that has just gone is."""
+    """A tree of pods that cannot be listed says nothing; a directory that has just gone is no error."""
     (tmp_path / "cgroup.controllers").touch()
     made(tmp_path / "kubepods" / f"pod{U1}", populated=True)
     made(tmp_path / "kubepods" / "burstable", populated=True)
@@ -182,14 +182,14 @@ def test_a_tree_that_cannot_be_listed_tells_nothing(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["cgroup.events", "cgroup.procs"])
 def test_a_cgroup_that_cannot_be_read_counts_as_running(tmp_path: Path, name: str) -> None:
-    """An unreadable file is no sign that nothing runs."""
+    """A cgroup that cannot be read counts as running."""
     (tmp_path / "cgroup.controllers").touch()
     (tmp_path / "kubepods" / f"pod{U1}" / name).mkdir(parents=True)
     assert running(tmp_path) == {U1}
 
 
 def test_pod_directories(tmp_path: Path) -> None:
-    """Each directory is called after its pod's UID; a kubelet root that is not mounted tells nothing."""
+    """Pod directories are named by pod UID; without the kubelet's root nothing is known."""
     assert read_directories(tmp_path) is None
     (tmp_path / "pods").mkdir()
     assert read_directories(tmp_path) == frozenset()

@@ -1,4 +1,4 @@
-"""The device manager's checkpoint, as an agent reads it."""
+"""How an agent reads the device manager's checkpoint."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_kubelet_that_never_gave_out_a_device_names_none() -> None:
 
 
 def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
-    """A file that replaced another one has another identity, also with the same contents."""
+    """A file that replaces another one has another identity, also with the same contents."""
     path = tmp_path / FILE_NAME
     written.Checkpoint().write(path)
     first = read(tmp_path)
     assert read(tmp_path).file == first.file
-    with open(path, "rb"):  # the inode is not free for the next one
+    with open(path, "rb"):  # keeps the inode in use, so that the next file gets another one
         written.Checkpoint().write(path)
     second = read(tmp_path)
     assert second.file != first.file
@@ -58,13 +58,13 @@ def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """No file does not mean that nothing is held; it was deleted, or the kubelet has not written it yet."""
+    """A missing checkpoint is an error: it may be deleted or not written yet, and devices may be held."""
     with pytest.raises(CheckpointError, match=f"{FILE_NAME}: No such file"):
         read(tmp_path)
 
 
 def test_an_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """What cannot be read is not empty either; the error names the file."""
+    """An unreadable checkpoint is an error that names the file."""
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(CheckpointError, match=FILE_NAME):
         read(tmp_path)
@@ -91,7 +91,7 @@ def test_an_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, text: str) -> None:
-    """What is no checkpoint is a CheckpointError, whatever is wrong with it."""
+    """Contents that are no checkpoint are a CheckpointError."""
     (tmp_path / FILE_NAME).write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=f"{FILE_NAME}: the file is not a device manager checkpoint"):
         read(tmp_path)
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, text: str) -> None:
 
 @given(st.integers(0, 100))
 def test_a_torn_checkpoint_is_an_error(cut: int) -> None:
-    """The first part of a file names fewer allocations than there are."""
+    """A torn checkpoint is an error: it would name too few allocations."""
     text = written.Checkpoint([PodDevicesEntry("u1", "main", R, {-1: ["a"]}, None)], {R: ["a"]}).to_json()
     with pytest.raises(CheckpointError):
         parse(text[:cut])
@@ -131,7 +131,7 @@ _json = st.recursive(
 
 @given(st.binary() | _json.map(lambda value: json.dumps(value).encode()))
 def test_no_file_breaks_the_reader(text: bytes) -> None:
-    """Whatever is in the file, the reader answers with a checkpoint or with CheckpointError."""
+    """Whatever bytes a file has, the reader returns a checkpoint or raises CheckpointError."""
     try:
         found = parse(text)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""The kubelet's claim state, as an agent reads it."""
+"""How an agent reads the kubelet's claim state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def enveloped(data: str) -> bytes:
 
 
 def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
-    """A file that kubelet 1.36.3's own code wrote gives claims with their pods, and the devices by driver."""
+    """A file that kubelet 1.36.3 wrote gives the claims with their pods, and their devices by driver."""
     (tmp_path / FILE_NAME).write_text(TWO)
     assert read(tmp_path) == (
         PreparedClaim(
@@ -37,7 +37,7 @@ def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
             "c1",
             frozenset({"p1", "p2"}),
             {
-                "a.example.com": frozenset(),  # it was asked to prepare, and has not answered
+                "a.example.com": frozenset(),  # the driver was asked to prepare it, and has not answered
                 "gpu.example.com": frozenset({("n", "gpu-0", ""), ("n", "gpu-1", "s-1")}),
             },
             frozenset({'example.com/gpu=a<&>é"\\', "x=y"}),
@@ -49,12 +49,12 @@ def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nil", "empty"])
 def test_a_kubelet_without_claims_names_none(name: str) -> None:
-    """A kubelet writes Go's nil at its first start, and an empty list after its last claim."""
+    """A kubelet without claims writes nil at first and an empty list later: both give no claims."""
     assert parse(SAMPLES[name][1].encode()) == ()
 
 
 def test_a_missing_file_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    """A kubelet without Dynamic Resource Allocation has none."""
+    """A missing file, as of a kubelet without DRA, raises ClaimStateMissingError; an unreadable one does not."""
     with pytest.raises(ClaimStateMissingError, match=FILE_NAME):
         read(tmp_path)
     (tmp_path / FILE_NAME).mkdir()
@@ -79,7 +79,7 @@ def test_a_missing_file_is_told_from_a_damaged_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_an_error(tmp_path: Path, text: bytes, message: str) -> None:
-    """A checksum that does not fit, a torn file and another file's contents name no claims."""
+    """A wrong checksum, a torn file and another file's contents are errors."""
     (tmp_path / FILE_NAME).write_bytes(text)
     with pytest.raises(ClaimStateError, match=message):
         read(tmp_path)
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, text: bytes, message: str) -
 
 @given(st.integers(0, len(TWO.encode()) - 1), st.integers(0, 255))
 def test_a_changed_byte_is_noticed_or_harmless(at: int, byte: int) -> None:
-    """One wrong byte never makes another list of claims."""
+    """A file with one changed byte is an error or gives the same claims."""
     text = TWO.encode()
     damaged = text[:at] + bytes([byte]) + text[at + 1 :]
     try:
@@ -99,7 +99,7 @@ def test_a_changed_byte_is_noticed_or_harmless(at: int, byte: int) -> None:
 
 @given(st.binary())
 def test_no_file_breaks_the_reader(data: bytes) -> None:
-    """Whatever is in the file, the reader answers with claims or with ClaimStateError."""
+    """Whatever bytes a file has, the reader returns claims or raises ClaimStateError."""
     for text in (data, enveloped(data.decode("latin-1"))):
         try:
             assert parse(text) == ()

@@ -1,4 +1,4 @@
-"""Whether one container of a pod has ended: links to logs, and cgroups."""
+"""Whether one container of a pod has ended, by the links to its logs and its cgroups."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def cgroup(name: str, made: float) -> ContainerCgroup:
         ([link("c", FIRST, 3)], [], True),
         ([link("c", FIRST[:20], 3)], [cgroup(SANDBOX, 1), cgroup(FIRST, 2)], False),
         ([link("c", FIRST, 3), link("other", SECOND, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 4)], True),
-        # One that starts now has no link yet.
+        # A container that starts now has no link yet.
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
         ([link("c", FIRST, 3), link("c", SECOND, 6)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
         ([link("c", FIRST, 3), link("c", SECOND, 6)], [cgroup(SANDBOX, 1)], True),
-        # The sandbox was made again: what is newer than the container's link may be the container.
+        # The sandbox was made again: a cgroup newer than the container's link may be the container.
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 4)], False),
     ],
 )
 def test_a_container_has_ended_if_no_cgroup_can_be_its_own(
     links: list[LogLink], running: list[ContainerCgroup], over: bool
 ) -> None:
-    """Without a link of its own nothing is known of it; a cgroup without a link that is newer may be its own."""
+    """A container has ended if it has a link and no cgroup that may be its own; a newer cgroup without link may be."""
     assert has_ended("c", links, running) is over
 
 
@@ -63,7 +63,7 @@ def logs(tmp_path: Path) -> Path:
 
 
 def test_links_say_pod_container_and_id(logs: Path) -> None:
-    """Also where names have hyphens. What is no link of the kubelet's is passed over."""
+    """A link's name has pod, container and id, also with hyphens; other names are ignored."""
     (found,) = log_links(logs, {UID})
     assert found[:3] == (UID, "c-1", FIRST)
     assert found.made == (logs / f"some-pod_ns_c-1-{FIRST}.log").lstat().st_mtime
@@ -71,7 +71,7 @@ def test_links_say_pod_container_and_id(logs: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["v2", "v2-systemd", "v1", "v1-systemd"])
 def test_a_container_ends_with_its_processes(layout: CgroupLayout, logs: Path, tmp_path: Path) -> None:
-    """With each layout of cgroups; where no links or cgroups are visible, nothing is known."""
+    """A container ends with its processes, in each layout of cgroups; without links or cgroups nothing is known."""
     tree = CgroupTree(tmp_path / "cgroup", layout)
     tree.create()
     pods = PodReader(tmp_path, tree.root, believe_checkpoint=False)
@@ -89,7 +89,7 @@ def test_a_container_ends_with_its_processes(layout: CgroupLayout, logs: Path, t
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
-    """The directory with a file for each time that the kubelet began to start the container c-1 of a pod."""
+    """Make the directory with one file for each start of container c-1 of a pod."""
     made = tmp_path / "pods" / UID / "containers" / "c-1"
     made.mkdir(parents=True)
     return made
@@ -103,7 +103,7 @@ def begin(directory: Path, name: str, at: float) -> None:
 def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
     begun: Path, logs: Path, tmp_path: Path
 ) -> None:
-    """Also if the start fails, and where no cgroups are visible; a container that has no other start may run."""
+    """A container has restarted once the kubelet began another start, also if that fails or cgroups are not visible."""
     starts = ContainerStarts(PodReader(tmp_path, tmp_path / "none", believe_checkpoint=False), logs)
     begin(begun, "1", 100.0)
     before = starts.read([UID])
@@ -121,7 +121,7 @@ def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
 
 
 def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tmp_path: Path) -> None:
-    """It has no process, and its last start is over: it has a link, or another container began later, or time is up."""
+    """A container without processes has ended if its last start is over: by a link, a later start, or enough time."""
     tree = CgroupTree(tmp_path / "cgroup", "v2")
     tree.create()
     tree.add_pod(UID)
@@ -150,7 +150,7 @@ def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tm
 
 
 def test_a_pod_without_containers_has_no_starts(logs: Path, tmp_path: Path) -> None:
-    """A pod whose directory is invisible has unknown ones."""
+    """A pod with a directory without containers has no starts; for a pod without a directory they are unknown."""
     starts = ContainerStarts(PodReader(tmp_path, tmp_path, believe_checkpoint=False), logs)
     with pytest.raises(OSError, match="containers"):
         starts.read([UID])

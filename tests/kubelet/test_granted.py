@@ -1,4 +1,4 @@
-"""What devices were when they were granted, as the kubelet keeps it in its checkpoint."""
+"""The identity of devices at their grant, as the kubelet keeps it in its checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ for _ in range(200):
     for one in threads:
         one.join()
 """
-"""What several threads decode for the first time, again and again."""
+"""Decode in several threads for the first time, repeatedly."""
 
 
 def kept(response: pb.ContainerAllocateResponse) -> str:
@@ -61,7 +61,7 @@ def kept(response: pb.ContainerAllocateResponse) -> str:
 
 
 def test_an_answer_tells_what_each_device_was() -> None:
-    """Each id has its device, this device's tokens, and how much of it was granted; also a device without tokens."""
+    """An answer gives each id's device, its tokens and its amount, also for a device without tokens."""
     response = pb.ContainerAllocateResponse(annotations={"other": "x"})
     annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT, SINCE)
     assert [granted(kept(response), R, name, BOOT) for name in ("a", "b::1", "c")] == [A, B, C]
@@ -70,7 +70,7 @@ def test_an_answer_tells_what_each_device_was() -> None:
 
 
 def test_a_container_with_two_resources_gets_two_annotations() -> None:
-    """The kubelet merges the annotations of a container's resources; neither answer replaces the other's."""
+    """The answers of two resources have different annotations, since the kubelet merges a container's annotations."""
     both = pb.ContainerAllocateResponse()
     for resource in (R, "example.com/other"):
         one = pb.ContainerAllocateResponse()
@@ -82,7 +82,7 @@ def test_a_container_with_two_resources_gets_two_annotations() -> None:
 
 @pytest.mark.parametrize("value", [None, "{", "[]", '{"boot":"boot","devices":{"a":7}}', "another boot"])
 def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) -> None:
-    """The numbers of the answer's device nodes count; how much of a device it is only the annotation says."""
+    """Without an annotation of this boot the device nodes' numbers give the identity; the amount is then unknown."""
     node = next(Path("/dev") / name for name in ("fuse", "tty", "ptmx") if (Path("/dev") / name).exists())
     response = pb.ContainerAllocateResponse(
         devices=[pb.DeviceSpec(host_path=str(one)) for one in (node, "/dev/null", "/dev/no-such", "/etc/hostname")]
@@ -102,14 +102,15 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
 
 @pytest.mark.parametrize("response", ["", "AQL/", "%"])
 def test_what_is_no_answer_tells_nothing(response: str) -> None:
-    """It is no error either: other plugins' answers are theirs."""
+    """Data that is no answer gives nothing and raises no error, since it may be another plugin's."""
     assert granted(response, R, "a", BOOT) == NOTHING
 
 
 def test_several_threads_decode_for_the_first_time() -> None:
-    """Loop, scans, registrations and metrics read the checkpoint at once: msgspec 0.22 crashes where they meet a type.
+    """Several threads may decode for the first time at once: a decoder is made beforehand.
 
-    The first one that decodes a type makes it known; others find it half made. A decoder makes it known beforehand.
+    Without it msgspec 0.22 crashes if threads meet while a type is prepared. Loop, scans, registrations and metrics all
+    read the checkpoint.
     """
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Who still holds which device: what each kind of evidence proves, and what it does not."""
+"""Which evidence proves that a pod still holds a device, and which does not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seen(*named: Allocation, current: bool = True, pods: PodProcesses = ENDED, p
 
 
 def grants(*named: Allocation, since: float, holders: frozenset[tuple[str, str]] = frozenset()) -> PendingGrants:
-    """The pending grants of id a, granted at 2.0, in a checkpoint whose AllocateResponses are of the time `since`."""
+    """Return the pending grants of id a, granted at 2.0; the checkpoint's AllocateResponses are of the time `since`."""
     record = AllocationRecord(R, "a", "a", 2.0, 1, holders)
     answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, since)
     return pending_grants(
@@ -49,7 +49,7 @@ def grants(*named: Allocation, since: float, holders: frozenset[tuple[str, str]]
 
 
 def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
-    """Only the response of the last grant does, and only while the grant is pending."""
+    """A checkpoint's AllocateResponse shows a grant's container only if it is of the last grant, and pending."""
     assert grants(A, since=2.0) == (frozenset({A}), frozenset())
     assert grants(A, since=1.0) == grants(since=2.0) == (frozenset(), frozenset())
     known = {(R, "a"): AllocationRecord(R, "a", "a", 2.0, 1, pending=False)}
@@ -58,7 +58,7 @@ def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
 
 
 def test_a_later_grant_in_the_checkpoint_shows_the_end_of_the_former_holder() -> None:
-    """The kubelet composed the checkpoint after the grant. While the former holder's processes run, it stays held."""
+    """A checkpoint with a later grant's response ends the former holder, unless the former holder's processes run."""
     found = grants(B, since=2.0, holders=frozenset({A[:2]}))
     for pods, held in ((ENDED, {B}), (RUNS, {A, B}), (BLIND, {A, B})):
         evidence = replace(seen(B, current=False, pods=pods), begun=found.begun, replaced=found.replaced)
@@ -76,16 +76,16 @@ POSSIBLE = {("u1", "init"), ("u1", "main"), ("u3", "")}
 @pytest.mark.parametrize(
     ("since", "possible"),
     [
-        (None, POSSIBLE),  # no allocation of the id is known
+        (None, POSSIBLE),  # the checkpoint names no allocation of the id
         (1.0, POSSIBLE),  # the checkpoint is older than the grant
         (5.0, set()),
-        (0.0, set()),  # of an agent that wrote no times
+        (0.0, set()),  # the response is of an agent that wrote no times
     ],
 )
 def test_the_pods_that_may_have_a_grant_whose_checkpoint_was_lost(
     since: float | None, possible: set[tuple[str, str]]
 ) -> None:
-    """These are the pods that began since the grant, unless a checkpoint names the grant's container."""
+    """If no checkpoint names a grant's container, all pods that began since the grant are possible holders."""
     record = AllocationRecord(R, "a", "a", 5.0, 1)
     answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, since or 0.0)
     named = [] if since is None else [B]
@@ -101,16 +101,16 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
 @pytest.mark.parametrize(
     ("known", "evidence", "holding"),
     [
-        # The checkpoint names it: held, whatever else is seen. It is certain if current or if the pod runs.
+        # The checkpoint names the holder: held. It is certain if the checkpoint is current or the pod runs.
         ([], seen(A, current=True), HoldReason(True, True, "the kubelet's checkpoint names it")),
         ([], seen(A, current=False), HoldReason(True, False, "the kubelet's checkpoint names it")),
         ([], seen(A, current=False, pods=RUNS), HoldReason(True, True, "the kubelet's checkpoint names it")),
-        # A pod that was admitted and not started yet has neither a cgroup nor a directory (network not ready).
+        # An admitted pod that has not started has neither a cgroup nor a directory (network not ready).
         ([A], seen(A, current=True, pods=NO_DIRECTORY), HoldReason(True, True, "the kubelet's checkpoint names it")),
-        # A current checkpoint does not name it and its pod's cgroup is gone.
+        # A current checkpoint does not name the holder, and the pod's cgroup is gone.
         ([A], seen(current=True), None),
         ([A], seen(current=True, pods=NO_DIRECTORY), None),
-        # A pod that was deleted by force runs on.
+        # A pod that was deleted by force still runs.
         (
             [A],
             seen(current=True, pods=RUNS),
@@ -135,13 +135,13 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
                 "the kubelet's checkpoint does not name it, but neither cgroups nor pod directories are visible",
             ),
         ),
-        # A checkpoint that is not current, or missing, proves nothing by what it does not name.
+        # A checkpoint that is missing or not current does not prove an end.
         (
             [A],
             seen(current=False, problem="not written since"),
             HoldReason(False, False, "not known: not written since"),
         ),
-        # Its processes are reason enough, whether a newer one was asked for or not: the reason does not alternate.
+        # Running processes are reason enough: the reason is the same whether a newer checkpoint was requested or not.
         (
             [A],
             seen(current=False, pods=RUNS, problem="not written since"),
@@ -153,12 +153,12 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
 def test_whether_an_allocation_counts_as_held(
     known: list[Allocation], evidence: HolderEvidence, holding: HoldReason | None
 ) -> None:
-    """Unknown counts as held, and says why."""
+    """An allocation counts as held with this reason, or as ended (None), by what the checkpoint and the pods show."""
     assert holders(known, evidence, 1.0).held.get(A) == holding
 
 
 def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
-    """Another pod's container of the same name on the same id is another holder."""
+    """A holder is a pod, a container and an id: the same container name in another pod is another holder."""
     now = holders([A], seen(B, current=True, pods=PodProcesses(frozenset({"u2"}))))
     assert set(now.held) == {B}
     both = holders([A], seen(B, current=True, pods=PodProcesses(frozenset({"u1", "u2"}))))
@@ -169,7 +169,7 @@ def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
 
 
 def test_an_allocation_that_is_over_stays_over() -> None:
-    """What ended is forgotten: the next scan starts from what was held in this one."""
+    """An allocation that has ended is not held again in the next scan."""
     held = holders([], seen(A, pods=RUNS)).held
     held = holders(held, seen()).held
     assert holders(held, seen(current=False)).held == {}
@@ -199,13 +199,13 @@ def test_what_a_scan_knows_of_the_checkpoint() -> None:
 def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
     known: list[Allocation], evidence: HolderEvidence, asks: bool
 ) -> None:
-    """Not of one that is named and whose pod runs: nothing about it can change by a write."""
+    """A newer checkpoint is requested for each allocation except one that is named and whose pod runs."""
     held = holders(known, evidence).held
     assert needs_request(held, evidence.pods) == (frozenset({A}) if asks else frozenset())
 
 
 def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
-    """Any of them may be the newest; it is certain only if all name it, since an older one may name an ended pod."""
+    """An allocation that any of several checkpoints names is held; it is certain only if all of them name it."""
     files = [
         CheckpointVersion(frozenset({A}), {R: frozenset({"a"})}),
         CheckpointVersion(frozenset({A, B}), {R: frozenset({"b"})}),
@@ -218,7 +218,7 @@ def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("abcd"))), st.booleans())
 def test_more_checkpoints_than_may_be_late_show_the_present(streams: dict[str, frozenset[str]], status: bool) -> None:
-    """Each resource's stream has one late write at most, which names that resource, and the node's status has one."""
+    """More checkpoints than can be late show the present: each resource and the node's status has at most one."""
     late = [
         CheckpointVersion(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()
     ]
@@ -246,7 +246,7 @@ _evidence = st.builds(
 
 @given(_allocations, st.lists(_evidence, max_size=6))
 def test_nothing_ends_without_proof(known: set[Allocation], scans: list[HolderEvidence]) -> None:
-    """Whatever is seen, a holder ends only if no current checkpoint names it and no process of its pod runs."""
+    """A holder ends only if the checkpoints are current and do not name it, and no process of its pod runs."""
     held = frozenset(known)
     for evidence in scans:
         after = holders(held, evidence).held
@@ -260,7 +260,7 @@ def test_nothing_ends_without_proof(known: set[Allocation], scans: list[HolderEv
 
 
 def test_an_id_of_which_the_kubelet_names_a_holder_is_not_shown_unhealthy() -> None:
-    """It is taken in any case: the pod before may have ended a moment ago, or run on."""
+    """An id whose holder the checkpoint names is not shown as unhealthy, even if a former holder may still run."""
     assert holders([A], seen(B, current=False)).unnamed(R) == frozenset()
     assert set(holders([A], seen(B, current=False)).held) == {A, B}
     assert holders([A], seen(current=False, pods=RUNS)).unnamed(R) == {"a"}
@@ -268,7 +268,7 @@ def test_an_id_of_which_the_kubelet_names_a_holder_is_not_shown_unhealthy() -> N
 
 
 def test_an_id_of_a_pod_that_the_kubelet_counts_is_not_shown_unhealthy() -> None:
-    """The scheduler counts the pod as well, and a restarted kubelet needs the capacity to admit the pod again."""
+    """An id is not shown as unhealthy while the kubelet counts its pod as active, but is if a second pod holds it."""
     runs = PodProcesses(frozenset({"u1", "u2"}))
     alone, both = (holders(held, seen(pods=runs)) for held in ([A], [A, B]))
     assert replace(alone, active=frozenset({"u1"})).unnamed(R) == frozenset()

@@ -1,4 +1,4 @@
-"""What a scan found, as the register takes it."""
+"""How the register takes the result of a scan."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Gpus(DeviceSource):
 def scanned(
     *named: Allocation, known: tuple[Allocation, ...] = (), runs: str = "", current: bool = True
 ) -> HolderSnapshot:
-    """What a scan says: containers that the checkpoint names, others that are known, pods whose processes run."""
+    """Return a scan's result: containers that the checkpoint names, other known ones, and pods whose processes run."""
     checkpoint = CheckpointVersion(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
     pods = PodProcesses(frozenset(runs.split()))
     return holders(known, HolderEvidence([checkpoint], current, pods, "" if current else "it was not written"), 5.0)
 
 
 def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
-    """A pod that holds a replica of a device that is shared no more still holds that device."""
+    """A pod that holds a replica holds its device, also after the device is no longer shared."""
     inventory = Inventory(R)
     inventory.publish([Device("gpu0"), Device("gpu1")])
     now = scanned(*(Allocation("u1", "main", R, name) for name in ("gpu0::3", "gpu1")))
@@ -43,7 +43,7 @@ def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
 
 
 def test_all_holders_of_an_id_are_returned() -> None:
-    """Of several, one that is certain is shown to people; the reason says why it counts if no checkpoint names it."""
+    """All holders of an id are returned; a certain one is the one that is shown, with its reason."""
     main, init = Allocation("u1", "main", R, "a"), Allocation("u2", "init", R, "a")
     hidden, other = Allocation("u3", "main", R, "b"), Allocation("u1", "main", "example.com/nic", "a")
     now = scanned(main, init, other, known=(hidden,), runs="u2 u3", current=False)
@@ -55,7 +55,7 @@ def test_all_holders_of_an_id_are_returned() -> None:
 
 
 def test_what_the_answer_to_allocate_said_is_returned() -> None:
-    """Of the holder that is shown; where the checkpoint does not say it, nothing is known."""
+    """Identity and amount are those of the shown holder's answer; without the answer they are unknown."""
     answers = {"a": Wanted((R, "device-a"), seen_as("1", "n1"), HALF)}
     now = scanned(Allocation("u1", "main", R, "a"), Allocation("u2", "main", R, "b"))
     held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id)).held
@@ -64,7 +64,7 @@ def test_what_the_answer_to_allocate_said_is_returned() -> None:
 
 
 def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
-    """Its pod may have ended since, unless its processes are seen to run."""
+    """A holder that only an old checkpoint names is not sure, unless its pod's processes run."""
     one = Allocation("u1", "main", R, "a")
     assert not kubelet_snapshot(1, scanned(one, current=False), R, str).held["a"].sure
     assert kubelet_snapshot(1, scanned(one, current=False, runs="u1"), R, str).held["a"].sure
@@ -72,7 +72,7 @@ def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
 
 
 def test_a_scan_as_the_register_takes_it() -> None:
-    """Ids that the kubelet counts as healthy become devices; of a resource that it does not know there are none."""
+    """Ids that the kubelet counts as healthy become devices; an unknown resource has none."""
     now = scanned(current=False)
     seen = kubelet_snapshot(7, now, R, lambda name: name.partition("::")[0])
     assert (seen.sequence, seen.at, seen.current, seen.problem) == (7, 5.0, False, "it was not written")

@@ -1,4 +1,4 @@
-"""Devices that claims hold through drivers which nobody serves are withheld from pods."""
+"""Devices that claims hold through drivers that this agent does not serve are withheld from pods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OLD = "old.example.com"
 def claim(
     *devices: str, driver: str = D, uid: str = "uid-1", others: tuple[str, ...] = (), kind: str = "claim_"
 ) -> DevicesOfClaim:
-    """A claim as the kubelet keeps it. others: drivers that have not answered yet. kind: begins our names in CDI."""
+    """Return a claim of the claim state. others: drivers that have not answered. kind: begins the agent's CDI names."""
     prepared = [
         AnsweredDevice(("r",), "node", name, (cdi.qualified(driver, f"{kind}{uid}_r_{name}"),), None)
         for name in devices
@@ -50,7 +50,7 @@ def claim(
 def file(
     root: Path, *devices: str | ClaimDevice, driver: str = D, uid: str = "uid-1", boot: str = "b", **more: Any
 ) -> None:
-    """Write the file of our own of a claim for these devices of R."""
+    """Write the agent's own file of a claim for these devices of R."""
     fields = {"namespace": "ml", "name": "train", "boot": boot, "pods": frozenset({"pod-uid"}), **more}
     filed = tuple(one if isinstance(one, ClaimDevice) else ClaimDevice(R, one) for one in devices)
     data = claim_files.encode(ClaimFile(driver=driver, uid=uid, devices=filed, **fields))
@@ -63,20 +63,20 @@ def reader(seen: PodProcesses) -> PodReader:
 
 
 def of(root: Path, *served: str, pods: Collection[str] | None = ()) -> OrphanedClaims:
-    """Return the claims by the files below a directory. pods: those whose processes run; None: not known."""
+    """Return the claims by the files below a directory. pods: pods whose processes run; None: not known."""
     seen = PodProcesses(None if pods is None else frozenset(pods))
     return OrphanedClaims(root, served, str(root / "cdi"), reader(seen), "b")
 
 
 def holder(claims: OrphanedClaims, resource: str, device: str, driver: str | None) -> str:
-    """Return who holds a device of a resource that names this driver, or why that is not known; "" if nobody does."""
+    """Return the holder of a device of a resource with this driver, or why it is unknown; "" without a holder."""
     claims.refresh(frozenset(claims.served))
     found = (use.title for use in claims.uses() if use.key == (resource, device))
     return next(found, "") or claims.problem(driver)
 
 
 def nodes(claims: OrphanedClaims) -> dict[str, frozenset[str]]:
-    """Return which device nodes claims hold, by their titles."""
+    """Return the device nodes that claims hold, by the claims' titles."""
     claims.refresh(frozenset(claims.served))
     return {use.title: use.tokens for use in claims.uses() if use.tokens}
 
@@ -89,7 +89,7 @@ UNKNOWN = "it is not known"
 
 
 def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Path) -> None:
-    """By resource and device, whatever was published; those of served drivers are known to the drivers themselves."""
+    """Claims of drivers not served here hold the devices in their files; served drivers know their own claims."""
     file(tmp_path, "a", ClaimDevice("example.com/other", "b"), driver=OLD)
     file(tmp_path, "c", uid="uid-2")
     written.write(tmp_path, [claim("fpga--a", driver=OLD), claim("c", uid="uid-2")])
@@ -100,13 +100,13 @@ def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Pa
 
 
 def test_what_another_vendors_claim_holds_is_not_known_by_its_name(tmp_path: Path) -> None:
-    """A network card `0` of somebody else's driver is not our FPGA `0`."""
+    """Device 0 of another vendor's driver is not device 0 of this resource."""
     written.write(tmp_path, [claim("0", driver="nic.vendor.example", kind="")])
     assert [holder(of(tmp_path, *served), R, "0", D) for served in ((), (D,))] == ["", ""]
 
 
 def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resource(tmp_path: Path) -> None:
-    """A claim whose containers get nothing looks like one of another vendor; one not answered holds nothing."""
+    """A claim without a file and without CDI names may hold any device of its driver's resource."""
     written.write(tmp_path, [claim("0", others=("new.example.com",), kind="")])
     assert holder(of(tmp_path), R, "x", D) == f"{UNKNOWN} what claim ml/train through driver {D} holds"
     assert [holder(of(tmp_path), R, "0", driver) for driver in (None, OLD, "new.example.com")] == ["", "", ""]
@@ -114,7 +114,7 @@ def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resourc
 
 
 def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_path: Path) -> None:
-    """The names in CDI tell it, whatever drivers are configured now. Administrative access holds nothing."""
+    """CDI names show that an agent prepared a claim without file: it may hold any device, except by admin access."""
     drivers = (None, D, OLD)
     for driver in (D, "0.example.com"):
         written.write(tmp_path, [claim("0", driver=driver)])
@@ -132,7 +132,7 @@ def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_p
 
 
 def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_path: Path) -> None:
-    """Another agent removes it when it unprepares the claim, and the kubelet forgets that some milliseconds later."""
+    """A claim's file is removed while the claim state still names the claim: the claim holds its device until then."""
     written.write(tmp_path, [claim("0")])
     file(tmp_path, "a")
     claims = of(tmp_path)
@@ -144,7 +144,7 @@ def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_pa
 
 
 def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
-    """Neither the device nor its nodes."""
+    """Administrative access holds neither the device nor its nodes."""
     seen = ClaimDevice(R, "a", admin=True, identity=seen_as("b", "char:240:0"))
     file(tmp_path, seen, ClaimDevice(R, "b", identity=seen_as("b", "char:240:1")))
     written.write(tmp_path, [claim("a", "b")])
@@ -154,7 +154,7 @@ def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
-    """The file has its tokens; those of another boot are of another node."""
+    """A claim's file has the tokens of its devices; tokens of another boot are not used, but the name still counts."""
     file(tmp_path, ClaimDevice(R, "a", identity=seen_as("b", "char:240:0", "uuid:1")), uid="uid-1")
     file(
         tmp_path,
@@ -175,8 +175,8 @@ def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
         (["pod-uid"], {}, True),
         (["pod-2"], {}, False),
         ([], {}, False),
-        (None, {}, True),  # nobody can say which processes run
-        ([], {"pods": frozenset()}, True),  # a claim whose pods are not known runs
+        (None, {}, True),  # not known which processes run
+        ([], {"pods": frozenset()}, True),  # a claim whose pods are not known counts as running
         (["pod-uid"], {"boot": "before"}, False),
         ([], {"boot": "before", "pods": frozenset()}, False),
     ],
@@ -184,14 +184,14 @@ def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
 def test_a_claim_that_the_kubelet_has_forgotten_holds_while_its_processes_run(
     tmp_path: Path, pods: list[str] | None, more: dict[str, Any], counts: bool
 ) -> None:
-    """Its pod was deleted by force and hangs, or the kubelet lost its claim state."""
+    """A claim that the claim state no longer names holds its device while its pods' processes may run in this boot."""
     file(tmp_path, "a", **more)
     written.write(tmp_path, [])
     assert holder(of(tmp_path, pods=pods), R, "a", D) == (held() if counts else "")
 
 
 def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are looked at from time to time, and only while the file of such a claim is there."""
+    """The end of a forgotten claim's processes is noticed after `ENDING` seconds; only such a claim needs looks."""
     now, looks, pods = [100.0], [0], {"pod-uid"}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -213,7 +213,7 @@ def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_damaged_file_may_be_of_any_device(tmp_path: Path) -> None:
-    """Whether or not the kubelet names the claim; a served driver sees to its own."""
+    """A damaged file means that any device may be held, unless its driver is served here."""
     file(tmp_path, "a", driver=OLD)
     (tmp_path / "cdi" / "deviceplugin" / f"{OLD}_uid-1.claim").write_bytes(b"{")
     for named in ([], [claim("a", driver=OLD)]):
@@ -223,7 +223,7 @@ def test_a_damaged_file_may_be_of_any_device(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_read_means_unknown(tmp_path: Path) -> None:
-    """Unknown counts as held."""
+    """If the CDI directory cannot be read, it is unknown whether a claim holds the device."""
     written.write(tmp_path, [])
     (tmp_path / "cdi").write_bytes(b"")
     assert holder(of(tmp_path), R, "a", None).startswith(f"{UNKNOWN} whether a claim holds it: ")
@@ -237,7 +237,7 @@ def cdi_file(root: Path, driver: str, uid: str, **devices: Any) -> None:
 
 
 def test_the_nodes_of_another_vendors_claim_are_known_by_its_cdi_file(tmp_path: Path) -> None:
-    """By the numbers in it, or those that the nodes have now; those of served drivers do not count."""
+    """Nodes of another vendor's claim are those of its CDI file, by number or by path; served drivers do not count."""
     one, two = claim("a", driver=OLD), claim("b", uid="uid-2")
     written.write(tmp_path, [one, two])
     number = {"path": "/dev/x", "type": "c", "major": 240, "minor": 3}
@@ -253,7 +253,7 @@ def test_the_nodes_of_another_vendors_claim_are_known_by_its_cdi_file(tmp_path: 
 
 
 def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) -> None:
-    """Each driver's part is known in its own way."""
+    """A claim of two drivers: one part is known by the agent's own file, the other by the vendor's CDI file."""
     both = claim("a", driver=OLD)
     both.drivers["nic.vendor.example"] = list(claim("n", driver="nic.vendor.example").drivers["nic.vendor.example"])
     written.write(tmp_path, [both])
@@ -269,7 +269,7 @@ def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"devices":[{"name":"claim_uid-1_r_a"}]}'])
 def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None:
-    """Nobody knows what another vendor's claim holds then."""
+    """A missing or damaged CDI file of another vendor's claim gives no nodes."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     if text is not None:
         (tmp_path / "cdi").mkdir()
@@ -278,7 +278,7 @@ def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None
 
 
 def test_an_unreadable_claim_state_ends_no_claim(tmp_path: Path) -> None:
-    """What its nodes are stays known."""
+    """If the claim state becomes unreadable, the nodes of its claims stay known."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     cdi_file(tmp_path, OLD, "uid-1", **{"claim_uid-1_r_a": {"path": "/dev/x", "type": "b", "major": 7, "minor": 1}})
     claims = of(tmp_path, D)
@@ -292,7 +292,7 @@ def test_an_unreadable_claim_state_ends_no_claim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["torn", "empty", "unreadable", "checksum", "dangling"])
 def test_a_damaged_claim_state_means_unknown(tmp_path: Path, damage: str) -> None:
-    """Unknown counts as held for every device, whether or not its resource names a driver, until it can be read."""
+    """A damaged claim state makes every device count as held until it can be read again."""
     path = tmp_path / written.FILE_NAME
     written.write(tmp_path, [])
     text = path.read_bytes()
@@ -316,7 +316,7 @@ def test_a_damaged_claim_state_means_unknown(tmp_path: Path, damage: str) -> Non
 
 
 def test_a_kubelet_without_claim_state_has_the_claims_that_files_name(tmp_path: Path) -> None:
-    """Without Dynamic Resource Allocation there are none; where the state was lost, no processes are needed."""
+    """Without a claim state no claim is known, except those that claim files name: they hold their devices."""
     (tmp_path / "plugins" / D).mkdir(parents=True)
     claims = of(tmp_path, pods=[])
     assert holder(claims, R, "a", D) == ""
@@ -325,24 +325,24 @@ def test_a_kubelet_without_claim_state_has_the_claims_that_files_name(tmp_path: 
 
 
 def test_each_change_of_the_claim_state_is_noticed(tmp_path: Path) -> None:
-    """A claim that the kubelet has had unprepared holds nothing; one that appears holds at once."""
+    """Each change of the claim state counts at once: new claims hold their devices, unprepared ones do not."""
     claims = of(tmp_path)
     file(tmp_path, "a", uid="a")
     file(tmp_path, "b", uid="b")
     for devices in ((), ("a",), ("b",), ()):
         before = tmp_path / "before"
         if (tmp_path / written.FILE_NAME).exists():
-            os.link(tmp_path / written.FILE_NAME, before)  # the next file has another inode
+            os.link(tmp_path / written.FILE_NAME, before)  # so that the next file has another inode
         written.write(tmp_path, [claim(name, uid=name) for name in devices])
         before.unlink(missing_ok=True)
         assert [bool(holder(claims, R, name, D)) for name in ("a", "b")] == [name in devices for name in ("a", "b")]
 
 
 def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
-    """Also within the same tick of the file system's clock, and in a directory that did not change for long."""
+    """Each change of a claim's file is noticed, also within one tick of the file system's clock."""
     written.write(tmp_path, [claim("a")])
     claims = of(tmp_path)
-    now = time.time_ns() + 3600 * 10**9  # later than any tick of this test
+    now = time.time_ns() + 3600 * 10**9  # later than any clock tick of this test
     for name in ("a", "b", "c"):
         file(tmp_path, name)
         os.utime(tmp_path / "cdi", ns=(now, now))
@@ -354,7 +354,7 @@ def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
 
 
 def register(claims: OrphanedClaims) -> Register:
-    """Return a register that knows these claims, and nothing else."""
+    """Return a register that knows these claims only."""
 
     class Host(RegisterHost):
         def foreign_uses(self) -> tuple[Use, ...]:
@@ -367,7 +367,7 @@ def register(claims: OrphanedClaims) -> Register:
 
 
 async def test_what_a_claim_holds_is_granted_to_nobody_else(tmp_path: Path) -> None:
-    """The other devices are, and this one is after the claim."""
+    """A device that a claim holds is refused to pods until the claim ends; other devices are granted."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     file(tmp_path, ClaimDevice(R, "a", amount=Amount("1")), driver=OLD)
     asked = register(of(tmp_path))
@@ -383,7 +383,7 @@ async def test_what_a_claim_holds_is_granted_to_nobody_else(tmp_path: Path) -> N
 def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
     fake_kubelet: FakeKubelet, tmp_path: Path, *, own: bool
 ) -> None:
-    """`deviceplugin run` in place of `dra-bridge run` withholds devices of running claims, whatever the ledger is."""
+    """`deviceplugin run` after `dra-bridge run` withholds the devices of running claims, also with a damaged ledger."""
     plugins = fake_kubelet.root / "plugins" / D
     plugins.mkdir(parents=True)
     (plugins / "ledger.db").write_text("damaged")
@@ -412,7 +412,7 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
 
 
 async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
-    """A list may be some milliseconds old; what a claim got since then is not given to a pod."""
+    """A grant reads the claim state again: a device that a claim got since the last list is refused."""
     claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()))
     asked = register(claims)
     written.write(tmp_path, [])

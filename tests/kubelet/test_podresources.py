@@ -1,4 +1,4 @@
-"""The kubelet's PodResources service, and when it may be asked."""
+"""The kubelet's PodResources service, and when the agent calls it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deviceplugin.wire.podresources_pb2_grpc import (
     add_PodResourcesListerServicer_to_server,
 )
 
-# The answer of List.
+# The answer of `List`.
 
 
 def test_list_names_pods_and_the_use_of_claims() -> None:
@@ -48,11 +48,11 @@ def test_list_names_pods_and_the_use_of_claims() -> None:
     assert parsed.pods == {("ns", "one"), ("", "two")}
 
 
-# When to ask.
+# When `List` is called.
 
 
 async def test_list_waits_for_allocations_in_flight() -> None:
-    """Nobody asks `List` while an own Allocate is in flight or was a moment ago."""
+    """`List` waits while an own Allocate is in flight or was a moment ago."""
     in_flight = AllocationsInFlight()
     await in_flight.wait()
     before = time.monotonic()
@@ -71,7 +71,7 @@ async def test_list_waits_for_allocations_in_flight() -> None:
 
 
 async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that can wait a moment waits for a call in flight and for those that follow it at once, not for ever."""
+    """Work that can wait lets Allocate calls in flight, and those that follow at once, go first, for a limited time."""
     in_flight = AllocationsInFlight()
     await in_flight.pause()
     monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)
@@ -91,7 +91,7 @@ async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytes
 
 
 async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
-    """`List` of a kubelet without pods answers with nothing."""
+    """`List` of a kubelet without pods returns an empty answer."""
     service = PodResources(fake_kubelet.pod_resources_socket)
     assert await service.list() == PodResourcesReport()
 
@@ -99,7 +99,7 @@ async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
 async def test_calls_share_a_connection_until_the_kubelet_ends(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet that comes next is asked by a new one, and answers the first call."""
+    """Calls share one connection; after a kubelet restart the first call succeeds on a new one."""
     made: list[Any] = []
     channel = grpc.aio.insecure_channel
 
@@ -125,7 +125,7 @@ async def test_calls_share_a_connection_until_the_kubelet_ends(
 async def test_a_kubelet_that_others_ask_too_often(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The limit of 100 calls a second is shared by all clients; who hits it tries again, and logs nothing."""
+    """At the kubelet's limit of 100 calls a second, shared by all clients, `List` is tried again without a log line."""
     caplog.set_level("INFO")
     fake_kubelet.pod_resources_refused = 1.0
     monkeypatch.setattr(podresources, "LIST_TRIES", 3)
@@ -134,7 +134,7 @@ async def test_a_kubelet_that_others_ask_too_often(
 
 
 async def test_a_kubelet_that_hangs(fake_kubelet: FakeKubelet, tmp_path: Path) -> None:
-    """A socket that takes connections and answers nothing on them is a kubelet that is silent, until one answers."""
+    """A kubelet that takes connections and does not answer gives no report, until it answers again."""
     service = PodResources(tmp_path / "hangs.sock", timeout=0.2)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(service.socket))
@@ -150,7 +150,7 @@ async def test_a_kubelet_that_hangs(fake_kubelet: FakeKubelet, tmp_path: Path) -
 
 
 async def test_kubelet_that_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kubelet that is not there answers nothing; the log names the socket and the error."""
+    """A kubelet that cannot be reached gives no report; the log names the socket and the error."""
     caplog.set_level("INFO")
     service = PodResources(tmp_path / "none.sock", timeout=1.0)
     assert await service.list() is None
@@ -159,14 +159,14 @@ async def test_kubelet_that_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCa
 
 
 class Lister(PodResourcesListerServicer):
-    """Answers `List`, one of three methods, with nothing."""
+    """Answers `List`, one of three methods, with an empty message."""
 
     async def List(self, request: object, context: object) -> Any:  # noqa: N802  # the API's name
         return pb.ListPodResourcesResponse()
 
 
 async def test_a_server_keeps_no_task_for_each_method(tmp_path: Path) -> None:
-    """An agent with 64 resources has over 800 methods, of which at most a few are called at a time."""
+    """A server keeps no task for each method: an agent with 64 resources has over 800 methods, few of them in use."""
     server, address = grpc.aio.server(), unix_address(tmp_path / "s")
     add_PodResourcesListerServicer_to_server(Lister(), methods_by_name(server))  # type: ignore[abstract]
     server.add_insecure_port(address)

@@ -1,1 +1,1 @@
-"""The register, and whole agents on the fake node: no configuration, list or lost file gives a device twice."""
+"""Tests of the register, and of whole agents on the fake node: no device is given twice."""

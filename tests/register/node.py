@@ -1,4 +1,4 @@
-"""An agent of one side or of both on the fake node, and what can be seen of it from outside."""
+"""An agent of one side or of both on the fake node, and what a test can see of the agent from outside."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ TOKENS = pytest.mark.parametrize(
 SHARE = pytest.mark.parametrize("share", ["none", "all"])
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 PATIENCE: Final = 15.0
-"""Seconds for what is to come; a test that waits for a rule's own delay gives more."""
+"""Seconds that `until` waits; a test that waits for a longer delay gives its own limit."""
 
 
 def some(names: str, usual: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize with each combination of the values; `explore` alone looks at those that are not usual."""
+    """Parametrize with each combination of the values; unusual combinations run with the marker `explore` only."""
     cases = [*itertools.product(*values)]
     assert set(usual) < set(cases)
     explore = pytest.mark.explore
@@ -49,7 +49,7 @@ def some(names: str, usual: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -
 
 
 class Varying(Listed):
-    """Devices that are shared as often as the list says that was given last; t0 marks a list as taken."""
+    """A device d0 whose number of replicas comes with each list; further devices in a list mark it as taken."""
 
     def __init__(self, replicas: int, driver: str = D, *, tokens: bool = False) -> None:
         super().__init__(A, driver, "d0", replicas=2, tokens=tokens)
@@ -57,7 +57,7 @@ class Varying(Listed):
         self.vary(replicas)
 
     def vary(self, replicas: int, *marks: str) -> None:
-        """List d0 with this number of replicas; marks: further devices, by which the list is known."""
+        """List d0 with this number of replicas. marks: further devices, which show that the list was taken."""
         self.list(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
 
     def replicas_of(self, device: Device) -> int:
@@ -65,7 +65,7 @@ class Varying(Listed):
 
 
 def running(node: FakeNode, device: str) -> set[str]:
-    """Return the UIDs of the pods of which a container that has the device, or a replica of it, runs."""
+    """Return the UIDs of pods with a running container that have the device or a replica of it."""
     with node.changed:
         pods = [*node.pods.values(), *node.orphans.values()]
         alive = [pod for pod in pods if any(one.state == "running" for one in pod.all_containers.values())]
@@ -73,23 +73,23 @@ def running(node: FakeNode, device: str) -> set[str]:
 
 
 def got(node: FakeNode, pod: FakePod) -> set[str]:
-    """Return the devices that the first container of a pod says to have: the kubelet may remember others."""
+    """Return the devices that a pod's first container got by its variables; the kubelet's records may differ."""
     return {name.removeprefix(SAYS) for name in node.edits_of(pod).env if name.startswith(SAYS)}
 
 
 def plain(name: str) -> str:
-    """Return the device of a replica's id, or of a published name; ids of two resources differ here."""
+    """Return the device of a replica's id or of a published name; two resources never share a device name here."""
     return name.rpartition("--")[2].partition("::")[0]
 
 
 class Here(AgentOnNode):
-    """An agent of one side or of both whose config may change; each `until` is short."""
+    """An agent of one side or of both, whose config can change; each `until` has a short limit."""
 
     resource = A
     driver = D
 
     async def serve(self, *sources: DeviceSource, share: str = "none") -> None:
-        """Serve these sources instead of those before, as after a change of the config file."""
+        """Serve these sources in place of the former ones, as after a change of the config file."""
         by_resource = {source.resource: source for source in sources}
         if self._bridge is None:
             await self.agent.reconfigure(by_resource)
@@ -100,7 +100,7 @@ class Here(AgentOnNode):
         return super().healthy(resource)
 
     def withheld(self, resource: str = A) -> dict[str, str]:
-        """Return why devices are offered to nobody, by id, as the agent's status says it."""
+        """Return the reason for each withheld device, by id, as in the agent's status."""
         (status,) = [one for one in self.agent.status().resources if one.resource == resource]
         return {device: one.reason for device, one in status.withheld.items()}
 
@@ -112,10 +112,10 @@ class Here(AgentOnNode):
         await super().until(what, timeout)
 
     async def soon(self, what: Callable[[], object], seconds: float) -> bool:
-        """Return whether something is so within some seconds."""
+        """Return whether a condition becomes true within `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not what():  # noqa: ASYNC110  # what is waited for tells nobody
+                while not what():  # noqa: ASYNC110  # noqa: ASYNC110  # the condition has no event
                     await asyncio.sleep(0.01)
         return bool(what())
 
@@ -136,7 +136,7 @@ class Here(AgentOnNode):
 
 
 def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverPolicy]:
-    """Return the policies of a config file that gives claims a share of each resource."""
+    """Return a config file's policies, with the same share for claims of each resource."""
     return {source.resource: HandoverPolicy(parse_share(share)) for source in sources}
 
 
@@ -144,7 +144,7 @@ def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverP
 async def serving(
     node: FakeNode, *sources: DeviceSource, share: str = "none", both: bool = True, name: str = AGENT
 ) -> AsyncIterator[Here]:
-    """Run an agent until the end of the block. both: with both sides, else for pods alone. name: `--agent-name`."""
+    """Run an agent until the end of the block. both: with both sides, else for pods only. name: `--agent-name`."""
     if both:
         bridge = Bridge(
             sources,
@@ -169,7 +169,7 @@ async def serving(
 async def offering(
     node: FakeNode, source: DeviceSource, *, share: str = "none", both: bool = True, name: str = AGENT
 ) -> AsyncIterator[Here]:
-    """Run an agent, too; wait until all devices of resource A are offered, to claims if they have all, else to pods."""
+    """Run an agent, and wait until all devices of A are offered: to claims if share is "all", else to pods."""
     async with serving(node, source, share=share, both=both, name=name) as here:
         inventory = here.agent.services[A].inventory
         await here.until(
@@ -179,19 +179,19 @@ async def offering(
 
 
 def registers(root: Path) -> list[Path]:
-    """Return the files of the register below the kubelet's root directory, without locks."""
+    """Return the files of the register below the kubelet's root directory, without lock files."""
     files = [path for name in ("*/ledger.db*", "dra-bridge/register.db*") for path in root.glob(f"plugins/{name}")]
     return [path for path in files if path.suffix != ".lock"]
 
 
 def lose_register(root: Path) -> None:
-    """Delete the register below the kubelet's root directory while no agent runs; locks stay."""
+    """Delete the register below the kubelet's root directory while no agent runs; lock files stay."""
     for path in registers(root):
         path.unlink()
 
 
 async def restart_without_register(node: FakeNode, state: str) -> None:
-    """Restart the kubelet while no agent runs, and lose the register; state: whether the claim state is lost, too."""
+    """Restart the kubelet while no agent runs, and delete the register; state: whether the claim state is lost, too."""
     await asyncio.to_thread(node.stop)
     lose_register(node.root)
     if state != "kept":

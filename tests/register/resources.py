@@ -1,4 +1,4 @@
-"""Resources as a register sees them, without an agent: what their devices are is what a test says."""
+"""Resources as a register sees them, without an agent; a test sets the identity of their devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deviceplugin.register.store import Store
 
 
 class ListedResource:
-    """A resource as a service has it; what its devices are is in `tokens`, by id, the identity first."""
+    """A resource as a service has it; `tokens` has the tokens of its devices by id, the identity first."""
 
     def __init__(self, resource: str, *devices: Device, driver: str, replicas: int = 1, **tokens: str) -> None:
         self.source = cast(
@@ -24,7 +24,7 @@ class ListedResource:
         self.list(*devices, **tokens)
 
     def list(self, *devices: Device, **tokens: str) -> None:
-        """Have these devices and no others."""
+        """List exactly these devices."""
         known = {name: frozenset(one.split()) for name, one in tokens.items() if one}
         named = [Device(name, identity=one.partition(" ")[0]) for name, one in tokens.items()]
         self.inventory.publish([*named, *devices], known)
@@ -37,7 +37,7 @@ class ListedResource:
 
 
 class ListedResources(RegisterHost):
-    """The register of some resources. unknown: of which devices evidence is missing. foreign: what others hold."""
+    """The register of some resources. unknown: devices without evidence. foreign: uses of other holders."""
 
     services: dict[str, ListedResource]
 

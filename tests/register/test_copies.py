@@ -1,4 +1,4 @@
-"""What other agents' copies of their allocations say."""
+"""The copies that agents write of their allocations, and how other agents read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ R = "example.com/fpga"
 
 
 def put(directory: Path, agent: str, *holders: tuple[str, str], boot: str | None = None) -> None:
-    """Write the copy of an agent that has given a half of d0 to these containers."""
+    """Write an agent's copy, which has granted a half of d0 to these containers."""
     one = AllocationRecord(
         R, "d0::0", "d0", 1.0, 1, frozenset(holders), identity=seen_as("b", "n1"), amount=Amount("1/2")
     )
@@ -39,7 +39,7 @@ def changed(found: AllocationCopies) -> Mapping[Allocation, Wanted]:
 
 
 def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
-    """With what the device was and how much of it; a copy that has changed is read again, and no other."""
+    """Each grant of another agent's copy is returned once, with identity and amount, and again after a change."""
     found = AllocationCopies(tmp_path, tmp_path, "own")
     assert changed(found) == {}
     put(tmp_path, "own", ("u0", "main"))
@@ -55,14 +55,14 @@ def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_another_boot_and_a_grant_without_a_container_name_nobody(tmp_path: Path) -> None:
-    """No container of another boot runs; the checkpoint names who was granted a device last."""
+    """A copy of another boot, and a grant without a known container, name no holder."""
     put(tmp_path, "one", ("u1", "main"), boot="before")
     put(tmp_path, "two")
     assert changed(AllocationCopies(tmp_path, tmp_path)) == {}
 
 
 def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The others are read all the same, and so is a directory that is not there."""
+    """A copy that cannot be read is logged once, and others are read; a missing directory has no copies."""
     put(tmp_path, "one", ("u1", "main"))
     (tmp_path / "deviceplugin" / "allocations" / "two.json").write_bytes(b"{")
     (tmp_path / "deviceplugin" / "allocations" / "three.json").symlink_to(tmp_path / "nothing")
@@ -74,7 +74,7 @@ def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pyt
 
 
 def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
-    """A read that ends after its deadline leaves its grants for the next caller."""
+    """Grants of a read whose result was not taken are returned by the next call."""
     put(tmp_path, "one", ("u1", "main"))
     found = AllocationCopies(tmp_path, tmp_path)
     found.read()
@@ -83,7 +83,10 @@ def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
 
 
 async def test_an_agent_without_a_ledger_copies_the_allocations_of_each_resource(tmp_path: Path) -> None:
-    """A grant whose holder is not known changes no copy; the next process reads the copies, this one does not."""
+    """An agent without a ledger writes one copy for each resource, on each change of a known holder.
+
+    Other processes read the copies. A grant whose holder is unknown changes no copy.
+    """
     store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path)
     keeping = asyncio.create_task(found.keep(store, looks))
 
@@ -123,7 +126,7 @@ async def test_an_agent_without_a_ledger_copies_the_allocations_of_each_resource
 async def test_copies_of_another_plugin_directory_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    """An agent in front of a plugin and this plugin give the same ids to the same pods; each writes its own copy."""
+    """A copy counts only for its own plugin directory: an agent in front of a plugin gives the same ids to pods."""
     store, looks = MemoryStore(), Looks("copies", threads=1)
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
@@ -132,7 +135,7 @@ async def test_copies_of_another_plugin_directory_are_ignored(
     one = replace(one, holders=frozenset({("u2", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
     await AllocationCopies(tmp_path, tmp_path / "agent").write(store.snapshot, looks)
-    (tmp_path / "kubelet").mkdir()  # as when the kubelet makes it anew
+    (tmp_path / "kubelet").mkdir()  # as the kubelet creates it again
     holders = [Allocation(pod, "main", R, "d0") for pod in ("u1", "u2")]
     assert [*changed(AllocationCopies(tmp_path, tmp_path / "kubelet"))] == holders[:1]
     monkeypatch.setattr(copies, "place_of", lambda path: "")
@@ -142,7 +145,7 @@ async def test_copies_of_another_plugin_directory_are_ignored(
 async def test_a_copy_that_states_no_plugin_directory_is_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where /proc is hidden from the agent."""
+    """A copy without a plugin directory, as with a hidden /proc, counts for each directory."""
     store, one = MemoryStore(), AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
     with monkeypatch.context() as patch:
@@ -153,7 +156,7 @@ async def test_a_copy_that_states_no_plugin_directory_is_of_all(
 
 @pytest.mark.parametrize("left", [None, b"", b"{", b'{"boot": "1", "allocations": []}'])
 async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_path: Path, left: bytes | None) -> None:
-    """It is made anew at each start: the former may be of another boot, be lost, or be of before a kill."""
+    """An agent with a ledger writes a copy of all allocations at its start, whatever copy it finds."""
     if left is not None:
         put(tmp_path, "own", ("u0", "main"))
         Path(copies.path(str(tmp_path), "own")).write_bytes(left)
@@ -168,7 +171,7 @@ async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_pa
 
 
 async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> None:
-    """Facts that are read again at each start, such as a pod's name, are in no copy."""
+    """A change that is not durable, such as a pod's name, writes no copy."""
     store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path, "own")
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
     path = Path(copies.path(str(tmp_path), "own"))
@@ -187,7 +190,7 @@ async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> 
 async def test_a_copy_that_cannot_be_written_is_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says so; until then, the ledger and the checkpoint have to do."""
+    """If a copy cannot be written, the log says so, and the copy is written once that is possible."""
     monkeypatch.setattr(copies, "FIRST_TRY", 0.01)
     (tmp_path / "deviceplugin").write_bytes(b"")
     store, found = MemoryStore(), AllocationCopies(tmp_path, tmp_path, "own")
@@ -201,7 +204,7 @@ async def test_a_copy_that_cannot_be_written_is_written_later(
 
 
 def test_a_holder_can_open_what_a_copy_says_besides_its_answer() -> None:
-    """A copy of another boot says nothing of this one."""
+    """A copy adds the nodes that a holder can open to the answer in the checkpoint, if both are of one boot."""
     granted = identified(frozenset({"char:240:1"}), "1")
     answer = Wanted((R, "d0"), granted, Amount("1"))
     copied = answer._replace(identity=granted.reaching(identified(frozenset({"char:240:2"}), "1")))

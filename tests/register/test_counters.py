@@ -1,4 +1,4 @@
-"""Counters must not be overdrawn, whatever the configuration does while pods and claims run."""
+"""No config makes pods and claims consume more of a counter than the device has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Q = "10Gi"
 
 
 def part(name: str, takes: str = Q, total: str = Q, identity: str = "") -> Device:
-    """Return a partition that takes all of the memory of the one chip."""
+    """Return a partition that consumes all memory of the chip."""
     return Device(
         name,
         edits=ContainerEdits({f"DEVICE_{name}": "1"}),
@@ -33,13 +33,13 @@ def source(resource: str, driver: str, *names: str) -> Listed:
 
 
 async def both_run(here: Here, first: FakePod, resource: str) -> bool:
-    """Return whether a pod runs, and another one that asks for a resource gets it, too."""
+    """Return whether a pod still runs and another pod that asks for a resource runs as well."""
     other = await here.run("other", {resource: 1})
     return first.running and other.running
 
 
 async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node: FakeNode) -> None:
-    """The plugin alone is started again without the resource of which a pod has a part."""
+    """A plugin restarts without the resource whose partition a pod holds: the other resource's partition is refused."""
     async with serving(node, source(A, D, "a0"), source(B, D, "b0"), both=False) as here:
         await here.until(lambda: here.healthy(A) and here.healthy(B))
         first = await here.run("p", {A: 1})
@@ -52,7 +52,7 @@ async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node
 
 
 async def test_a_part_that_takes_what_is_not_declared_is_not_offered(node: FakeNode) -> None:
-    """A misspelled counter set excludes nothing: the part and the whole would both be given."""
+    """A device that consumes from an undeclared counter set, or more than a counter has, is withheld."""
     one = source(A, D)
     one.list(part("a0"), Device("a1", consumes={"chop": {"memory": Q}}), part("a2", takes="20Gi"))
     async with serving(node, one, both=False) as here:
@@ -71,9 +71,9 @@ async def test_a_part_that_takes_what_is_not_declared_is_not_offered(node: FakeN
     ["10", "10Gi"],
 )
 async def test_a_claims_part_counts_for_the_plugin_alone(node: FakeNode, to: str, names: str, amount: str) -> None:
-    """dra-bridge run is followed by deviceplugin run, whose file names the same driver, another one or none.
+    """A claim holds a partition, and `deviceplugin run` follows `dra-bridge run`: no pod gets a part of the same chip.
 
-    names: one alone is the claim's own device, else there is another one with a part of the same.
+    to: the driver in the new config. names: a1, if listed, is another device with the same counters.
     """
 
     def made(driver: str) -> Listed:

@@ -1,4 +1,4 @@
-"""Registers, copies and claims' files that are lost, from before, or of another agent: no device has two holders."""
+"""Lost, old and foreign registers, copies and claim files: no device has two holders."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.register.node import (
     some,
 )
 
-# Agents of other names.
+# Agents with other names.
 
 
 async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeNode) -> None:
-    """Both have the same hardware, by other names: the claim's own file says what it is."""
+    """Two agents list the same hardware: a device that a claim of one agent holds is withheld by the other."""
     other = Listed(B, E)
     other.lists = asyncio.Queue()
     other.list(Device("x0", identity="serial:d0"))
@@ -42,7 +42,7 @@ async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeN
 
 @pytest.mark.parametrize("driver", [D, E])
 async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node: FakeNode, driver: str) -> None:
-    """Who serves the driver unprepares them; nobody gets their devices. The agent that made them can come back."""
+    """An agent with another name serves the resource: a claim's device stays held until the claim's pod has ended."""
     async with offering(node, Listed(A, D), share="all") as here:
         pod = await here.claimant("c0")
         (held,) = got(node, pod)
@@ -63,7 +63,7 @@ async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node
 
 
 async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_names_it(node: FakeNode) -> None:
-    """The devices are of another resource now, and those of the driver's own are not there."""
+    """A reload names another agent's driver, but not its devices: the claim's device is refused to pods."""
     async with offering(node, Listed(A, D, "d0"), share="all", name="one") as one:
         pod = await one.claimant("c0")
     async with serving(node, Listed(A, "", "d0"), name="two") as two:
@@ -78,7 +78,7 @@ async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_nam
 
 
 async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node: FakeNode) -> None:
-    """The checkpoint and the copy name one and the same allocation; the other share is for the next pod."""
+    """Another agent's pod has one share of a device: the other share is granted, and no third one."""
     async with serving(node, Varying(2)) as here:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         first = await here.run("p", {A: 1})
@@ -95,7 +95,7 @@ async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node:
         assert not (await here.run("s", {A: 1})).running
 
 
-# Claims' files that are lost.
+# Lost claim files.
 
 
 @some(
@@ -107,7 +107,7 @@ async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node:
 async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
     node: FakeNode, driver: str, files: tuple[bool, str]
 ) -> None:
-    """Register and claims' files are lost, and another driver is configured, or `deviceplugin run` follows."""
+    """Register and claim files are lost: the claim's device is not granted, and without the driver no device is."""
     both, lost = files
     async with offering(node, Listed(A, D), share="all") as here:
         pod = await here.claimant("c0")
@@ -134,6 +134,6 @@ async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
             await here.stopped(one)
         if explained:
             await here.stopped(pod)
-    async with serving(node, Listed(A, D)) as here:  # the driver ends it
+    async with serving(node, Listed(A, D)) as here:  # this driver unprepares the claim
         await here.stopped(pod)
         await here.until(lambda: here.healthy() == {"d0", "d1"}, 30)

@@ -1,4 +1,4 @@
-"""Further sequences of configurations, lost files and restarts: no device has two holders, and none is lost."""
+"""Further sequences of configs, lost files and restarts: no device has two holders, and no device is lost."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.register.node import (
     serving,
 )
 
-# A driver that is named, renamed, or cannot be served.
+# Drivers that are added, renamed, or cannot be served.
 
 
 class Slow(Listed):
-    """Devices whose `prepare` works until a test lets it end."""
+    """Devices whose `prepare` waits until a test sets `end`."""
 
     def __init__(self, driver: str) -> None:
         super().__init__(A, driver)
@@ -53,7 +53,7 @@ class Slow(Listed):
 
 @SHARE
 async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(node: FakeNode, share: str) -> None:
-    """A reload gives the resource to another driver meanwhile: neither its claims nor pods get the device."""
+    """A reload renames the driver during a Prepare: the claim keeps its device, and no pod or other claim gets it."""
     async with serving(node, source := Slow(D), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0", "d1"})
         pod = node.start_pod("p", template={D: 1})
@@ -81,7 +81,7 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
 async def test_a_reload_just_after_an_allocate_forgets_no_grant(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, before: str, tokens: bool
 ) -> None:
-    """A driver that is added or renamed before the checkpoint names the container gives its device to no claim."""
+    """A reload adds or renames a driver before the checkpoint names a grant's container: no claim gets the device."""
     monkeypatch.setattr(rules, "WELL_APART", 3600.0)
     async with serving(node, Listed(A, before, tokens=tokens)) as here:
         await here.until(lambda: here.healthy() == {"d0", "d1"})
@@ -97,7 +97,7 @@ async def test_a_reload_just_after_an_allocate_forgets_no_grant(
 
 
 async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
-    """The driver that the config names has a device as soon as its claim has ended, whatever other claims hold."""
+    """After a rename of the driver each device moves to the new driver when its own claim has ended."""
     async with offering(node, Listed(A, D), share="all") as here:
         pods = [await here.claimant(name) for name in ("p0", "p1")]
         held = [set(node.devices_of(pod)) for pod in pods]
@@ -113,14 +113,14 @@ async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
 
 @SHARE
 async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(node: FakeNode, share: str) -> None:
-    """When the config is as it was, the resource is served as it was, whether or not the other driver could be."""
+    """A driver is renamed to one that cannot be served, and back: its devices are offered as before."""
     async with serving(node, Listed(A, D), share=share) as here:
         offered = here.healthy if share == "none" else here.sliced
         await here.until(lambda: offered() == {"d0", "d1"})
         with unserved(E):
             await here.serve(Listed(A, E), share=share)
         await here.serve(Listed(A, D), share=share)
-        missing = here.agent.register.evidence_missing  # before that the kubelet may have the list from before all this
+        missing = here.agent.register.evidence_missing  # until then the kubelet may have the first list
         await here.until(lambda: not (missing(A, "d0") or missing(A, "d1")))
         await here.until(lambda: offered() == {"d0", "d1"})
         pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
@@ -131,7 +131,7 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
 
 
 async def hold(here: Here) -> FakePod:
-    """Run a pod with d0, and wait until the agent knows it."""
+    """Run a pod with d0, and wait for scans that see the pod."""
     await here.until(lambda: "d0" in here.healthy())
     pod = await here.run("p", {A: 1})
     assert pod.device_ids == ("d0",)
@@ -140,7 +140,7 @@ async def hold(here: Here) -> FakePod:
 
 
 async def lost_checkpoint(here: Here, *, devices: int = 1) -> None:
-    """Restart the kubelet without its checkpoint, and wait until it has the devices again."""
+    """Restart the kubelet without its checkpoint, and wait until the kubelet has the devices again."""
     await asyncio.to_thread(here.node.stop)
     here.node.damage_checkpoint("deleted")
     await asyncio.to_thread(here.node.start)
@@ -153,12 +153,12 @@ async def lost_checkpoint(here: Here, *, devices: int = 1) -> None:
 async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
     node: FakeNode, both: bool, what: str
 ) -> None:
-    """Another container of its pod has ended, or the kubelet's links to the logs of the one that ended are gone."""
+    """The checkpoint is lost and a container ends: its pod keeps the device if another container may still hold it."""
     async with serving(node, Listed(A, D, "d0"), both=both) as here:
         await here.until(here.healthy)
         containers = {"has": {A: 1}, "beside": {}}
         pod = await asyncio.to_thread(node.run_pod, "p", containers=containers, timeout=15)
-        await here.scans()  # the agent knows the container of the grant
+        await here.scans()  # a scan has found the container of the grant
         await lost_checkpoint(here)
         ends = pod.container("beside" if what == "beside" else "has")
         if what == "no link":
@@ -167,7 +167,7 @@ async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
         pod.crash_container(ends.name)
         await here.scans()
         for number in range(2):
-            # The id stays offered, because the kubelet counts the pod, until it chooses the id for another pod.
+            # The id stays offered while the kubelet counts the pod, until the kubelet chooses it for another pod.
             assert here.healthy() == (set() if number else {"d0"})
             assert not (await here.run(f"other{number}", {A: 1})).running
             await here.scans()
@@ -178,7 +178,7 @@ async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
 async def test_a_device_of_a_container_that_ended_after_the_checkpoint_was_lost_goes_to_one_pod(
     node: FakeNode, both: bool
 ) -> None:
-    """Whoever asks first has it: the container that starts again, or another pod; then the checkpoint is lost again."""
+    """The checkpoint is lost and the holder's container ends: the device goes to one pod, the next that asks for it."""
     async with serving(node, Listed(A, D, "d0"), both=both) as here:
         pod = await hold(here)
         await lost_checkpoint(here)
@@ -200,12 +200,12 @@ async def test_a_device_of_a_container_that_ended_after_the_checkpoint_was_lost_
         assert running(node, "d0") == {pod.uid}
 
 
-# Ids that look like those of replicas.
+# Ids that look like replicas.
 
 
 @BOTH
 async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode, both: bool) -> None:
-    """A pod has a replica; then nothing is shared, and another device has the id of the replica."""
+    """A pod has a replica; then another device gets that id: d0 is still held by one pod only."""
     async with serving(node, Listed(A, D, "d0", replicas=2), both=both) as here:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         first = await here.run("p", {A: 1})
@@ -217,13 +217,13 @@ async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode
         assert [got(node, one) for one in (first, *others) if one.running].count({"d0"}) == 1
 
 
-# Pods that cannot be listed.
+# `List` gives no answer.
 
 
 async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_device(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A claim ends while List is not answered; once it is, its device goes to the next claim."""
+    """A claim ends while `List` is not answered: after that its device goes to the next claim."""
     monkeypatch.setattr("dra_bridge.driver.preparation.PATIENCE", 1.0)
     monkeypatch.setattr("dra_bridge.node.claim_checks.RECONCILE", 1.0)
     monkeypatch.setattr("dra_bridge.node.claim_checks.NOTICE", 0.1)
@@ -243,11 +243,11 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
         await here.until(lambda: after.running, 30)
 
 
-# A claim is allocated anew under the same UID.
+# A claim that is allocated again under the same UID.
 
 
 async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
-    """Its new pod waits for the processes of the old one, and so does the claim that owns the device by now."""
+    """A claim is allocated another device while its former pod hangs: both claims wait until that pod has ended."""
     async with offering(node, Listed(A, D), share="all") as here:
         node.claim("mine", D)
         hanging = await here.claimant("worker", claims=["mine"])
@@ -266,15 +266,18 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
         assert (got(node, owner), got(node, again)) == ({"d0"}, {"d1"})
 
 
-# A register that is lost, or not empty.
+# Registers that are lost, or not empty.
 
 
 @pytest.mark.parametrize("state", ["kept", "lost", "forgotten"], ids=lambda state: f"state-{state}")
 async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_with_none(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """The config may offer it twice by now; who got it when it was whole has all of it, also as a pod that hangs."""
-    monkeypatch.setattr(driver, "MARGIN", 44.0)  # each refused claim would wait for 40 s
+    """The register is lost and the config shares a held device now: claims for a share of it are refused.
+
+    The holder got the whole device, also if its pod was deleted by force and hangs.
+    """
+    monkeypatch.setattr(driver, "MARGIN", 44.0)  # else each refused claim waits for 40 s
     async with offering(node, Listed(A, D, "d0"), share="all") as here:
         pod = await here.claimant("p")
     if state == "forgotten":
@@ -291,7 +294,7 @@ async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_wi
 
 
 async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:
-    """An agent that was killed before it had compared its devices leaves a register that does not know them."""
+    """A claim was allocated a device that the register does not know: the device waits for the claim, not for pods."""
     async with offering(node, Listed(A, D, "d1")) as here:
         await here.run("p", {A: 1})
         here.allocate("mine", D, "d0")
@@ -304,11 +307,11 @@ async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_i
         assert "d0" not in here.healthy()
 
 
-# Sources that bring others along.
+# Sources that bring child sources.
 
 
 class Parent(Listed):
-    """A source with a driver, which brings along another one."""
+    """A source with a driver, which brings a child source."""
 
     driver = D
 
@@ -320,7 +323,7 @@ class Parent(Listed):
 
 
 class Child(DeviceSource):
-    """Has the driver that its class inherits."""
+    """A child source with the same driver."""
 
     resource = B
     driver = D
@@ -331,7 +334,7 @@ class Child(DeviceSource):
 
 @SHARE
 async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNode, share: str) -> None:
-    """What a source brings along is served as if the config had named it, and follows what the Node asks for."""
+    """A child source is served as if the config named it, on the side that the Node asks for."""
     async with serving(node, Parent()) as here:
         await here.until(lambda: here.healthy(A) and here.healthy(B))
         here.ask(share, D)
@@ -345,7 +348,7 @@ async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNod
 
 
 async def test_a_childs_devices_stay_on_their_side_when_something_else_is_reloaded(node: FakeNode) -> None:
-    """A child's share is that of its parent's config."""
+    """A reload of another resource leaves a child's devices with the policy of its parent."""
     parent = Parent()
     async with serving(node, parent, share="all") as here:
         await here.until(lambda: len(here.sliced()) == 2)

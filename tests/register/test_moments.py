@@ -1,4 +1,4 @@
-"""Lists and reloads in the middle of Allocate and Prepare: nobody gets hardware that the register does not record."""
+"""Lists and reloads during Allocate and Prepare: no pod gets hardware that the register does not record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.register.node import BOTH, A, B, D, got, serving
 
 
 def card(name: str, hardware: str) -> Device:
-    """Return a device that tells its container which hardware it is."""
+    """Return a device whose edits name its hardware."""
     return Device(name, edits=ContainerEdits({f"DEVICE_{hardware}": "1"}), identity=f"serial:{hardware}")
 
 
@@ -25,7 +25,7 @@ def cards(source: Listed, **hardware: str) -> None:
 
 
 class Slow(Listed):
-    """`edits` works until a test lets it end."""
+    """A source whose `edits` waits until a test sets `end`."""
 
     def __init__(self, resource: str = A, driver: str = D) -> None:
         super().__init__(resource, driver)
@@ -40,7 +40,7 @@ class Slow(Listed):
 
 @BOTH
 async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: bool) -> None:
-    """Names are swapped between the question and the record."""
+    """During an Allocate's `edits` the id gets other hardware: no two pods get the same hardware."""
     source = Slow()
     cards(source, d0="h0")
     async with serving(node, source, both=both) as here:
@@ -61,7 +61,7 @@ async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: 
 
 @pytest.mark.parametrize("hook", ["released", "edits"])
 async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: str) -> None:
-    """Names are swapped while Prepare waits for a hook of the device."""
+    """During Prepare's hook the name gets other hardware: no two pods get the same hardware."""
 
     class Wiped(Listed):
         began, end, slow = asyncio.Event(), asyncio.Event(), False
@@ -107,9 +107,9 @@ async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: st
 async def test_a_reload_moves_hardware_while_edits_works(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, both: bool, to: str, outlasts: bool
 ) -> None:
-    """The resource is removed, and its hardware offered as another one's, while its Allocate is under way.
+    """During an Allocate's `edits` a reload offers the hardware under another resource: no two pods get it.
 
-    outlasts: `edits` works for longer than the agent waits for a resource that is removed.
+    outlasts: `edits` takes longer than the agent waits for a resource that is removed.
     """
     if outlasts:
         short = functools.partial(registration.RegistrationTiming, calls=0.5)

@@ -1,4 +1,4 @@
-"""Whether a claim that is refused its devices may get them soon."""
+"""The outlook of a claim that is refused: whether its devices are expected to come free."""
 
 from __future__ import annotations
 
@@ -79,24 +79,24 @@ def state(at: State, *records: Record, driver: str = D) -> RegisterSnapshot:
     ids=range(16),
 )
 def test_what_holds_a_device_decides(now: RegisterSnapshot, expected: Outlook) -> None:
-    """Holders end that the scheduler or the kubelet does not count any more; a move ends by itself."""
+    """The outlook for a claim follows from the device's state and from whether its holder is expected to end."""
     assert outlook(now, claim("2"), View("1")) is expected
 
 
 def test_a_hook_that_works_on_ends() -> None:
-    """It holds its device until then."""
+    """A device on which a hook still runs is expected to come free."""
     hook = Use(("hook", R, "d0"), "`reset` is still running on it", (R, "d0"), frozenset(), None)
     assert outlook(state(State.DRA), claim("2"), View("1", others=(hook,))) is Outlook.ENDING
 
 
 def test_what_others_hold_does_not_end() -> None:
-    """Nothing is known of their pods."""
+    """A device that another plugin's pod holds is not expected to come free."""
     other = Use(("id", "vendor.example.com/x", "0"), "pod p", None, frozenset({"n1"}), Fraction(1))
     assert outlook(state(State.DRA), claim("2"), View("1", others=(other,))) is Outlook.FINAL
 
 
 def test_a_part_of_a_device_is_free_beside_another_one() -> None:
-    """Of three claims for halves the third one waits."""
+    """Half of a device is free beside another half; a third half waits."""
     half = state(State.DRA, claim("1", amount=HALF))
     wanted = claim("2", amount=HALF)
     assert outlook(half, wanted, View("1")) is Outlook.FREE
@@ -105,7 +105,7 @@ def test_a_part_of_a_device_is_free_beside_another_one() -> None:
 
 
 def test_the_worst_of_several_devices_counts() -> None:
-    """A claim for two devices waits for neither if one is held by a pod that runs."""
+    """Of several devices the worst outlook counts: one that a running pod holds makes it final."""
     devices = (*claim("2").devices, ClaimDevice(R, "d1", identity=N2, amount=WHOLE))
     both = replace(claim("2"), devices=devices)
     now = state(State.DRA, claim("1"), DeviceRecord(R, "d1", State.PLUGIN, 1.0))

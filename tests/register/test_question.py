@@ -1,4 +1,4 @@
-"""The one question: may a holder have devices beside all that others hold?"""
+"""The decision of the register: may a holder have devices beside all that other holders have?"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VIEW = View(BOOT, {R: D, S: D}, {MEMORY: Fraction(10)})
 
 
 def named(*tokens: str, boot: str = BOOT) -> Identity:
-    """An identity as it is recorded."""
+    """Return an identity with these tokens."""
     return identified(frozenset(tokens), boot)
 
 
@@ -52,7 +52,7 @@ def takes(memory: str, part: str = "1") -> Amount:
 
 
 def pod(name: str, *tokens: str, device: str = "", resource: str = R, amount: Amount = WHOLE) -> AllocationRecord:
-    """An id that a pod holds."""
+    """Return the record of an id that a pod holds."""
     identity = named(*tokens)
     return AllocationRecord(resource, name, device or name, 0.0, 1, pod="ml/train", identity=identity, amount=amount)
 
@@ -60,13 +60,13 @@ def pod(name: str, *tokens: str, device: str = "", resource: str = R, amount: Am
 def claim(
     device: str, *tokens: str, uid: str = "c", driver: str = D, amount: Amount = WHOLE, admin: bool = False
 ) -> Claim:
-    """A claim that holds a device."""
+    """Return a claim that holds a device."""
     held = ClaimDevice(R, device, "", admin, named(*tokens), amount)
     return Claim(driver, uid, "ml", uid, (held,), "ready", 0.0)
 
 
 def held(*records: AllocationRecord | Claim) -> RegisterSnapshot:
-    """A register with these records."""
+    """Return a register with these records."""
     changes = [
         Change("claims", (one.driver, one.uid), one)
         if isinstance(one, Claim)
@@ -77,7 +77,7 @@ def held(*records: AllocationRecord | Claim) -> RegisterSnapshot:
 
 
 def use(name: str, *tokens: str, device: str = "", resource: str = R, amount: Amount = WHOLE, view: View = VIEW) -> Use:
-    """What a pod is to get by an id."""
+    """Return the use of a pod that asks for an id."""
     wanted = Wanted((resource, device or name), named(*tokens), amount)
     return wanted_use(allocation_unit(resource, name), wanted, view)
 
@@ -91,7 +91,7 @@ def asked(state: RegisterSnapshot, *wanted: Use, view: View = VIEW, **more: Any)
 
 @pytest.mark.parametrize("tokens", [("n1",), ()], ids=["token", "name"])
 def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> None:
-    """By its name, and by what it is; parts as they were granted count, not those that there would be now."""
+    """Parts of a device, as they were granted, add up to the whole at most, by name or by token."""
     half = held(pod("a::0", *tokens, device="a", amount=HALF))
     assert asked(half, use("a::1", *tokens, device="a", amount=HALF)) == ""
     assert asked(half, use("a", *tokens)) == f"a of {R} is held by pod ml/train"
@@ -102,7 +102,7 @@ def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> Non
 
 
 def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
-    """Two names that share a token are the same hardware, of pods and claims; the reason names both and the token."""
+    """Two names that share a token are the same hardware: their parts add up, and the reason names both."""
     state = held(pod("a", "n1", amount=HALF), claim("b", "n1", "n2", amount=THIRD))
     assert asked(state, use("c", "n1", resource=S, amount=Amount("1/6"))) == ""
     reason = asked(state, use("c", "n1", "n3", resource=S, amount=HALF))
@@ -113,14 +113,14 @@ def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
 
 
 def test_functions_of_one_group_belong_in_one_resource() -> None:
-    """Where two devices share a node and are not the same, the reason says how one pod gets both."""
+    """Two functions that share a node are refused to different pods; the reason says to use one resource."""
     state = held(pod("gpu", "char:511:12", "pci:0000:01:00.0"))
     reason = asked(state, use("audio", "char:511:12", "pci:0000:01:00.1", resource=S))
     assert reason.endswith("(char 511:12); if one pod needs both, which share a node, put them into one resource")
 
 
 def test_one_holder_does_not_get_one_thing_twice() -> None:
-    """What it asks for adds up, too: two names of the same hardware, too many replicas, more of a counter."""
+    """Devices of one request add up as well: the same hardware twice, or more than there is, is refused."""
     nobody = RegisterSnapshot()
     assert asked(nobody, use("a", "n1")) == ""
     twice = f"a of {R} and b of {R}, requested with it, are the same hardware (n1)"
@@ -135,7 +135,7 @@ def test_one_holder_does_not_get_one_thing_twice() -> None:
 
 
 def test_a_name_that_leads_to_another_thing_than_its_holder_got_is_given_to_nobody() -> None:
-    """Not to its own holder either; tokens of another boot, and none, say nothing."""
+    """A name that has other tokens than its holder got is refused, also to the holder; unknown tokens do not count."""
     state = held(pod("a", "n1", amount=HALF))
     for wanted in (use("a", "n2"), use("a::1", "n2", device="a", amount=HALF)):
         assert asked(state, wanted) == f"a of {R} is held as n1, and is n2 now"
@@ -150,7 +150,7 @@ def test_a_name_that_leads_to_another_thing_than_its_holder_got_is_given_to_nobo
 
 @pytest.mark.parametrize("amount", [UNKNOWN, Amount("x"), Amount("1/0")])
 def test_a_part_that_is_not_known_may_be_all_of_it(amount: Amount) -> None:
-    """On either side; of other hardware it says nothing."""
+    """An unknown part counts as the whole device, of the holder and of the request."""
     assert part_of(amount) is None
     for state in (held(pod("a", "n1", amount=amount)), held(claim("a", "n1", amount=amount))):
         tiny = Amount("1/100")
@@ -162,7 +162,7 @@ def test_a_part_that_is_not_known_may_be_all_of_it(amount: Amount) -> None:
 
 @pytest.mark.parametrize("by", ["record", "amount"])
 def test_access_without_holding_excludes_nobody(by: str) -> None:
-    """Administrative access holds nothing, in the register and when it is asked for, of a changed name either."""
+    """Administrative access holds nothing and is never refused, also if the device's tokens have changed."""
     nothing = Amount("0", (("card", "memory", "10"),))
     one = claim("a", "n1", admin=True) if by == "record" else claim("a", "n1", amount=nothing)
     assert asked(held(one), use("a", "n1", amount=takes("10"))) == ""
@@ -173,11 +173,11 @@ def test_access_without_holding_excludes_nobody(by: str) -> None:
     assert asked(both, use("b::1", "n2", device="b", amount=HALF), use("a", "n1")) == "", "of one claim, too"
 
 
-# Who is asked for.
+# Holders that do not count.
 
 
 def test_what_a_holder_has_already_does_not_count() -> None:
-    """An id that is given anew, a claim that is prepared after it was reserved."""
+    """An id or claim that asks again for its own device is not refused by its own record."""
     state = held(pod("a", "n1", amount=takes("6")), claim("b", "n2", amount=takes("4")))
     assert asked(state, use("a", "n1", amount=takes("6"))) == ""
     again = Wanted((R, "b"), named("n2"), takes("4"))
@@ -190,7 +190,7 @@ def test_what_a_holder_has_already_does_not_count() -> None:
 
 
 def test_own_tells_who_else_does_not_count_and_counted_whose_counters_do() -> None:
-    """A slice offers what its driver's claims hold, and the scheduler fits parts beside theirs."""
+    """Holders that `own` names do not count for the device, and their counters only if `counted` says so."""
     state = held(pod("x", amount=takes("5")), claim("y", "n1", amount=takes("5")))
     whole = use("y", "n1", amount=takes("6"))
 
@@ -207,7 +207,7 @@ def test_own_tells_who_else_does_not_count_and_counted_whose_counters_do() -> No
 
 
 def test_others_and_what_is_offered_beside_count() -> None:
-    """Other drivers' claims are known by tokens alone; a hook that works on has a device for itself."""
+    """Holders of other drivers count by tokens, a running hook by its device, and devices offered beside by parts."""
     hook = Use(("hook", R, "h"), "`reset` is still running on it", (R, "h"), frozenset(), None)
     foreign = Use(("foreign", "x"), "claim ml/nic of x", None, frozenset({"n1"}), None)
     view = View(BOOT, others=(hook, foreign))
@@ -221,7 +221,7 @@ def test_others_and_what_is_offered_beside_count() -> None:
 
 
 def test_a_claim_without_a_name_is_shown_by_its_uid() -> None:
-    """It is known from its file alone; a pod that no checkpoint has named is a pod."""
+    """A claim without a name is shown by its UID, a pod without a name as a pod."""
     nameless = Claim(D, "uid-1", "", "", (ClaimDevice(R, "a", amount=WHOLE),), None, 0.0)
     assert asked(held(nameless), use("a")) == f"a of {R} is held by claim uid-1"
     assert asked(held(AllocationRecord(R, "a::0", "a", 0.0, 1)), use("a")) == f"a of {R} is held by a pod"
@@ -231,7 +231,7 @@ def test_a_claim_without_a_name_is_shown_by_its_uid() -> None:
 
 
 def test_parts_fit_while_counters_suffice() -> None:
-    """Halves fit beside each other, the whole beside nothing; the reason names who is beside, and the counter."""
+    """Parts fit while their counters suffice; the reason names the holder and the counter."""
     half = held(pod("x", amount=takes("5")))
     assert asked(half, use("y", resource=S, amount=takes("5"))) == ""
     reason = asked(half, use("y", resource=S, amount=takes("5100m")))
@@ -243,20 +243,20 @@ def test_parts_fit_while_counters_suffice() -> None:
 
 @pytest.mark.parametrize("limits", [{}, {MEMORY: Fraction(0)}, {(E, "card", "memory"): Fraction(10)}])
 def test_parts_of_what_is_not_known_exclude_each_other(limits: Mapping[Counter, Fraction]) -> None:
-    """Without a listed amount nothing fits beside another; alone a part is to be had."""
+    """A counter without a listed amount fits one holder only."""
     view = View(BOOT, {R: D}, limits)
     assert asked(RegisterSnapshot(), use("x", amount=takes("1"), view=view), view=view) == ""
     assert asked(held(pod("y", amount=takes("1"))), use("x", amount=takes("1"), view=view), view=view)
 
 
 def test_an_amount_that_is_none_excludes_all() -> None:
-    """A negative one makes no room for others."""
+    """A negative amount is refused beside others."""
     assert asked(held(pod("x", amount=takes("-5"))), use("y", amount=takes("1")))
     assert asked(held(pod("x", amount=takes("1"))), use("y", amount=takes("-5")))
 
 
 def test_counter_sets_belong_to_a_driver() -> None:
-    """The same name of another driver is another set; resources of one driver share theirs, one without has its own."""
+    """Counter sets with one name are shared by resources of one driver only."""
     alone = "example.com/alone"
     limits = {(scope, *MEMORY[1:]): Fraction(10) for scope in (D, E, alone)}
     view = View(BOOT, {R: D, S: E, alone: alone}, limits)
@@ -267,7 +267,7 @@ def test_counter_sets_belong_to_a_driver() -> None:
 
 
 def test_a_claim_counts_under_its_former_driver_and_under_the_present_one() -> None:
-    """A driver that is renamed has the same partitions; one that the other side keeps has them, too."""
+    """A claim's counters count under the former driver and under the present driver of its resource."""
     limits = {(scope, *MEMORY[1:]): Fraction(10) for scope in (D, E)}
     full = held(claim("x", driver=D, amount=takes("10")))
     for scopes in ({R: E}, {R: E, S: D}, {R: D}):
@@ -279,7 +279,7 @@ def test_a_claim_counts_under_its_former_driver_and_under_the_present_one() -> N
 
 
 def test_a_pod_counts_where_its_resource_is_served_no_more() -> None:
-    """Of which driver it was is not recorded: it may be of any that has a set of that name."""
+    """A pod's counters of a resource that is no longer served count for each driver with such a counter set."""
     view = View(BOOT, {S: D}, VIEW.limits)
     full = held(pod("x", amount=takes("10")))
     assert asked(full, use("y", resource=S, amount=takes("1"), view=view), view=view)
@@ -287,7 +287,7 @@ def test_a_pod_counts_where_its_resource_is_served_no_more() -> None:
 
 
 def test_what_is_held_is_found_by_name_token_and_counter() -> None:
-    """Whatever else the record says; administrative access is not found."""
+    """Uses are found by name, token and counter; administrative access is not found."""
     records = pod("a", "n1", amount=takes("1")), claim("b", "n2"), claim("c", "n3", uid="admin", admin=True)
     state = held(*records)
     for point, keys in (
@@ -302,11 +302,11 @@ def test_what_is_held_is_found_by_name_token_and_counter() -> None:
         assert [one.key for one in uses(state, [point], VIEW)] == keys, point
 
 
-# Whatever is asked, in whatever order.
+# Any requests in any order.
 
 
 class Listed(NamedTuple):
-    """A device of a list."""
+    """A listed device."""
 
     name: str
     tokens: frozenset[str]
@@ -324,7 +324,7 @@ ASKED = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 2), st.boolea
 
 
 def total(of: Sequence[Use]) -> dict[object, list[Fraction]]:
-    """What these have of each point and counter."""
+    """Return the parts and amounts of each token, name and counter."""
     found: dict[object, list[Fraction]] = {}
     for one in of:
         for point in one.points:
@@ -335,7 +335,7 @@ def total(of: Sequence[Use]) -> dict[object, list[Fraction]]:
 
 
 def exceeded(of: Sequence[Use]) -> set[object]:
-    """Of what they have more together than there is."""
+    """Return the tokens, names and counters of which more is used than there is."""
     limits: dict[object, Fraction] = {MEMORY: Fraction(10)}
     return {point for point, each in total(of).items() if len(each) > 1 and sum(each) > limits.get(point, Fraction(1))}
 
@@ -344,7 +344,7 @@ def exceeded(of: Sequence[Use]) -> set[object]:
 def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
     devices: list[Listed], wanted: list[tuple[str, int, bool]]
 ) -> None:
-    """No token, name or counter has more than its whole; what is refused would have had."""
+    """Granted in turn, no token, name or counter is exceeded, and each refused request would have exceeded one."""
     listed = {one.name: one for one in devices}
     state, granted = RegisterSnapshot(), dict[tuple[str, ...], Use]()
     for name, number, by_claim in wanted:
@@ -374,7 +374,7 @@ def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
 def test_a_thing_is_refused_to_all_or_to_none_of_its_names(
     holders: list[tuple[str, frozenset[str], str]], tokens: frozenset[str]
 ) -> None:
-    """A name that nobody holds is refused for what it is alone: what others hold has no better name."""
+    """Two unheld names of the same hardware get the same answer: refused if a holder has one of its tokens."""
     records = [
         pod(f"{name}::{number}", *sorted(has), device=name, amount=Amount(part))
         for number, (name, has, part) in enumerate(holders)

@@ -1,4 +1,4 @@
-"""A reboot after which device nodes have other numbers, and are there late."""
+"""A reboot after which device nodes have other numbers, or come late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = (
 
 @contextlib.contextmanager
 def another_boot() -> Iterator[None]:
-    """Have the agent run as in the node's boot before."""
+    """Run the agent as in another boot of the node."""
     with pytest.MonkeyPatch.context() as patch:
         for place in PLACES:
             patch.setattr(f"{place}.boot_id", lambda: "an-earlier-boot")
@@ -40,14 +40,14 @@ def put(path: Path, number: int) -> None:
 
 
 def hardware(pod: FakePod) -> set[int]:
-    """Return the minor numbers of the nodes that a pod's container has."""
+    """Return the minor numbers of the nodes that a pod's container got."""
     return {os.minor(os.stat(one.host).st_rdev) for one in pod.nodes}
 
 
 @BOTH
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, late: bool, both: bool) -> None:
-    """Ids are serial numbers, nodes are numbered as they are found. The kubelet starts the pod by its old answer."""
+    """A reboot swaps the nodes of two devices; the kubelet starts the pod by its old answer: no two pods share one."""
     tty = [tmp_path / f"ttyX{n}" for n in range(2)]
     for n, path in enumerate(tty):
         put(path, 10 + n)
@@ -66,13 +66,13 @@ async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, l
     if late:
         for path in tty:
             path.unlink()
-    # serial-0 is found second now: the other numbers of nodes
+    # after the reboot serial-0 is the second node
     swapped = source(1)
     if late:
         swapped.lists = asyncio.Queue()
         swapped.list()
     await asyncio.to_thread(node.stop)
-    node.hold_sources()  # the kubelet learns of its pods when the plugin is there
+    node.hold_sources()  # the kubelet gets its pods only when the plugin is there
     await asyncio.to_thread(node.reboot)
     async with serving(node, swapped, both=both) as here:
         await here.until(lambda: A in node.resources())
