@@ -15,7 +15,7 @@ from deviceplugin.device import MAX_ID, EditConflictError
 
 
 def test_unknown_health_is_still_usable() -> None:
-    """Only a device known to be broken is withdrawn: what could not be read goes on being offered."""
+    """A device of unknown health is usable; only an unhealthy device is not."""
     assert {health for health in Health if health.usable} == {Health.HEALTHY, Health.UNKNOWN}
 
 
@@ -44,7 +44,7 @@ def test_paths_are_absolute(path: str) -> None:
 
 
 def test_one_string_is_not_a_list_of_nodes() -> None:
-    """`nodes="/dev/a"` is a mistake that says so instead of eight devices of one letter."""
+    """A string in place of a list of nodes raises TypeError."""
     with pytest.raises(TypeError, match="sequence of device nodes"):
         Device("a", nodes="/dev/a")
     with pytest.raises(TypeError, match="sequence of device nodes"):
@@ -59,7 +59,7 @@ def test_bad_ids_are_refused(name: str) -> None:
 
 
 def test_numa_is_one_several_or_unknown() -> None:
-    """`numa` takes one node, several or None, and is a tuple for whoever reads it."""
+    """`numa` takes one node, several nodes or None; -1 counts as None."""
     assert Device("a").numa_nodes == ()
     assert Device("a", numa=0).numa_nodes == (0,)
     assert Device("a", numa=[1, 0]).numa_nodes == (1, 0)
@@ -78,7 +78,7 @@ def test_health_changes_make_another_device_and_only_then() -> None:
 
 
 def test_edits_of_a_device_are_its_nodes_and_more() -> None:
-    """What a device puts into a container is its nodes before those of its edits, and the rest of them."""
+    """The edits of a device have its nodes first, then the nodes and other fields of its own edits."""
     edits = ContainerEdits(env={"A": "1"}, nodes=["/dev/b"], cdi=["v.com/c=d"])
     whole = Device("a", nodes=["/dev/a"], edits=edits).container_edits
     assert [node.host for node in whole.device_nodes] == ["/dev/a", "/dev/b"]
@@ -87,7 +87,7 @@ def test_edits_of_a_device_are_its_nodes_and_more() -> None:
 
 
 def test_version_is_text_of_its_own_kind() -> None:
-    """A version compares as the text it is, and can be told from text."""
+    """A Version equals its text, and has a type of its own."""
     assert Version("1.2.3") == "1.2.3"
     assert isinstance(Version("1.2.3"), Version)
 
@@ -101,7 +101,7 @@ def test_merge_keeps_what_is_said_twice_once() -> None:
 
 
 def test_merge_of_one_device_finds_its_own_contradictions() -> None:
-    """A device whose own nodes and edits contradict each other is found, and what it says twice is kept once."""
+    """Duplicates in a device's own nodes and edits are merged, and contradictions raise EditConflictError."""
     twice = Device("a", nodes=["/dev/a"], edits=ContainerEdits(nodes=["/dev/a"], cdi=["v.com/c=a", "v.com/c=a"]))
     assert ContainerEdits.merge([twice.container_edits]) == ContainerEdits(nodes=["/dev/a"], cdi=["v.com/c=a"])
     wrong = Device("a", nodes=["/dev/a"], edits=ContainerEdits(nodes=[DeviceNode("/dev/b", "/dev/a")]))
@@ -140,7 +140,7 @@ _edits = st.builds(
 
 @given(st.lists(_edits), _edits)
 def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: ContainerEdits) -> None:
-    """Whatever is merged, the winner's word is there, and everything else is there or contradicts."""
+    """A merge has all values of the winner; other values are kept too, or raise EditConflictError."""
     try:
         merged = ContainerEdits.merge(edits, winner)
     except EditConflictError:
@@ -212,7 +212,7 @@ def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: Co
 def test_values_of_a_wrong_type_are_refused_where_they_are_written(
     kind: Callable[..., object], fields: dict[str, Any], message: str
 ) -> None:
-    """What is of another type than a field takes raises at once, with device, field and what would be right."""
+    """A value of a wrong type raises at once, with the device, the field and the valid values."""
     with pytest.raises((TypeError, ValueError), match=message):
         kind(**fields)
 

@@ -1,4 +1,4 @@
-"""What an author's hooks may do, and what it costs."""
+"""Calls of an author's hooks: errors, timeouts and cancellation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deviceplugin.hooks import HookError, HookTimeoutError, call
 
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
-    """What hanging threads wait for, so that none outlives its test."""
+    """The event that ends hanging threads, set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -86,7 +86,7 @@ async def test_a_coroutine_that_blocks_is_named(caplog: pytest.LogCaptureFixture
     "error", [ValueError("no"), KeyError("k"), StopIteration(), SystemExit(3), KeyboardInterrupt()]
 )
 async def test_raising_plain_hook_fails_its_call_only(error: BaseException) -> None:
-    """Whatever a plain hook raises, SystemExit included, is its own call's error and names the hook."""
+    """Any exception of a plain hook, also SystemExit, is a HookError of its own call and names the hook."""
 
     def hook() -> None:
         raise error
@@ -96,7 +96,7 @@ async def test_raising_plain_hook_fails_its_call_only(error: BaseException) -> N
 
 
 async def test_raising_coroutine_hook_fails_its_call_only() -> None:
-    """Whatever a coroutine hook raises is its own call's error, with the cause."""
+    """An exception of a coroutine hook is a HookError of its own call, with the exception as the cause."""
 
     async def hook() -> None:
         raise ValueError("no")
@@ -107,7 +107,7 @@ async def test_raising_coroutine_hook_fails_its_call_only() -> None:
 
 
 async def test_coroutine_hook_that_cancels_itself_is_an_error() -> None:
-    """A hook that ends by CancelledError does not cancel who called it."""
+    """A hook that ends with CancelledError raises HookError in its caller, and does not cancel it."""
 
     async def hook() -> None:
         raise asyncio.CancelledError
@@ -143,7 +143,7 @@ async def test_hanging_coroutine_hook_is_cancelled() -> None:
 
 
 async def test_coroutine_hook_that_swallows_cancellation_is_left_behind() -> None:
-    """A hook that will not be cancelled does not hold up its caller; how it ends is nobody's concern."""
+    """A coroutine hook that ignores its cancellation does not block its caller, and may end later with an error."""
     free, ended = asyncio.Event(), asyncio.Event()
 
     async def hook() -> None:
@@ -191,7 +191,7 @@ async def test_too_many_hanging_hooks_fail_at_once(released: threading.Event, mo
 
 
 async def test_timeout_covers_thread_and_awaitable_together(released: threading.Event) -> None:
-    """A plain hook that answers with an awaitable has one timeout for both halves."""
+    """A plain hook that returns an awaitable has one timeout for both."""
 
     async def forever() -> None:
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""What devices are, beyond their ids."""
+"""Identities of devices beyond their ids."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
 
 
 def test_nodes_of_edits_do_not_identify() -> None:
-    """What a container gets besides is no part of the device."""
+    """The nodes in a device's edits are not part of its identity."""
     device = Device("a", nodes=["/dev/g0"], edits=ContainerEdits(nodes=["/dev/ctl"]))
     assert identity.identities([device], NODES) == {"a": {"char:195:0"}}
 
 
 def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
-    """Two links to one file are the same hardware, two files are two; nodes of null are many different devices."""
+    """Two links to one file have one identity, two files have two; /dev/null has none."""
     for name in ("one", "two"):
         (tmp_path / name).touch()
     (tmp_path / "one-again").symlink_to(tmp_path / "one")
@@ -94,7 +94,7 @@ def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
 
 
 def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
-    """A file that was replaced by another one is other hardware."""
+    """The tokens of a device are read from its paths: a file that was replaced is other hardware."""
     path = tmp_path / "f"
     path.touch()
     (device,) = PathSource(str(path)).scan()
@@ -109,7 +109,7 @@ def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
 
 
 def test_a_record_counts_during_one_boot() -> None:
-    """Device numbers are given anew at each boot, and no container of before runs."""
+    """A recorded identity is valid during one boot only, as device numbers change at a boot."""
     tokens = frozenset({"char:1:2", "pci:a"})
     record = identity.identified(tokens, "x")
     assert record.in_boot("x") == tokens
@@ -118,7 +118,7 @@ def test_a_record_counts_during_one_boot() -> None:
 
 
 def test_an_identity_has_no_spaces() -> None:
-    """It is one word of a record."""
+    """An identity with a space is refused."""
     with pytest.raises(ValueError, match="identity"):
         Device("a", identity="a b")
 
@@ -141,7 +141,7 @@ async def test_a_changed_identity_is_a_change_of_the_list(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["block:wwn-5000", "char:", "file:serial-7"])
 def test_an_identity_may_begin_like_a_token(name: str) -> None:
-    """Only what names a number or an inode is looked up again."""
+    """An identity that looks like a token is kept as it is, beside the token of the node's number."""
     device = Device("a", nodes=["/dev/g0"], identity=name)
     assert identity.tokens_now(device, NODES) == {"char:195:0", name}
 
@@ -165,7 +165,7 @@ N0, N1 = frozenset({"char:188:0"}), frozenset({"char:188:1"})
     ],
 )
 def test_hardware_counts_before_numbers(was: identity.Tokens, now: identity.Tokens, same: bool) -> None:
-    """A stick is the same under another number, another one with its number is not; without sysfs numbers count."""
+    """The same hardware with another number is the same; without hardware tokens the numbers decide."""
     assert identity.same_hardware(was, now) is identity.same_hardware(now, was) is same
 
 
@@ -188,7 +188,7 @@ def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None
 
 
 def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Path) -> None:
-    """What has no hardware has not moved; a number of a port moves with what is plugged into the port."""
+    """A number counts as moved if sysfs shows other hardware or none for it, unless the grant has numbers only."""
     tree = Tree(tmp_path)
     tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
     tree.number("195:1", tree.usb("1-3", 5, serial="B6"), "1-3:1.0/tty/ttyACM1")
@@ -200,7 +200,7 @@ def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Pa
 
 
 def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> None:
-    """Nodes of the grant and later ones are left alike; the hardware stays."""
+    """A holder that has left its nodes has them again when it reaches them; hardware tokens stay."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1, "1"))
     left = held.leaving(N0 | N1)
     assert (left.tokens, left.reached, left.left) == (N0 | STICK, frozenset(), N0)
@@ -208,7 +208,7 @@ def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> Non
 
 
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:
-    """Numbers are added, hardware is not, and nothing of another boot."""
+    """A holder that reaches other nodes gets their numbers, not their hardware, and none of another boot."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1 | OTHER, "1"))
     assert (held.in_boot("1"), held.reaches("1")) == (N0 | STICK, N1)
     assert held.reaches("2") == frozenset()

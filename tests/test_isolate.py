@@ -1,4 +1,4 @@
-"""What ``tests.cluster.isolate`` promises to leave behind: nothing. Needs root, as the cluster itself does."""
+"""``tests.cluster.isolate`` leaves nothing behind. The tests need root, as the cluster does."""
 
 from __future__ import annotations
 

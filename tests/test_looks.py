@@ -1,4 +1,4 @@
-"""Looks at files in threads: their deadlines, their bounds, and what goes on while one hangs."""
+"""Reads of files in threads: their deadlines, limits, and what goes on while one hangs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def answered(subject: Looks) -> None:
 
 
 async def test_a_look_that_hangs_fails_with_its_path() -> None:
-    """Others of the subject fail at once until it has ended; those of another subject go on; each is counted once."""
+    """A read that hangs fails with its path; further reads of its subject fail at once, other subjects go on."""
     gate, subject, other = Gate(), Looks("files", resource=R), Looks("others")
     before = looks.timeouts[R, "grant"]
     with pytest.raises(LookTimeoutError, match=r"^/dev/slow did not answer within 0.05 s$"):
@@ -67,7 +67,7 @@ async def test_a_look_that_hangs_fails_with_its_path() -> None:
 
 
 async def test_threads_of_a_subject_are_bounded() -> None:
-    """Of many looks that hang at once a few have threads, and the others are not begun any more."""
+    """Of many hanging reads of a subject only two have threads, and the others never start."""
     gate, subject = Gate(), Looks("many files", threads=2)
     tasks = [asyncio.create_task(subject.at("scan", gate, timeout=0.1)) for _ in range(20)]
     found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,7 +92,7 @@ async def test_a_result_that_is_late_is_awaited() -> None:
 
 
 async def test_an_error_is_the_callers() -> None:
-    """What the function raises is raised, and the thread goes on."""
+    """An exception of the function is raised in the caller, and later reads work."""
     subject = Looks("files")
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
@@ -117,7 +117,7 @@ async def test_devices_are_unhealthy_while_a_look_at_them_hangs() -> None:
 
 
 def test_a_thread_that_hangs_keeps_no_process() -> None:
-    """The program ends by itself although its look never does."""
+    """A hanging read does not keep the process from ending."""
     program = (
         "import asyncio, threading; from deviceplugin.looks import Looks, LookTimeoutError\n"
         "async def main():\n"
@@ -130,7 +130,7 @@ def test_a_thread_that_hangs_keeps_no_process() -> None:
 
 
 def test_no_product_code_uses_the_loops_default_threads() -> None:
-    """Those are few for all, and are joined at the end of the process: what hangs there holds up everything."""
+    """No product code uses the loop's default threads, whose number is small and which are joined at the end."""
     root = Path(looks.__file__).parents[1]
     users = [
         str(path.relative_to(root))

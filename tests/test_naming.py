@@ -61,21 +61,21 @@ def test_quantities(text: int | str, value: int | Fraction) -> None:
 
 @pytest.mark.parametrize("text", ["", "Gi", "16GB", "1 Gi", "0x10", "1_000", "1.2.3", "e3", "١", True, None, 1.5])
 def test_no_quantities(text: object) -> None:
-    """What the API would not parse is refused."""
+    """An invalid quantity is refused."""
     with pytest.raises(NamingError):
         parse_quantity(text)  # type: ignore[arg-type]
 
 
 @given(ids)
 def test_device_names_are_labels(device: str) -> None:
-    """Whatever the id, the name is a DNS label, with and without a resource in front."""
+    """For any id the device name is a DNS label, with and without a qualifier."""
     assert LABEL.fullmatch(device_name(device))
     assert LABEL.fullmatch(device_name(device, "gpu"))
 
 
 @given(labels)
 def test_labels_are_kept(device: str) -> None:
-    """An id that is a DNS label is its own name, unless it ends like a made one."""
+    """An id that is a DNS label is its own name, unless it ends like a generated name."""
     assert (device_name(device) == device) == (not re.fullmatch(r".*--[0-9a-f]{10}", device))
 
 
@@ -91,7 +91,7 @@ def test_device_names_are_unique(one: str, other: str, left: str, right: str) ->
 
 @given(st.lists(st.from_regex(r"[a-z]{1,3}\.com/[A-Za-z]{1,30}", fullmatch=True), max_size=5))
 def test_qualifiers_are_unique(resources: list[str]) -> None:
-    """Resources of one driver get words that differ, a lone one none."""
+    """The resources of a driver get different qualifiers; a single resource gets none."""
     words = qualifiers(resources)
     assert len(set(words.values())) == len(set(resources))
     assert all(LABEL.fullmatch(word) for word in words.values() if word)
@@ -103,7 +103,7 @@ def test_qualifiers_are_unique(resources: list[str]) -> None:
     st.from_regex(r"([a-c]\.){1,3}com", fullmatch=True),
 )
 def test_classes_of_one_driver_differ(resources: list[str], driver: str) -> None:
-    """Whatever domains and names its resources have, each has a DeviceClass of its own within the driver's name."""
+    """Each resource has a DeviceClass of its own, whose name ends with the driver's name."""
     names = [class_name(resource, driver) for resource in resources]
     assert len(set(names)) == len(resources)
     assert all(f".{name}".endswith(f".{driver}") for name in names)
@@ -118,7 +118,7 @@ resources = st.from_regex(r"[a-z]{1,3}\.com/([A-Z]|[a-z]{1,2})", fullmatch=True)
     st.lists(st.sets(ids | like_qualified, min_size=1, max_size=3), min_size=7, max_size=7),
 )
 def test_published_names_never_change_nor_collide(first: list[str], later: list[str], some: list[set[str]]) -> None:
-    """Whatever resources join a driver later, names stay and differ."""
+    """When further resources join a driver, the published names of devices stay the same and stay unique."""
     words = kept_qualifiers({}, first)
     assert words == qualifiers(first)
     devices = dict(zip(dict.fromkeys((*first, *later)), some, strict=False))
@@ -139,7 +139,7 @@ def test_drivers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "Gpu.example.com", "a_b", "-a", "a..b", "x" * 64, "a/b", "a.b\n"])
 def test_no_drivers(name: str) -> None:
-    """Others are not, nor ones that only the taint made from them would fail with."""
+    """An invalid driver name is refused, also if only a taint with the name would be invalid."""
     with pytest.raises(NamingError):
         check_driver(name)
 
@@ -158,7 +158,7 @@ def test_resources(name: str) -> None:
     ],
 )
 def test_no_resources(name: str) -> None:
-    """Names of extended resources have a vendor's domain and one slash."""
+    """A name without a vendor's domain and exactly one slash is refused."""
     with pytest.raises(NamingError):
         check_resource(name)
 
@@ -171,7 +171,7 @@ def test_attribute_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "1x", "a-b", "a.b", "x" * 33, "A.com/x", "/x", "a/b/c", "a.com/", "x\n"])
 def test_no_attribute_names(name: str) -> None:
-    """Anything else does not, also what the API of 1.36 lets slip through (two slashes)."""
+    """An invalid attribute name is refused, also one with two slashes, which the API of 1.36 accepts."""
     with pytest.raises(NamingError):
         check_attribute_name(name)
 

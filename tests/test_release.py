@@ -1,4 +1,4 @@
-"""What a release is made of: its workflow, the plugin of kubectl, and addresses and versions that agree."""
+"""The release: its workflow, the kubectl plugin, and consistent addresses and versions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_krew_manifest() -> None:
 
 @pytest.mark.parametrize("runner", ["uvx", "pipx", ""])
 def test_krew_program(tmp_path: Path, runner: str) -> None:
-    """It runs the package by what is there, with its arguments and exit status, or says what to install."""
+    """The krew program runs the package with the available runner, or names the package to install."""
     if runner:
         (tmp_path / runner).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
         (tmp_path / runner).chmod(0o755)
@@ -107,7 +107,7 @@ def test_krew_program(tmp_path: Path, runner: str) -> None:
 @tool("actionlint")
 @pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.yml")), ids=lambda path: path.name)
 def test_workflows(path: Path) -> None:
-    """actionlint finds nothing wrong: syntax, expressions, the inputs of actions, jobs that need each other."""
+    """actionlint finds no problem in the workflows."""
     # It knows the inputs of an action by its major version, not by a commit.
     text = re.sub(r"@[0-9a-f]{40} # (v\d+)\S*", r"@\1", path.read_text())
     command = [str(build.ensure_tool("actionlint")), "-no-color", "-stdin-filename", str(path), "-"]
@@ -149,7 +149,7 @@ def test_what_is_released_was_tested() -> None:
 
 
 def test_code_has_owners() -> None:
-    """Who is asked to review is of the owner of the project's address."""
+    """The code owners are the maintainers team of the project's owner."""
     owner = address().split("/")[-2]
     lines = [line for line in (WORKFLOWS.parent / "CODEOWNERS").read_text().splitlines() if not line.startswith("#")]
     assert lines
@@ -167,7 +167,7 @@ def test_pins_are_kept_up_to_date() -> None:
 
 
 def test_the_release_knows_its_files() -> None:
-    """What the workflow replaces in the chart and the krew manifest is there just once."""
+    """Each text that the workflow replaces in the chart and in the krew manifest occurs once."""
     script = (WORKFLOWS / "release.yml").read_text()
     values = (ROOT / "charts" / "dra-bridge" / "values.yaml").read_text()
     for key in ("repository", "tag", "digest"):
@@ -178,7 +178,7 @@ def test_the_release_knows_its_files() -> None:
 
 
 def test_rights_of_the_release() -> None:
-    """Only the job that publishes may have PyPI's trust, in its own environment, and no job has a stored secret."""
+    """Only the job for PyPI has an id-token, in its own environment, and no job uses a stored secret."""
     text = (WORKFLOWS / "release.yml").read_text()
     workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {"contents": "read"}

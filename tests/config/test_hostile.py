@@ -65,7 +65,7 @@ assert config.load({str(good)!r}) == good
     ['"a\\e[31m\\u202eb": 1', 'metrics: {"a\\r\\nb": 1}', "resources: !<!%1b[31m> [1]", "metrics: !%1b%0a%07 {}"],
 )
 def test_control_characters_are_shown_escaped(text: str) -> None:
-    """What a file says cannot move the cursor of a terminal or begin a line of the log."""
+    """Control characters of a config file are escaped in errors: they cannot move the cursor or start a line."""
     error = refused(text)
     assert error.problems
     assert all(line.isprintable() for line in str(error).split("\n")), str(error)
@@ -73,7 +73,7 @@ def test_control_characters_are_shown_escaped(text: str) -> None:
 
 
 def test_endless_problems_are_cut_short() -> None:
-    """An error's text stays readable whatever the number of problems, and says how many it leaves out."""
+    """The text of an error with many problems is cut, and has the number of problems left out."""
     error = refused("resources: [" + "{}, " * 40 + "]")
     assert len(error.problems) == 80
     assert str(error).splitlines()[-1] == "my.yaml: and 55 more"
@@ -95,14 +95,14 @@ _TEXT = st.text(st.sampled_from("resourcenamdvip/*.:-[]{}&*<'\"#!|>%@\n\t 01~,?\
 @example("? a\n: b\n? a\n: c")
 @example("resources: !x [")
 def test_any_text_is_a_config_or_an_error(text: str) -> None:
-    """Text of any kind gives a config or a ConfigError, and nothing else."""
+    """Any text gives a config or a ConfigError, and no other exception."""
     with contextlib.suppress(ConfigError):
         parse(text)
 
 
 @given(st.binary())
 def test_any_bytes_are_a_config_or_an_error(data: bytes) -> None:
-    """Bytes of any kind give a config or a ConfigError, and nothing else."""
+    """Any bytes give a config or a ConfigError, and no other exception."""
     with contextlib.suppress(ConfigError):
         parse(data)
 
@@ -134,7 +134,7 @@ def test_any_structure_is_a_config_or_an_error(data: Any) -> None:
 
 
 def test_parser_without_libyaml_says_the_same() -> None:
-    """Where PyYAML came without libyaml, files are read by its Python parser, to the same end."""
+    """Without libyaml the Python parser of PyYAML gives the same configs and errors."""
     samples = [
         WHOLE,
         "",

@@ -1,4 +1,4 @@
-"""The JSON schema and the code are of one opinion."""
+"""The JSON schema and the code accept the same configs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _VALIDATOR = jsonschema.Draft202012Validator(config.schema())
 
 
 def agree(data: Any) -> bool:
-    """Check that schema and code are of one opinion about this; return the schema's."""
+    """Check that schema and code agree on this config; return whether the schema accepts it."""
     text = json.dumps(data, ensure_ascii=False)
     by_schema = [error.message for error in _VALIDATOR.iter_errors(data)]
     by_code = problems(text)

@@ -1,4 +1,4 @@
-"""Whole agents on the fake node, in the test's own event loop, and what can be seen of them from outside."""
+"""Whole agents on the fake node, in the test's event loop, and observations of them from outside."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class AgentOnNode:
 
     @property
     def recorded(self) -> RegisterSnapshot:
-        """What the agent's ledger has; nothing before it serves a driver."""
+        """The agent's ledger; an empty one before the agent serves a driver."""
         return next((one.async_ledger.snapshot for one in self.bridge.drivers.values()), RegisterSnapshot())
 
     @property
@@ -129,19 +129,19 @@ class AgentOnNode:
 
     @property
     def published(self) -> set[str]:
-        """The devices in slices by id, those that no driver knows by their published name."""
+        """The devices in slices, by id, or by their published name if no driver knows the id."""
         ids = {name: device for device, name in self.names.items()}
         return {ids.get(name, name) for name in sliced(self.node)}
 
     @property
     def told(self) -> dict[str, DeviceProgress]:
-        """What the agent reports of the resource's devices."""
+        """The agent's report about the resource's devices."""
         found = read(self.driver, self.node.server.objects("leases"))
         return dict(found.resources[self.resource].devices) if found is not None else {}
 
     @property
     def waits(self) -> dict[str, MoveWait]:
-        """What the moves of devices wait for, by id."""
+        """The reasons why moves of devices wait, by device id."""
         resources = [one for driver in self.bridge.drivers.values() for one in driver.resources.values()]
         return {device: wait for one in resources for device, wait in one.handover.waiting.items()}
 
@@ -155,7 +155,7 @@ class AgentOnNode:
         return healthy(self.node, *[resource] * bool(resource))
 
     async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
-        """Wait until something is so."""
+        """Wait until the condition is true."""
         await until(what, self._said, timeout)
 
     def _said(self) -> str:
@@ -167,7 +167,7 @@ class AgentOnNode:
         await self.until(lambda: tuple(self.states.values()) == states)
 
     async def scans(self, count: int = 5) -> None:
-        """Wait for so many more scans of who holds what, and what follows from them."""
+        """Wait for this number of further scans for holders."""
         seen: set[float] = set()
 
         def enough() -> bool:
@@ -252,7 +252,7 @@ def fake_node(**options: Any) -> Iterator[FakeNode]:
 
 @contextlib.asynccontextmanager
 async def running(bridge: Bridge) -> AsyncIterator[Bridge]:
-    """Run an agent until the end of the block; it has to end by itself when it is stopped."""
+    """Run an agent until the end of the block; the agent must end when it is stopped."""
     task = asyncio.create_task(bridge.run())
     try:
         yield bridge

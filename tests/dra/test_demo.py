@@ -58,7 +58,7 @@ def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[s
 
 
 def shows_a_device_twice_after_a_naive_switch(printed: str) -> None:
-    """Check that the first part has one device in two containers, each of which sees it, on one side each."""
+    """Check that in the first part two containers have one device, one by the plugin and one by a claim."""
     first = printed.split("2. The same with the bridge")[0]
     rows = re.findall(r"^(gpu-\d)\s+(\S+)\s+(plugin|claim)\s+GPU_VISIBLE_DEVICES=(gpu-\d)$", first, re.MULTILINE)
     twice = [row for row in rows if row[1] == "batch"] + [row for row in rows if row[1] == "train-1"]
@@ -66,7 +66,7 @@ def shows_a_device_twice_after_a_naive_switch(printed: str) -> None:
 
 
 def shows_none_twice_with_the_bridge(printed: str) -> None:
-    """Check that the second part moves devices there and back under churn, and says who held what when."""
+    """Check that in the second part devices move in both directions, and no device has two holders."""
     second = printed.split("2. The same with the bridge")[1]
     assert "never by two at once" in second
     assert len(re.findall(r"share \S+ +requested, [\d.]+ s later", second)) == len(demo.SHARES)
@@ -92,7 +92,7 @@ def serves_the_command_line(invitation: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_failure_of_a_pod_fits_on_a_page() -> None:
-    """What the kubelet says of a pod that was given a withdrawn device is told in lines that end between words."""
+    """The kubelet's message about a failed pod is printed in lines of at most 100 characters."""
     node: Any = None
     pod: Any = Mock(phase="Failed", reason="UnexpectedAdmissionError", message="too few devices " * 12)
     pod.name = "claim-100"
@@ -115,7 +115,7 @@ def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.Monk
 
 
 def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two pods held one device under the bridge, the demo would end with 1 and say which."""
+    """If two pods held one device under the bridge, the demo ends with 1 and names them."""
     held = [
         Holding("gpu-0", f"{side}-{number}", side, number, number + 0.9)
         for side in ("plugin", "claim")
@@ -145,7 +145,7 @@ def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_background_that_is_interrupted_at_its_beginning_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it is waited for leaves nobody behind who goes on making sockets."""
+    """Ctrl-C while the background task starts ends the task."""
     ended = threading.Event()
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""Death, a full disk or a failing fsync at every durable step of the agent's flow, one after the other."""
+"""Crashes, a full disk and a failing fsync at every durable step of the agent's work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def memory() -> Iterator[Path]:
 
 
 async def live(directory: Path, kind: str, die_at: int) -> None:
-    """Live the story; die at the given step. What happens outside is recorded at once."""
+    """Run `story` and kill the process at the given step. Events outside of the agent are recorded at once."""
     count = 0
 
     def step(_name: str) -> None:
@@ -78,7 +78,7 @@ def kill_everywhere(directory: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, kind: str) -> None:
-    """Ledger, CDI files and slices: after the restart holders keep what they have, and everything can move."""
+    """After a kill at any step, the restarted agent gives no device twice, and all devices can move."""
     script = f"from tests.model.test_crash_points import kill_everywhere; kill_everywhere({str(memory)!r}, {kind!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
@@ -116,7 +116,7 @@ class Failing:
 
 
 class Disk:
-    """A disk of which some steps in a row fail. late: what fails was done all the same."""
+    """A disk on which some steps in a row fail. late: a failing step takes effect all the same."""
 
     def __init__(self, at: int, times: int, *, late: bool) -> None:
         self.at, self.times, self.late = at, times, late
@@ -138,7 +138,7 @@ class Disk:
 
 
 async def suffer(home: Path, disk: Disk) -> bool:
-    """Live the story on such a disk, then start again on a good one; return whether anything failed."""
+    """Run `story` on such a disk, then start again on a good one; return whether a step failed."""
     outside = Outside()
 
     def step(name: str) -> None:
@@ -157,7 +157,7 @@ async def suffer(home: Path, disk: Disk) -> bool:
 def test_a_full_disk_or_a_failing_fsync_at_any_step_gives_nothing_twice_and_loses_nothing(
     memory: Path, late: bool, times: int
 ) -> None:
-    """What fails is refused and tried again; what was recorded although it failed does no harm."""
+    """After failing writes at any step no device is given twice or lost, also if a failed write took effect."""
     first = 6  # the statements before make the file
     for at in range(first, 2000, EVERY):
         home = memory / str(at)

@@ -63,7 +63,7 @@ ONE: list[tuple[str, State, dict[str, Any], bool]] = [
 def test_one_device_never_has_two_holders_whatever_happens(
     what: str, state: State, options: dict[str, Any], long: bool
 ) -> None:
-    """One device, all faults: every state there is; nothing wrong, and at length nothing lost for ever."""
+    """One device, all faults: no reachable state is wrong, and at length none loses the device for good."""
     if long and not AT_LENGTH:
         pytest.skip("minutes; tox -e model")
     small = Small(devices=1, **options)
@@ -145,7 +145,7 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
 @exploration
 @at_length
 def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders() -> None:
-    """Two devices, one pod, one claim, all faults and crashes, the ledger lost at any moment: every state there is."""
+    """Two devices, one pod, one claim, all faults, the ledger lost at any moment: no reachable state is wrong."""
     halves = Halves(Small(pods=1, claims=1, damage=True, reasons=False))
     found = halves.explore(start(*BOTH))
     report_two("one pod, one claim, all faults and crashes, a lost ledger", found)

@@ -41,7 +41,7 @@ def walking(**config: Setting) -> Iterator[Walk]:
 
 
 def every_name_of_the_hardware_is_asked_for() -> None:
-    """Two pods share h0 through R, others ask for it through S, whose lists are older than that."""
+    """Two pods share the hardware h0 through R; other pods request h0 through S, with an older list of S."""
     with walking(r=Setting("", 2), s=Setting("", 2)) as walk:
         for _ in range(2):
             walk.pod_starts_well(R, 0)
@@ -71,7 +71,7 @@ def a_claim_of_a_former_driver_comes_late() -> None:
 
 
 def a_list_says_other_replicas_of_what_is_held() -> None:
-    """Two pods share a device whose list then says that nobody can share it; and the reverse."""
+    """Two pods share a device, and then its list says one replica; and the reverse."""
     with walking(r=Setting("", 2)) as walk:
         for _ in range(2):
             walk.pod_starts_well(R, 0)
@@ -96,7 +96,7 @@ def a_list_says_other_replicas_during_an_allocate() -> None:
 
 
 def a_reload_says_other_replicas_of_what_is_held() -> None:
-    """A pod has one half; by the next configuration devices are whole, by the one after that they are thirds."""
+    """A pod has one of two replicas; then the configuration has one replica, then three."""
     with walking(r=Setting("", 2)) as walk:
         walk.pod_starts_well(R, 0)
         for replicas in (1, 3):
@@ -127,7 +127,7 @@ def a_hook_does_not_end() -> None:
 
 
 def a_claim_is_allocated_anew() -> None:
-    """Its pod is gone for the API server and runs on here; the next pod of its name has another device by then."""
+    """A claim is allocated again while its former pod still runs here; its next pod gets another device."""
     with walking(r=Setting(D, 1, 2)) as walk:
         walk.claim_starts_well(D, 0)
         walk.claim_is_allocated_elsewhere(0, D, 1)
@@ -150,7 +150,7 @@ def another_vendor_has_the_hardware() -> None:
 
 
 def another_vendor_has_our_names() -> None:
-    """A claim of another vendor's driver has a device that is called like ours: we lose nothing."""
+    """A claim of another vendor's driver has a device with the name of one of the agent's; no device is lost."""
     with walking(r=Setting(D, 1, 1)) as walk:
         walk.foreign_claim()
         walk.pod_starts_well(R, 0)
@@ -187,7 +187,7 @@ def the_register_is_lost_with(*more: str) -> Callable[[], None]:
 
 
 def the_checkpoint_is_lost_before_a_scan() -> None:
-    """No evidence has named the pod of the grant, and others ask for its device."""
+    """The kubelet loses its checkpoint before a scan has recorded the pod, and other pods request its device."""
     with walking(r=Setting("", 1)) as walk:
         walk.pod_starts_well(R, 0)
         walk.kubelet_loses_its_checkpoint()
@@ -198,7 +198,7 @@ def the_checkpoint_is_lost_before_a_scan() -> None:
 
 
 def a_driver_goes_before_its_lost_names_are_known() -> None:
-    """The register is lost, and the driver's resource gets another one before the names of its slices are read."""
+    """The register is lost, and the resource gets another driver before the names in the slices are read."""
     with walking(r=Setting(E, 1, 1)) as walk:
         assert walk.outside.slices[E].there
         walk.agent_is_killed()
@@ -226,7 +226,7 @@ PLANS: dict[str, Callable[[], None]] = {
 
 
 def test_a_device_that_comes_back_is_given_to_nobody_before_the_evidence_was_read() -> None:
-    """It may have got a holder meanwhile of which the register does not know."""
+    """A device that returns is not offered before the agent has compared the evidence: it may have a holder."""
     with walking(r=Setting(D, 1, 0)) as walk:
         walk.kubelet_writes_when_asked(prompt=True)
         walk.device_is_plugged((R, "a"), there=False)
@@ -247,7 +247,7 @@ def test_a_device_that_comes_back_is_given_to_nobody_before_the_evidence_was_rea
 
 @pytest.mark.parametrize("what", PLANS)
 def test_what_happens_as_planned_harms_nobody(what: str) -> None:
-    """No more of a piece of hardware is held than there is; left alone, nothing is lost."""
+    """At no step does a piece of hardware have too many holders, and at rest no device is lost."""
     PLANS[what]()
 
 

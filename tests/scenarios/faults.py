@@ -77,7 +77,7 @@ class FaultScenarios:
         return device, plugin.released(device)
 
     def test_a_kubelet_without_its_api_server(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A kubelet that restarts while the API server is away lists no pods; their devices are held all the same."""
+        """A restarted kubelet lists no pods while the API server is unreachable; devices of running pods stay held."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.cut_off()

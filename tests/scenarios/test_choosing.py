@@ -1,4 +1,4 @@
-"""Which devices a pod gets that wants several, how often each is offered, and resources that others bring along."""
+"""The choice of devices for a pod, the number of replicas, and child resources of a source."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pod_gets_devices_that_are_closely_linked(fake_kubelet: FakeKubelet, ser
 
 
 def test_without_links_numa_nodes_decide(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A source that knows no links has its devices kept on one NUMA node."""
+    """Without links, the devices of a pod come from one NUMA node."""
     served(Boards(linked=False))
     assert len({int(device[3:]) // 4 for device in given(fake_kubelet, 3)}) == 1
 
@@ -62,7 +62,7 @@ def test_without_links_numa_nodes_decide(fake_kubelet: FakeKubelet, served: Serv
 def test_replicas_are_chosen_by_policy(
     fake_kubelet: FakeKubelet, served: Serve, policy: str, devices: int, linked: bool
 ) -> None:
-    """Four replicas are of four devices by `links` and `distributed`, of one device by `packed` and `none`."""
+    """Four replicas come from four devices with `links` and `distributed`, from one with `packed` and `none`."""
     served(Boards(policy, 4, linked=linked))
     chosen = given(fake_kubelet, 4)
     assert len({name.partition("::")[0] for name in chosen}) == devices
@@ -83,14 +83,14 @@ class Uneven(Boards):
 
 
 def test_replicas_may_differ_from_device_to_device(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Each device is offered as often as the source says, and a pod can have every one."""
+    """Devices may have different numbers of replicas, and a pod can have all of them."""
     served(Uneven("none", 3))
     fake_kubelet.wait_allocatable("example.com/gpu", 10)
     assert set(given(fake_kubelet, 10)) == {"gpu0::0", "gpu0::1", "gpu0::2"} | {f"gpu{n}" for n in range(1, 8)}
 
 
 class Leaf(DeviceSource):
-    """What another source brings along."""
+    """A child source."""
 
     def __init__(self, resource: str, device: str) -> None:
         self.resource, self.device = resource, device
@@ -100,7 +100,7 @@ class Leaf(DeviceSource):
 
 
 class Stem(Leaf):
-    """A source with others that come with it."""
+    """A source with child sources."""
 
     def __init__(self, resource: str, *names: str) -> None:
         super().__init__(resource, "stem")
@@ -114,7 +114,7 @@ class Stem(Leaf):
 
 
 def test_resources_that_a_source_brings_along_are_served_with_it(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Branches are registered when they are known, also later ones, and end with their stem."""
+    """Child sources are served when they become known, and end with their parent."""
     stem = Stem("example.com/gpu", "example.com/mig-a", "example.com/mig-b")
     agent = served(stem).agent
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
@@ -135,7 +135,7 @@ def test_resources_that_a_source_brings_along_are_served_with_it(fake_kubelet: F
 
 
 def test_branches_follow_their_stem_through_a_reload(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A stem that is left as it is keeps its branches; one that is replaced has them replaced without a break."""
+    """A parent that a reload leaves unchanged keeps its children; a new parent replaces them without a break."""
     agent = served(Stem("example.com/gpu", "example.com/mig-a")).agent
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
 
@@ -155,7 +155,7 @@ def test_branches_follow_their_stem_through_a_reload(fake_kubelet: FakeKubelet, 
 
 
 def test_resource_of_its_own_is_not_replaced_by_a_branch(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A resource that is configured by itself is served as configured, whatever another brings along."""
+    """A resource that is configured itself is not replaced by a child source."""
     agent = served(Stem("example.com/gpu", "example.com/mig-a"), Leaf("example.com/mig-a", "own")).agent
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
     assert set(agent.services["example.com/mig-a"].inventory.snapshot.devices) == {"own"}

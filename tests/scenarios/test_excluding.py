@@ -60,7 +60,7 @@ def wait_healthy(kubelet: FakeKubelet, resource: str, *names: str) -> None:
 def test_two_resources_over_one_node_give_it_away_once(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """A link and its target are one device, whichever resource a pod asks for; the other one has it after the pod."""
+    """A link and its target are one device: while a pod has it through one resource, the other does not offer it."""
     (tmp_path / "node").touch()
     (tmp_path / "link").symlink_to(tmp_path / "node")
     served(PathSource(f"{tmp_path}/node", resource=A), PathSource(f"{tmp_path}/link", resource=B), period=0.05)
@@ -77,7 +77,7 @@ def test_two_resources_over_one_node_give_it_away_once(
 def test_an_agent_that_starts_after_a_link_was_added_knows_the_holder(
     fake_kubelet: FakeKubelet, tmp_path: Path
 ) -> None:
-    """The new id is not offered while a pod holds the device under its old one."""
+    """An agent that starts after a link was added does not offer the new id while a pod holds the device."""
     (tmp_path / "b").touch()
     source = f"{tmp_path}/*"
     with serve(PathSource(source, resource=A), fake_kubelet, period=0.05):
@@ -97,7 +97,7 @@ def test_an_agent_that_starts_after_a_link_was_added_knows_the_holder(
 
 @contextlib.contextmanager
 def another_boot() -> Iterator[None]:
-    """Have agents take this boot of the node for an earlier one."""
+    """Let agents take this boot of the node for an earlier one."""
     with pytest.MonkeyPatch.context() as patch:
         for place in ("deviceplugin.identity", "deviceplugin.kubelet.tracker"):
             patch.setattr(f"{place}.boot_id", lambda: "an earlier boot")
@@ -105,7 +105,7 @@ def another_boot() -> Iterator[None]:
 
 
 def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubelet) -> None:
-    """Its pod keeps it by the checkpoint, whose answer says nothing of this boot: no other id of it is free."""
+    """After a reboot the checkpoint keeps the device of a pod; other ids of this device are not offered."""
     sources = [Listed(A, Device("a", identity="uuid:1")), Listed(B, Device("b", identity="uuid:1"), Device("c"))]
     with another_boot(), serve(sources, fake_kubelet, period=0.05):
         fake_kubelet.wait_allocatable(A, 1)
@@ -119,7 +119,7 @@ def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubel
 
 
 def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet: FakeKubelet) -> None:
-    """The nodes of an answer are those of all its devices; the kubelet must not count the container out of them."""
+    """After a reboot the devices of one container are known by the list, as its answer has the nodes of all of them."""
     nodes = {"a": "/dev/tty", "b": "/dev/ptmx"}
     devices = [Device(name, nodes=[node]) for name, node in nodes.items()]
     with another_boot(), serve(Listed(A, *devices), fake_kubelet, period=0.05):
@@ -134,7 +134,7 @@ def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet
 
 
 def test_links_that_swap_while_one_is_held(fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path) -> None:
-    """After two links swap, neither device is given to others until the holder of one of them ends."""
+    """After two links swap their targets, both ids are withheld until the pod that holds a device ends."""
     for name in ("x", "y", "z"):
         (tmp_path / name).touch()
     links = tmp_path / "by-id"
@@ -161,7 +161,7 @@ def test_links_that_swap_while_one_is_held(fake_kubelet: FakeKubelet, served: Se
 def test_a_reload_that_renames_a_resource_knows_who_holds_its_devices(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """The new resource does not offer what pods have through the former one."""
+    """After a reload with a new resource name, a device that a pod has through the former name is not offered."""
     (tmp_path / "node").touch()
     agent = served(PathSource(f"{tmp_path}/node", resource=A), period=0.05).agent
     fake_kubelet.wait_allocatable(A, 1)
@@ -195,7 +195,7 @@ def test_a_device_that_is_another_thing_than_listed_is_refused(
 def test_a_container_starts_only_with_the_device_that_it_was_given(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """Of a source with `reset`: what was made anew under a held device's path is neither reset nor used."""
+    """A held device whose node was replaced is neither reset nor given to a restarted container."""
     resets: list[str] = []
 
     class Resetting(PathSource):

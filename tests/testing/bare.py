@@ -1,4 +1,4 @@
-"""A device plugin without the framework: the smallest thing that the fake kubelet can be tried with."""
+"""A minimal device plugin without the framework, for tests of the fake kubelet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def device(spec: DeviceSpec) -> pb.Device:
 
 
 class BarePlugin(pb_grpc.DevicePluginServicer):
-    """Serves one resource on one socket; says what it is told to say and writes down what it was asked."""
+    """Serves one resource on one socket with the answers that a test sets, and records the requests."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
             self._changed.notify_all()
 
     def end_streams(self) -> None:
-        """End the ListAndWatch streams that are open; later ones stay."""
+        """End the open ListAndWatch streams; streams that open later stay."""
         with self._changed:
             self._ended_streams += 1
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The fake kubelet's DRA half against a driver without the framework: it does what kubelet 1.36.3 does."""
+"""The fake kubelet's DRA part, tested with a driver without the framework: it behaves like kubelet 1.36.3."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class TestClaimState:
     def test_claims_of_inactive_pods_are_unprepared(
         self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver
     ) -> None:
-        """The reconciler unprepares what no active pod uses, tries again after a failure, and leaves the rest."""
+        """The reconciler unprepares claims without an active pod, retries after a failure, and leaves other claims."""
         kubelet.prepare_pod(POD)
         kubelet.prepare_pod(OTHER)
         kubelet.reconcile_claims({POD.uid, OTHER.uid})

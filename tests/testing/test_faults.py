@@ -127,7 +127,7 @@ class TestRemovedPods:
 
 class TestNetwork:
     def test_admitted_and_not_started(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """Without a network a pod has devices, in List and checkpoint, and neither cgroup nor directory."""
+        """Without a network a pod has devices in List and in the checkpoint, but no cgroup and no pod directory."""
         plugins(fake_kubelet, "a")
         fake_kubelet.lose_network()
         pod = fake_kubelet.start_pod("p", ONE)
@@ -146,7 +146,7 @@ class TestNetwork:
 
 class TestLateCheckpoint:
     def test_ended_pods_stay_until_a_write(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A write names an ended pod until UpdateAllocatedDevices ran, and no write comes of that alone."""
+        """A checkpoint names an ended pod until the next UpdateAllocatedDevices, which the end alone does not cause."""
         plugin = plugins(fake_kubelet, "a", "b")
         pod = fake_kubelet.run_pod("p", ONE)
         pod.complete()

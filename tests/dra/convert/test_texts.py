@@ -1,4 +1,4 @@
-"""What `convert` leaves as it is, and what can be taken back, whatever the text."""
+"""`convert` and `reverse` on any text: what they change, and that `reverse` restores the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def back(text: str) -> str:
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """The objects of those documents that are YAML."""
+    """Yield the objects of the documents that are YAML."""
     for document in documents(text.removeprefix("\ufeff")):
         try:
             body = Tree(document.text).object
@@ -56,7 +56,7 @@ def claimed(text: str) -> list[tuple[str, int]]:
 
 
 def limits(text: str) -> list[dict[str, Any]]:
-    """What each container asks for by limits and requests."""
+    """Return the resources of each container by limits and requests."""
     specs = [spec for body in objects(text) for _, spec in pod_specs(body, ())]
     found = [container.get("resources") or {} for spec in specs for _, container in containers_of(spec)]
     return [{**(one.get("requests") or {}), **(one.get("limits") or {})} for one in found]
@@ -65,7 +65,7 @@ def limits(text: str) -> list[dict[str, Any]]:
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(manifests())
 def test_every_layout_is_converted_and_taken_back(manifest: Manifest) -> None:
-    """Containers get claims for as many devices as they asked for, nothing else changes, and `reverse` is exact."""
+    """Containers get claims for their number of devices, nothing else changes, and `reverse` restores the text."""
     done = converted(manifest.text)
     assert [str(one) for one in done.remarks if one.kind.level is Level.REFUSED] == []
     (text,) = done.texts
@@ -79,7 +79,7 @@ def test_every_layout_is_converted_and_taken_back(manifest: Manifest) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(manifests())
 def test_what_is_converted_stays(manifest: Manifest) -> None:
-    """Converting again changes nothing; converting what was taken back gives the same."""
+    """A second conversion changes nothing, and a conversion after `reverse` gives the same text."""
     (text,) = converted(manifest.text).texts
     assert converted(text).texts == [text]
     assert converted(back(text)).texts == [text]
@@ -132,7 +132,7 @@ PIECES = st.sampled_from([*SIGNS, *WORDS, *RARE])
 )
 @example("apiVersion: v1\nkind: Pod\nspec:\n  containers:\n  - resources: {limits: &a {nvidia.com/gpu: 1}}\n  x: *a")
 def test_any_text_goes_through(text: str) -> None:
-    """Whatever it is, nothing fails; it can be taken back, and what is not converted stays byte for byte."""
+    """Any text is processed without an error, can be reversed, and is unchanged if it has no pods to convert."""
     done = converted(text)
     assert back(done.texts[0]) == back(text)
     if not done.pods:
@@ -155,7 +155,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("text", UNWRITABLE.values(), ids=UNWRITABLE.keys())
 def test_what_cannot_be_changed_in_place_stays(text: str) -> None:
-    """A text whose lines say more than one thing is refused with its place, and printed as it was."""
+    """A text that cannot be edited in place is refused with its place, and printed unchanged."""
     done = converted(text)
     assert done.texts == [text]
     (remark,) = [one for one in done.remarks if one.kind.level is Level.REFUSED]

@@ -70,7 +70,7 @@ async def claims_of(cluster: Cluster) -> list[ListedClaim]:
 
 @pytest.mark.usefixtures("pairs")
 async def test_pages_are_of_the_moment_of_the_first(server: FakeApiServer, cluster: Cluster) -> None:
-    """A device that passes from a claim in a later part to one in an earlier part meanwhile is in the list."""
+    """All pages of a list show the same moment, although a device moves to another claim meanwhile."""
     for name, device in zip("abcde", ("", "", "", "", "d0"), strict=True):
         server.create(claim_body(name, device))
     found = []
@@ -120,7 +120,7 @@ async def test_pages_of_two_moments_are_no_list(
 async def test_a_list_whose_moment_is_gone_begins_anew(
     server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came with the first pages is not in the list twice; the second time it is an error."""
+    """A 410 in the middle of a list restarts the list, without duplicates; a second 410 is an error."""
     for number in range(5):
         server.create(node_body(f"n{number}"))
     gone = Fault(code=410)
@@ -153,7 +153,7 @@ async def test_heavy_pages_are_asked_for_in_smaller_ones(
 
 
 def test_limits_follow_what_pages_weigh() -> None:
-    """The next page has the bytes that one is to have, if its objects are as heavy as those of the last."""
+    """The limit of the next page follows from the size of the objects in the last page."""
     assert forms.next_limit(100, 100, 100) == 400
     assert forms.next_limit(400, 400, 400) == forms.MAX_LIMIT
     assert forms.next_limit(100, 100, forms.PAGE * 10) == 10
@@ -166,7 +166,7 @@ def test_limits_follow_what_pages_weigh() -> None:
 async def test_an_object_that_is_too_large_is_no_lost_server(
     server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is an error of its own; the server counts as one that answers."""
+    """A body that is too large raises UnreadableError, and the server does not count as lost."""
     server.create(claim_body("c", parameters="x" * 2000))
     await cluster.version()
     monkeypatch.setattr(http, "MAX_BODY", 1000)
@@ -179,7 +179,7 @@ async def test_an_object_that_is_too_large_is_no_lost_server(
 
 
 async def test_an_object_that_nests_deep_is_no_lost_server(server: FakeApiServer, cluster: Cluster) -> None:
-    """As JSON it cannot be decoded; what is allocated to the claim can be read all the same."""
+    """A claim whose JSON nests too deep raises UnreadableError, but its allocation can be read."""
     await cluster.version()
     deep = claim_body("c", "d0", parameters="deep")
     server.create(deep)
@@ -207,7 +207,7 @@ def test_text_that_is_no_utf_8_does_not_matter() -> None:
 
 @given(st.binary(max_size=200))
 def test_nonsense_is_no_list(body: bytes) -> None:
-    """A body that is not the list raises ValueError and nothing else."""
+    """A body that is not the list raises ValueError."""
     for start in (b"", forms.MAGIC):
         with pytest.raises(ValueError, match="the body is"):
             forms.CLAIMS.decode(start + body)

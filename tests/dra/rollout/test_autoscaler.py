@@ -99,7 +99,7 @@ def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: froz
 
 
 def test_without_an_autoscaler_nothing_is_marked() -> None:
-    """With --autoscaler ignore nodes are not marked, and what a former run has set goes at once."""
+    """With --autoscaler ignore nodes are not marked, and the marks of a former run are removed."""
     group = Group({"n1": {}, "n2": {}})
     assert group.roll(Goal("2", owner="me"), RolloutLimits(2), [0])
     assert all(SCALE_DOWN_DISABLED in found for found in group.annotations.values())
@@ -145,7 +145,7 @@ def test_all_are_marked_before_the_first_pool() -> None:
 
 
 def test_what_status_says_of_marks() -> None:
-    """Status says what the mark of a partial node costs, and how that of another one goes; others' it does not name."""
+    """Status explains the rollout's own mark of a node, and does not mention marks of others."""
     own = Marks(disabled=True, own=True)
     assert "never scaled down" in autoscaler.sentences(own, Placement.PARTIAL)[0]
     assert "the same rollout again" in autoscaler.sentences(own, Placement.ALL)[0]

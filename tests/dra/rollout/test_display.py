@@ -1,4 +1,4 @@
-"""What `status` shows: nothing is cut at any width, and of many nodes the numbers and the exceptions come first."""
+"""The output of `status`: no name is cut at any width, and for many nodes it begins with numbers and problems."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FEW = FleetStatus([view("ip-10-0-123-45.compute.internal", HELD, BROKEN, request
 
 
 def test_without_a_width_all_columns_are_there() -> None:
-    """What is piped has one line for each device, and what a device waits for stands below, once."""
+    """Without a width, each device is one line with all columns, and what it waits for is listed below once."""
     lines = shown(FEW)
     assert lines[0] == "the agent of x: not ready"
     assert lines[2].split() == list(display.HEADER)
@@ -64,7 +64,7 @@ def test_narrow_terminals_get_no_columns_that_repeat_themselves() -> None:
 
 
 def test_what_is_long_gets_a_line_of_its_own() -> None:
-    """Where not even that fits, holder and message follow below their device; broken ones stay marked."""
+    """On a very narrow terminal, holder and message are on lines below their device."""
     lines = display.lines(FEW, 60, NOW)
     assert lines[2:8] == [
         Line("  DEVICE  STATE   HEALTH     SINCE"),
@@ -83,7 +83,7 @@ names = st.text("abcdefghij0123456789-./", min_size=1, max_size=70)
 
 @given(st.lists(st.tuples(names, names, names), min_size=1, max_size=20), st.sampled_from([80, 120, 140]))
 def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
-    """At any width all names are there as a whole, and a line is longer than the terminal only for one of them."""
+    """At any width each name is shown as a whole; only a line with one long name exceeds the width."""
     status = FleetStatus([view(name, device(one, State.TO_DRA, f"pod {holder}")) for name, one, holder in found])
     lines = shown(status, width)
     for name, one, holder in found:
@@ -131,7 +131,7 @@ def test_many_nodes_begin_with_their_numbers() -> None:
     ],
 )
 def test_problems_alone(seen: ReportedDevice) -> None:
-    """What is not as it should be is listed; the rest is a number."""
+    """--problems lists only devices with a problem, and counts the other devices."""
     status = FleetStatus([view("n1", device("fine"), requested="none"), view("n2", seen)])
     lines = shown(status, problems=True)
     assert not any("fine" in line for line in lines)
@@ -140,7 +140,7 @@ def test_problems_alone(seen: ReportedDevice) -> None:
 
 
 def test_unknown_health_is_not_said_to_be_fine() -> None:
-    """Devices whose agent has not answered are counted apart from those that need no attention."""
+    """--problems counts devices of unknown health apart from healthy ones."""
     status = FleetStatus([view("n1", device("a"), device("b", health=""), device("c", health=""), requested="none")])
     assert shown(status, problems=True)[-1] == (
         "not listed: 1 device that needs no attention, 2 devices whose health is not known"
@@ -171,7 +171,7 @@ def test_the_first_frame_of_a_rollout_has_its_nodes() -> None:
 
 
 def test_a_screen_is_not_exceeded() -> None:
-    """What there is no room for is a number; a line that is wider than the screen counts as several."""
+    """Lines that do not fit on the screen are counted; a line wider than the screen counts as several."""
     found = [Line("x" * 25) for _ in range(4)]
     assert display.first_rows(found, 30, 5) == found
     assert display.first_rows(found, 30, 4)[:-1] == found[:2]

@@ -82,7 +82,7 @@ async def hints(cluster: Cluster, here: NodeView) -> list[str]:
 
 
 async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
-    """One device of four is in use on each side: one move lets a pod start that wants four."""
+    """A pod wants four devices, and each side has three free: one move lets the pod start."""
     with FakeApiServer() as server:
         server.create(node(4))
         server.create(pod("runs", 1, NODE, phase="Running"))
@@ -124,7 +124,7 @@ async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
 
 
 async def test_where_no_pod_waits_one_list_is_read() -> None:
-    """A fleet without waiting pods costs one request."""
+    """Without waiting pods the hints cost one request."""
     with FakeApiServer() as server:
         server.create(node(4))
         async with Cluster.from_server(server.url) as cluster:
@@ -156,7 +156,7 @@ def device_class(name: str, at: str, resource: str | None = R) -> dict[str, Any]
     ],
 )
 def test_classes_that_name_one_extended_resource(classes: list[dict[str, Any]], said: list[str]) -> None:
-    """Where several DeviceClasses name a resource the scheduler takes the newest, of two as new the first by name."""
+    """If several DeviceClasses name a resource, the newest is used; at equal age, the first by name."""
     names = ", ".join(sorted(one["metadata"]["name"] for one in classes))
     assert contested_names([R, R], classes) == [
         f"DeviceClasses {names} all name the extended resource {R}: pods with limits for it get devices of class {one}"

@@ -1,4 +1,4 @@
-"""What is shown of slices: what the API server has now, whatever it accepted once."""
+"""The publisher's report about slices shows what the API server has now."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def now(publisher: Publisher) -> ObservedPool:
 
 
 def later(publisher: Publisher) -> tuple[ObservedPool, float]:
-    """Return what is known once a failure has lasted, with that time."""
+    """Return the observed pool after a failure has lasted for LOST seconds, with that time."""
     at = time.monotonic() + LOST
     return publisher.observed(DRIVER, at), at
 
@@ -46,7 +46,7 @@ def refuse(server: FakeApiServer, code: int, which: Callable[[LoggedRequest], bo
 
 
 async def test_what_was_published_is_known(server: FakeApiServer) -> None:
-    """Slices, devices and generation are those that the API server has; before the first list nothing is known."""
+    """The report has the slices, devices and generation of the API server; before the first list it has none."""
     idle = Publisher(Cluster.from_server(server.url), NODE)
     idle.want(pool(*many(3)))
     assert (now(idle).published, now(idle).known) == (False, None)
@@ -60,7 +60,10 @@ async def test_what_was_published_is_known(server: FakeApiServer) -> None:
 @pytest.mark.parametrize("code", [401, 403, 429, 500])
 @pytest.mark.parametrize("undone", ["deleted", "edited"])
 async def test_slices_that_others_undo_while_writes_are_refused(server: FakeApiServer, code: int, undone: str) -> None:
-    """They are not called published from that moment on; the agent is not ready if that lasts, until they are back."""
+    """While writes are refused, slices that were deleted or edited do not count as published.
+
+    If the refusal lasts, the agent is not ready until the slices are restored.
+    """
     async with publishing(server, pool(*many(3))) as publisher:
         refuse(server, code)
         if undone == "deleted":
@@ -85,7 +88,7 @@ async def test_slices_that_others_undo_while_writes_are_refused(server: FakeApiS
 
 
 async def test_slices_that_went_with_their_node(server: FakeApiServer) -> None:
-    """Without a Node nothing can be written, and that is the reason which is given."""
+    """Without its Node object no slice can be written, and the report names this reason."""
     async with publishing(server, pool(*many(3))) as publisher:
         server.delete("nodes", NODE)
         server.wipe(NODE)
@@ -98,7 +101,7 @@ async def test_slices_that_went_with_their_node(server: FakeApiServer) -> None:
 
 
 async def test_what_is_wanted_now_counts(server: FakeApiServer) -> None:
-    """Slices that were accepted are not published once others are wanted and refused."""
+    """Accepted slices do not count as published once other slices are wanted and refused."""
     async with publishing(server, pool(*many(3))) as publisher:
         refuse(server, 403)
         publisher.want(pool(*many(4)))
@@ -109,7 +112,7 @@ async def test_what_is_wanted_now_counts(server: FakeApiServer) -> None:
 
 
 async def test_an_outage_is_no_reason_to_be_unready(server: FakeApiServer) -> None:
-    """While the API server does not answer it is not known what it has; an agent that has published stays ready."""
+    """During an outage the slices are unknown, and an agent that has published stays ready."""
     async with publishing(server, pool(*many(3))) as publisher:
         with server.outage():
             await until(lambda: publisher.watch.failing)
@@ -121,7 +124,7 @@ async def test_an_outage_is_no_reason_to_be_unready(server: FakeApiServer) -> No
 
 @pytest.mark.parametrize("code", [401, 403])
 async def test_a_watch_that_is_refused(server: FakeApiServer, code: int) -> None:
-    """Without a watch it is not known what the API server has, though no write has failed; the refusal is named."""
+    """While the watch is refused the slices are unknown, and the reason for being unready names the refusal."""
     async with publishing(server, pool(*many(3))) as publisher:
         refuse(server, code, lambda request: request.method == "GET" and "resourceslices" in request.path)
         server.break_watches()
@@ -134,7 +137,7 @@ async def test_a_watch_that_is_refused(server: FakeApiServer, code: int) -> None
 
 
 async def test_no_device_counts_as_withdrawn_while_slices_cannot_be_seen(server: FakeApiServer) -> None:
-    """A slice of others that offers it may have come since."""
+    """While the watch is refused no device counts as withdrawn, as a foreign slice may offer it."""
     async with publishing(server, pool(*many(1))) as publisher:
         await until(lambda: publisher.withdrawn(DRIVER, "gone") is not None)
         refuse(server, 403, lambda request: request.method == "GET" and "resourceslices" in request.path)
