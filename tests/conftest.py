@@ -1,4 +1,4 @@
-"""What holds for all tests: hypothesis judges what is computed, not how long a loaded machine takes for it."""
+"""Settings of all tests: hypothesis has no deadline, as a busy machine may be slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: it checks what it tells, so its exit status is most of the test."""
+"""The demo checks its own statements, so its exit status is most of the test."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When reality differs from what is to be told, the demo says so and ends with 1."""
+    """If a statement of the demo is not true, the demo says so and ends with 1."""
 
     def wrong(self: demo.Gpus, devices: Sequence[Device]) -> ContainerEdits:
         return ContainerEdits(env={"GPU_VISIBLE_DEVICES": "all"})
@@ -62,7 +62,7 @@ def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hold_serves_until_a_signal() -> None:
-    """With hold it goes on after the story, says where its kubelet is; SIGTERM ends it with 0, and no line of gRPC."""
+    """With `hold` the demo prints its kubelet's directory and serves until SIGTERM, then ends with 0."""
     code = "import sys; from deviceplugin import demo; sys.exit(demo.main(hold=True))"
     with running([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

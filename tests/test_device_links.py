@@ -24,14 +24,14 @@ from deviceplugin.device import Device
     ids=["nothing", "cgroup v1", "cgroupfs driver", "no systemd", "systemd driver", "before the first pod"],
 )
 def test_where_a_reload_matters(tmp_path: Path, there: tuple[str, ...], matters: bool) -> None:
-    """Only where systemd writes the rules of pods: cgroup v2, and the kubelet's systemd driver."""
+    """A reload of systemd matters only with cgroup v2 and the kubelet's systemd driver."""
     for name in there:
         (tmp_path / name).mkdir()
     assert device_links.reload_matters(tmp_path) is matters
 
 
 def test_nodes_without_links(tmp_path: Path) -> None:
-    """A device node has to have a link by its number, in any of the places; files, and what is gone, need none."""
+    """A device node needs a link by its number in one of the directories; files and missing nodes need none."""
     numbers = {name: os.stat(f"/dev/{name}").st_rdev for name in ("null", "full")}
     (tmp_path / "char").mkdir()
     (tmp_path / "char" / f"{os.major(numbers['null'])}:{os.minor(numbers['null'])}").symlink_to("/dev/null")

@@ -12,7 +12,7 @@ R = "example.com/fpga"
 
 
 def test_each_device_by_limits_has_a_file(tmp_path: Path) -> None:
-    """At a path of the resource and the device; it is written anew only if the device has changed."""
+    """Each device has a file at a path of its resource and id, which is rewritten only if the device has changed."""
     cards = [(name, Device(name, attributes={"model": name})) for name in ("a", "b")]
     edits = by_limits(str(tmp_path), R, "fpga.example.com", "node-1", cards)
     assert [mount.container for mount in edits.mounts] == [

@@ -1,4 +1,4 @@
-"""Directories that many look at: one look for all, and a reader sleeps until what is there has changed."""
+"""Directories with several readers: one read for all, and a reader sleeps until its part has changed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_while_a_read_hangs_the_next_read_serves_all_callers(
 
 
 async def test_a_reader_is_not_woken_by_changes_of_another_part(tmp_path: Path) -> None:
-    """It names the part of the content that it waits for."""
+    """A reader that waits for one part of the content is not woken by changes of other parts."""
     names = Names(tmp_path)
     async with asyncio.timeout(20):
         with reading({names: lambda content: "a" in content}) as reader, reading({names: all_of}) as other:
@@ -98,7 +98,7 @@ async def test_a_reader_is_woken_by_hand_and_by_its_deadline(tmp_path: Path) -> 
 
 
 async def test_a_directory_is_watched_while_a_reader_needs_file_events(tmp_path: Path) -> None:
-    """Without events, it is read at the intervals that its readers state; each of them may need events again."""
+    """While no reader needs file events the directory is read at intervals; any reader may need events again."""
     names = Names(tmp_path)
     async with asyncio.timeout(20):
         with reading({names: all_of}) as reader, reading({names: all_of}) as other:

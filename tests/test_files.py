@@ -46,7 +46,7 @@ def test_put_that_fails_leaves_the_former_file_and_no_draft(tmp_path: Path, monk
 
 
 def test_a_file_that_has_its_content_already_stays(tmp_path: Path) -> None:
-    """Its directory is created; the same bytes leave the file that is there, others replace it."""
+    """`put_changed` creates the directory, leaves a file with the same bytes, and replaces another one."""
     path, draft = tmp_path / "a" / "b" / "f", str(tmp_path / "a" / "b" / "draft")
     assert files.put_changed(str(path), b"one", draft, 0o600)
     before = files.file_identity(path)
@@ -57,7 +57,7 @@ def test_a_file_that_has_its_content_already_stays(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_place_in_all_mounts(tmp_path: Path) -> None:
-    """Also if it does not exist yet, through a link, and with characters that the kernel escapes."""
+    """A directory has one place: before it exists, through a link, and with a space in its name."""
     directory = tmp_path / "with a space"
     place = files.place_of(directory)
     assert place.endswith("/with a space")

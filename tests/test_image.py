@@ -21,7 +21,7 @@ LOCK = (ROOT / "examples" / "image" / "requirements.txt").read_text()
 
 
 def test_base_image_is_one_that_stays() -> None:
-    """The base image is named by its digest, once, and what is not built from it is empty."""
+    """The base image is named by its digest, and the last stage is built from scratch."""
     base, last = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"python:\S+@sha256:[0-9a-f]{64}", base)
     assert last == "scratch"
@@ -48,7 +48,7 @@ def test_lock_has_what_the_packages_require() -> None:
 
 
 def test_what_is_copied_is_sent_to_the_builder() -> None:
-    """.dockerignore lets through just what the Dockerfile copies."""
+    """.dockerignore admits exactly the files that the Dockerfile copies."""
     copied = set(re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.MULTILINE))
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
@@ -69,7 +69,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_shell_and_no_pip(tree: Path) -> None:
-    """The image has Python, our programs and libraries, and nothing that installs or runs anything else."""
+    """The image has Python and the two programs, without a shell, pip or another program."""
     programs = {path.name for path in tree.rglob("*") if path.parent.name in ("bin", "sbin") and not path.is_dir()}
     python = Path(os.path.realpath(sys.executable)).name
     assert programs == {"deviceplugin", "dra-bridge", "python", python}
@@ -78,7 +78,7 @@ def test_no_shell_and_no_pip(tree: Path) -> None:
 
 
 def test_bytecode_is_that_of_the_image(tree: Path) -> None:
-    """Each start would compile what has no bytecode for the variables of the image."""
+    """The image has the bytecode files that its environment variables require, so that no start compiles."""
     tag = f"{sys.implementation.cache_tag}.opt-2.pyc"
     assert (tree / f"opt/site/ours/__pycache__/__init__.{tag}").exists()
     assert list(tree.rglob(f"asyncio/__pycache__/base_events.{tag}"))
@@ -86,7 +86,7 @@ def test_bytecode_is_that_of_the_image(tree: Path) -> None:
 
 
 def test_nothing_that_agents_import_is_left_out() -> None:
-    """No module of the standard library that the packages import is among those that the image lacks."""
+    """The image leaves out no module of the standard library that the packages import."""
     left_out = runpy.run_path(str(ROOT / "examples" / "image" / "tree.py"))
     modules = [path for package in ("deviceplugin", "dra_bridge") for path in (ROOT / package).rglob("*.py")]
     text = "\n".join(path.read_text() for path in modules)

@@ -1,4 +1,4 @@
-"""The live set of one resource's devices."""
+"""The current devices of a resource."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = "example.com/r"
 
 
 def test_first_list_counts_even_when_empty() -> None:
-    """A source that lists nothing has listed: "no devices" is not "not known yet"."""
+    """An empty first list counts as listed."""
     first = merged(InventorySnapshot(R), [])
     assert not InventorySnapshot(R).listed
     assert first.listed
@@ -30,7 +30,7 @@ def test_same_list_is_no_change() -> None:
 
 
 def test_vanished_device_stays_unhealthy() -> None:
-    """A device that is listed no more stays, unhealthy, marked as gone, behind those that are listed."""
+    """A device that is no longer listed stays, as unhealthy and gone, after the listed devices."""
     first = merged(InventorySnapshot(R), [Device("a"), Device("b")])
     second = merged(first, [Device("b")])
     assert list(second.devices) == ["b", "a"]
@@ -48,7 +48,7 @@ def test_device_that_comes_back_is_whole_again() -> None:
 
 
 def test_only_gone_devices_can_be_forgotten() -> None:
-    """Forgetting drops gone devices; one that is listed stays whoever asks."""
+    """`without` drops gone devices only, not listed ones."""
     now = merged(merged(InventorySnapshot(R), [Device("a"), Device("b")]), [Device("b")])
     assert without(now, ["b", "unknown"]) is now
     later = without(now, ["a", "b"])
@@ -67,7 +67,7 @@ def test_duplicate_id_changes_nothing() -> None:
 
 
 def test_subscribers_hear_of_each_change_until_they_leave() -> None:
-    """Each newer snapshot is told once to everybody who subscribes, nothing when nothing changed."""
+    """Each subscriber gets each newer snapshot once until it leaves; an unchanged list gives none."""
     inventory, reconciled = Inventory(R), list[int]()
     leave = inventory.subscribe(lambda snapshot: reconciled.append(snapshot.version))
     assert inventory.publish([Device("a")])
@@ -82,7 +82,7 @@ def test_subscribers_hear_of_each_change_until_they_leave() -> None:
 
 
 def test_subscriber_may_leave_while_told() -> None:
-    """A subscriber that ends its subscription in the callback does not disturb the others."""
+    """A subscriber may leave in its callback; other subscribers still get the snapshot."""
     inventory, reconciled = Inventory(R), list[str]()
 
     def once(snapshot: InventorySnapshot) -> None:
@@ -131,6 +131,6 @@ TestLists = Lists.TestCase
 
 @given(st.lists(st.sampled_from("abc"), unique=True), st.lists(st.sampled_from("abc"), unique=True))
 def test_order_is_the_sources_with_the_gone_last(one: list[str], two: list[str]) -> None:
-    """The order of devices is the source's own, those gone come last."""
+    """Devices have the order of the source's list, and gone devices come last."""
     snapshot = merged(merged(InventorySnapshot(R), map(Device, one)), map(Device, two))
     assert list(snapshot.devices)[: len(two)] == two

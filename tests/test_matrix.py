@@ -1,4 +1,4 @@
-"""What works on which Kubernetes: the page that is made of a run's reports."""
+"""The support matrix: the page that is generated from the reports of test runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rows(page: str) -> dict[str, list[str]]:
 
 
 def test_a_run_is_recorded(kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A test that passed is counted, one that was skipped is a no with its reason, and any failure fails the whole."""
+    """A passed test counts, a skipped one is a no with its reason, and any failed case makes the test FAILED."""
     asked: list[tuple[str, Sequence[str]]] = []
 
     def run(version: str, tests: Sequence[str], nodes: int, report: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_run_is_recorded(kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_test_that_was_not_run(kept: Kept) -> None:
-    """It has a dash on a version that did not run it, and on all if none did."""
+    """A test has a dash for a version that did not run it."""
     kept.merge("1.32.2.xml", REPORT)
     page = kept.merge("1.37.2.xml", ONE.format(day="2026-11-28", module="cluster.test_dra", test="test_steady_state"))
     said = matrix.features("test_dra")
@@ -102,7 +102,7 @@ def test_a_test_that_was_not_run(kept: Kept) -> None:
 
 
 def test_a_part_of_a_run_is_merged(kept: Kept) -> None:
-    """A test that is run anew has the new day and version; what was seen of others, and on other versions, stays."""
+    """A test that runs again gets the new day and version; other tests and other versions keep their results."""
     kept.merge("1.37.1.xml", REPORT)
     kept.merge("1.36.3.xml", REPORT)
     anew = ONE.format(day="2026-11-28", module="cluster.test_dra", test="test_conditions[y]")
@@ -116,7 +116,7 @@ def test_a_part_of_a_run_is_merged(kept: Kept) -> None:
 
 
 def test_the_machine_has_a_report_of_its_own(kept: Kept) -> None:
-    """What ran in the virtual machine is in the page, beside what ran on nodes of that version."""
+    """The page has the results of the virtual machine beside those of the nodes of the same version."""
     kept.merge("1.32.2.xml", REPORT)
     machine = ONE.format(day="2026-11-27", module="vm.test_unit", test="test_reboot")
     page, said = kept.merge("vm-1.32.2.xml", machine), matrix.features(matrix.MACHINE)
@@ -126,7 +126,7 @@ def test_the_machine_has_a_report_of_its_own(kept: Kept) -> None:
 
 
 def test_the_page_is_that_of_the_record() -> None:
-    """docs/support-matrix.md has what was recorded of the tests that there are."""
+    """docs/support-matrix.md is generated from the recorded results."""
     assert matrix.PAGE.read_text() == matrix.page(matrix.merged(matrix.read(), [])), (
         "run: python -m tests.cluster.matrix --merge /var/empty"
     )
@@ -140,7 +140,7 @@ def test_a_version_without_a_report_fails_the_whole(kept: Kept, monkeypatch: pyt
 
 
 def test_holders_are_read_from_a_report_of_pytest(tmp_path: Path) -> None:
-    """A report that pytest writes with this project's settings has its day, and what a scenario counted of holders."""
+    """A report of pytest with this project's settings has its day and the number of holders."""
     test, report = tmp_path / "test_one.py", tmp_path / "report.xml"
     test.write_text("""def test_one(record_property): record_property("holders", '["e", "4"]')""")
     settings = matrix.HERE.parents[1] / "setup.cfg"

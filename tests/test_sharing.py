@@ -32,7 +32,7 @@ def test_devices_are_shared_as_their_source_says() -> None:
 
 
 def test_unshared_device_keeps_its_id() -> None:
-    """A device that is not shared is known to the kubelet by its own id, whatever it looks like."""
+    """A device that is not shared has its own id at the kubelet, also one that looks like a replica."""
     assert replicas_of("a::0", 1) == ("a::0",)
     assert device_of("a::0", 1) == "a::0"
 
@@ -44,7 +44,7 @@ def test_replicas_are_numbered() -> None:
 
 @given(_ids, st.integers(2, 20))
 def test_replica_leads_back_to_its_device(device: str, replicas: int) -> None:
-    """Whatever a device is called, its replicas have different ids that lead back to it."""
+    """The replicas of a device have different ids, and each id leads back to the device."""
     names = replicas_of(device, replicas)
     assert len(set(names)) == replicas
     assert {device_of(name, replicas) for name in names} == {device}
@@ -52,7 +52,7 @@ def test_replica_leads_back_to_its_device(device: str, replicas: int) -> None:
 
 @given(st.lists(_ids, unique=True, min_size=2, max_size=5), st.integers(2, 5))
 def test_replicas_of_two_devices_never_collide(devices: list[str], replicas: int) -> None:
-    """Two devices never share an id, even if one is called like a replica of the other."""
+    """Two devices never share an id, also if one has the name of the other's replica."""
     names = [name for device in devices for name in replicas_of(device, replicas)]
     assert len(set(names)) == len(names)
     assert list(dict.fromkeys(device_of(name, replicas) for name in names)) == devices

@@ -51,7 +51,7 @@ def sentences(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", [page for page in PAGES if page not in GENERATED])
 def test_sentences_are_short_and_plain(name: str) -> None:
-    """No sentence of a page has more than 40 words, or what the rules rule out."""
+    """No sentence of a page has more than 40 words, or words that the rules forbid."""
     found = []
     for sentence in sentences((ROOT / name).read_text()):
         if len(re.findall(r"\S*\w\S*", sentence)) > LONGEST:
@@ -61,7 +61,7 @@ def test_sentences_are_short_and_plain(name: str) -> None:
 
 
 def test_rules_find_what_they_are_for() -> None:
-    """Sentences that had to be decoded are found; a question may begin with Who."""
+    """The rules find these wrong sentences, and accept a question that begins with Who."""
     wrong = (
         "Who deletes the Node object deletes it, too.",
         "The agent is told of it.",
@@ -78,7 +78,7 @@ def test_rules_find_what_they_are_for() -> None:
 
 
 def test_the_documents_have_a_budget() -> None:
-    """A fact that is added replaces one, or is a link."""
+    """All pages together have at most BUDGET words."""
     written = [(ROOT / page).read_text() for page in PAGES if page not in GENERATED]
     assert sum(bool(re.search(r"\w", word)) for text in written for word in text.split()) <= BUDGET
 

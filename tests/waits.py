@@ -1,4 +1,4 @@
-"""Waits for conditions of which nothing notifies."""
+"""Waits for conditions without a notification."""
 
 from __future__ import annotations
 

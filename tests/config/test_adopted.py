@@ -18,7 +18,7 @@ def text(name: str, more: str = "", plugin: str = "") -> str:
 
 
 def test_a_plugin_serves_claims_where_that_is_known() -> None:
-    """Of NVIDIA's it is known; of one that nobody knows the file says it."""
+    """A plugin may serve claims if it is known that it can, or if the file says `claims: true`."""
     parse(text("nvidia.com/gpu", BOTH))
     parse(text("nvidia.com/mig-1g.10gb", BOTH))
     parse(text("vendor.example/gadget"))
@@ -30,7 +30,7 @@ def test_a_plugin_serves_claims_where_that_is_known() -> None:
 
 
 def test_a_plugin_that_serves_no_claims_is_refused_with_the_reason() -> None:
-    """Whatever the file says of it: it would give a claim's device away, or find no pod."""
+    """A plugin that is known to serve no claims is refused with the reason, also with `claims: true`."""
     parse(text("akri.sh/camera"))
     for plugin in ("", "claims: true"):
         (problem,) = problems(text("akri.sh/camera", BOTH, plugin))
@@ -39,14 +39,14 @@ def test_a_plugin_that_serves_no_claims_is_refused_with_the_reason() -> None:
 
 
 def test_a_plugin_that_cannot_be_adopted_is_refused() -> None:
-    """Its DaemonSet does not end up in the agent's directory by a changed hostPath."""
+    """A plugin is refused if a changed hostPath cannot move its sockets to the agent's directory."""
     (problem,) = problems(text("devices.kubevirt.io/kvm"))
     assert problem.path == "$.resources[0].devices"
     assert "(KubeVirt) cannot be adopted: virt-handler mounts the whole" in problem.message
 
 
 def test_what_is_the_plugins_is_refused_with_what_may_be_said() -> None:
-    """Attributes and capacities of the slices are the file's; what containers get is the plugin's."""
+    """An adopted resource may set attributes and capacity, but not what containers get, such as `env`."""
     more = "attributes: {model: a, example.com/id: '{id}'}, capacity: {memory: 1Gi}, dra: {share: 1}, "
     (resource,) = parse(text("vendor.example/gadget", BOTH + more, "claims: true, answer: claim")).resources
     assert resource.plugin is not None
@@ -67,14 +67,14 @@ def test_what_is_the_plugins_is_refused_with_what_may_be_said() -> None:
     ],
 )
 def test_ids_tell_plugins_of_one_resource_apart(name: str, fits: bool) -> None:
-    """HAMi's ids end with a number, those of GKE's plugin are names of device nodes."""
+    """HAMi's device ids end with a number; the ids of GKE's plugin are names of device nodes."""
     known = known_plugin("nvidia.com/gpu")
     assert known is not None
     assert bool(re.fullmatch(known.ids, name)) is fits
 
 
 def test_each_known_plugin_has_a_reason_or_none() -> None:
-    """What cannot be served has a reason, and patterns do not overlap."""
+    """Each known plugin with a restriction has a reason, and patterns of resources do not overlap."""
     for one in PLUGINS:
         assert bool(one.why) is (one.serves != "both")
         for name in one.resources:
@@ -82,7 +82,7 @@ def test_each_known_plugin_has_a_reason_or_none() -> None:
 
 
 def test_a_plugin_that_restarts_ends_no_pods() -> None:
-    """Its devices are unhealthy meanwhile; NoExecute is for the whole driver."""
+    """NoExecute is refused for a driver with an adopted plugin, as a restart of the plugin would end its pods."""
     (problem,) = problems(text("nvidia.com/gpu", f"{BOTH}dra: {{unhealthy: NoExecute}}, "))
     assert "driver x.example.com has devices of a vendor's plugin" in problem.message
     other = "{name: example.com/a, driver: x.example.com, devices: [path: /dev/x], dra: {unhealthy: NoExecute}}"

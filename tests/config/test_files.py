@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_file_is_read(tmp_path: Path) -> None:
-    """A file's content is what is parsed."""
+    """`load` parses a file's content."""
     file = tmp_path / "config.yaml"
     file.write_text(WHOLE)
     assert config.load(file) == config.load(str(file)) == parse(WHOLE)
@@ -42,7 +42,7 @@ def test_error_names_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_file_that_cannot_be_read_is_said(tmp_path: Path, name: str, advice: str) -> None:
-    """A file that is not there, or no file, is an error of the same kind as one about its content."""
+    """A missing file, or a directory, is a ConfigError."""
     with pytest.raises(ConfigError, match=re.escape(advice)) as caught:
         config.load(tmp_path / name if name != "." else tmp_path)
     assert (caught.value.line, caught.value.path) == (0, "$")

@@ -1,4 +1,4 @@
-"""The lock: what a config file may have the agent execute and hand out."""
+"""The lock: the commands and host paths that a config file may use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLACES = {
 
 
 def problems(text: str, lock: Lock) -> dict[int, str]:
-    """Return what is wrong with a file under a lock, by line."""
+    """Return the problems of a file under a lock, by line."""
     try:
         parse(text, "file", lock)
     except ConfigError as error:
@@ -98,21 +98,21 @@ def test_what_a_file_needs_allows_it_and_nothing_beside() -> None:
     ],
 )
 def test_prefixes(path: str, prefixes: tuple[str, ...], allowed: bool) -> None:
-    """A prefix allows what is at or below it, by whole steps; one below /dev takes the place of /dev."""
+    """A prefix allows itself and paths below it, by whole components; a prefix below /dev replaces /dev."""
     assert Lock(host_paths=prefixes).allows(path) is allowed
     assert (problems(one(path), Lock(host_paths=prefixes)) == {}) is allowed
 
 
 @pytest.mark.parametrize("path", ["/dev/../etc/shadow", "/dev/./../etc", "/dev//x"])
 def test_paths_that_go_up_are_no_paths_at_all(path: str) -> None:
-    """What is compared as text has no steps that mean another place, with or without a lock."""
+    """A path with . or .. components is refused under any lock."""
     assert len(problems(one(path), Lock(host_paths=("/",)))) == 1
     mount = f"resources: [{{name: a/b, devices: [path: /dev/x], mounts: [{{host: {path}, container: /x}}]}}]"
     assert len(problems(mount, Lock(host_paths=("/",)))) == 1
 
 
 def test_a_mount_is_where_its_links_lead(tmp_path: Path) -> None:
-    """A symlink out of what is allowed is refused, one within is not; a prefix counts by its real name as well."""
+    """A symlink out of the allowed paths is refused, one within is not; a prefix counts by its real path, too."""
     real, link = tmp_path / "real", tmp_path / "link"
     (real / "in").mkdir(parents=True)
     link.symlink_to(real)
@@ -133,7 +133,7 @@ def test_a_mount_is_where_its_links_lead(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_under_its_lock(tmp_path: Path) -> None:
-    """What holds for text holds for a file, which is named."""
+    """A file is checked under its lock, and the error names the file."""
     file = tmp_path / "config.yaml"
     file.write_text(FILE)
     load(file)

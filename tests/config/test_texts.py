@@ -1,4 +1,4 @@
-"""The patterns are those of deviceplugin.naming, which speaks for the API server."""
+"""The patterns of the schema agree with deviceplugin.naming, which has the rules of the API server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config file says, as values."""
+"""The values of a config file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_key_is_read() -> None:
 
 
 def test_what_is_left_out_has_its_default() -> None:
-    """A resource with nothing but a name and devices is read and write, not shared, with topology, not for claims."""
+    """A resource with only a name and devices is read-write, not shared, with topology and without claims."""
     one = parse("resources: [{name: a/b, devices: [path: /dev/x]}]").resources[0]
     assert (one.permissions, one.sharing.replicas, one.topology) == ("rw", 1, True)
     assert (one.dra.share, one.dra.drain) == ("none", "cordon")
@@ -40,7 +40,7 @@ def test_what_is_left_out_has_its_default() -> None:
 
 
 def test_attributes_become_those_of_devices() -> None:
-    """Attributes keep their four kinds; a version is one that selectors compare as a version."""
+    """Attributes keep their four kinds; a version becomes a Version."""
     attributes = typed_attributes(parse(WHOLE).resources[0].attributes)
     assert attributes == {"ports": 2, "fast": True, "model": "x", "firmware": "1.2.3"}
     assert isinstance(attributes["firmware"], Version)
@@ -82,12 +82,12 @@ def test_resources_that_mean_something_else_differ(one: str, other: str) -> None
 
 @pytest.mark.parametrize("text", ["on", "no", "12:30", "0644", "2024-01-01", "0x10", "1_000", "00:11:22:33:44:55"])
 def test_text_is_what_was_written(text: str) -> None:
-    """What YAML 1.1 would take for a boolean, a date or an odd number is text, as written."""
+    """Text that YAML 1.1 reads as a boolean, a date or a number stays text."""
     assert resource(f'env: {{A: {text}, B: "{text}"}}').env == {"A": text, "B": text}
 
 
 def test_anchors_and_merge_keys_work() -> None:
-    """An alias repeats a value, and a merge key puts one mapping into another, whose own keys win."""
+    """An alias repeats a value; a merge key adds a mapping to another, whose own keys have priority."""
     parsed = parse(
         """
 resources:
@@ -109,5 +109,5 @@ resources:
 
 
 def test_byte_order_mark_is_no_matter() -> None:
-    """A file that begins with a byte order mark is read like one that does not."""
+    """A byte order mark at the begin of a file is ignored."""
     assert parse(b"\xef\xbb\xbf" + WHOLE.encode()) == parse(WHOLE)

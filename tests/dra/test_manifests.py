@@ -1,4 +1,4 @@
-"""Manifests: what is applied to a cluster."""
+"""The objects that `manifests` prints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def class_names(*resources: str, driver: str = "gpu.example.com") -> dict[str, s
 
 
 def test_a_class_keeps_its_name_when_its_driver_gets_another_resource() -> None:
-    """What was applied before the other resource joined the driver, at whatever place of the file, stays as it is."""
+    """When another resource joins a driver, the names of the existing DeviceClasses stay, at any order in the file."""
     alone = class_names("example.com/gpu")
     assert alone == {"example.com/gpu": "gpu.example.com"}
     both = class_names("example.com/gpu", "example.com/half")
@@ -113,7 +113,7 @@ def agent_of(config: Config, text: str = "", **how: Any) -> dict[str, Any]:
 
 
 def test_an_own_agent_is_not_judged() -> None:
-    """Its devices and mounts are not known: it is unprivileged, has no lock, and a place for files of its own."""
+    """An author's own agent is unprivileged, has no --allow options, and has a volume at /tmp."""
     found = Config(resources=(ResourceConfig(name="a/b", driver="x.com", devices=()),))
     (container,) = agent_of(found, own_command=("agent",))["spec"]["containers"]
     assert container["securityContext"] == UNPRIVILEGED
@@ -122,7 +122,7 @@ def test_an_own_agent_is_not_judged() -> None:
 
 
 def test_directories_of_sysfs_that_a_hook_writes_to(config: Config) -> None:
-    """They are mounted at their own path and writable; by default the runtime's /sys is all there is, read-only."""
+    """Writable directories of sysfs are mounted at their own path."""
     pod = agent_of(config, TEXT, writable_sys=("/sys/devices", "/sys/module/x"))["spec"]
     found = {one["mountPath"]: one.get("readOnly", False) for one in pod["containers"][0]["volumeMounts"]}
     assert (found["/sys/devices"], found["/sys/module/x"]) == (False, False)

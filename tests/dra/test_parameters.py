@@ -53,7 +53,7 @@ def checks(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 
 
 def test_each_driver_by_its_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A driver of several sources takes what one of them takes; one whose later children are not known, anything."""
+    """The parameters of a driver are those of all its sources; with unknown child sources, any are accepted."""
     file = tmp_path / "agent.py"
     file.write_text(SOURCES)
     found = checks(file, capsys)
@@ -64,7 +64,7 @@ def test_each_driver_by_its_sources(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @helm_is_there
 def test_the_chart_has_the_same_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the printed value the chart makes the policy that `manifests` prints."""
+    """With the printed value the chart makes the same policy as `manifests`."""
     values = yaml.safe_load((TOYS.parent / "values.yaml").read_text())
     found = by_name(rendered({**values, "checkParameters": checks(TOYS, capsys)}))
     command = " ".join(values["command"])
@@ -112,7 +112,7 @@ def test_what_only_the_driver_can_tell_passes(field: Any) -> None:
 
 
 def test_a_type_within_itself_ends() -> None:
-    """An expression has an end, and stays shorter than what the API server parses."""
+    """The expression for a type that contains itself is finite and shorter than 10,000 characters."""
     assert 0 < len(expression([Nested])) < 10_000
 
 

@@ -1,4 +1,4 @@
-"""The units of an agent that is no pod, and what is applied for it."""
+"""The systemd units of an agent outside of pods, and the objects for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_exposure(name: str) -> None:
 
 
 def test_what_the_agent_writes_to() -> None:
-    """The file system is read-only but for the agent's directories; systemd makes those that it can."""
+    """The file system is read-only except for the agent's directories, which systemd creates if possible."""
     both = unit()
     assert both["ProtectSystem"] == "strict"
     written = "kubelet/device-plugins kubelet/plugins/dra-bridge kubelet/plugins_registry"
@@ -79,12 +79,12 @@ def test_devices_of_the_host() -> None:
 
 
 def test_a_percent_sign_is_no_specifier() -> None:
-    """What systemd would replace in a command line is written such that it does not."""
+    """A percent sign and a dollar sign in a command line are escaped for systemd."""
     assert unit(BOTH.replace("/dev/fpga*", "/run/50%$x/*"))["ExecStart"].endswith("'--allow-host-path=/run/50%%$$x/*'")
 
 
 def test_rights_of_agents_that_are_no_pods(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What is printed has no DaemonSet and no ConfigMap, and a right to the agent's own token, for its node alone."""
+    """The objects have no DaemonSet and no ConfigMap, and the right to a token of the agent's ServiceAccount."""
     objects = rights(parse(f"resources: [{BOTH}]"))
     assert not {"DaemonSet", "ConfigMap"} & {one["kind"] for one in objects}
     (role,) = (one for one in objects if one["kind"] == "Role" and one["metadata"]["name"] == "dra-bridge-token")
@@ -103,7 +103,7 @@ def test_rights_of_agents_that_are_no_pods(capsys: pytest.CaptureFixture[str], t
 
 
 def test_units_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A directory that cannot be made is named, and nothing is printed to apply."""
+    """The error names a unit that cannot be written, and no objects are printed."""
     (tmp_path / "config.yaml").write_text(f"resources: [{BOTH}]")
     (tmp_path / "file").touch()
     assert cli.main(["manifests", f"--config={tmp_path / 'config.yaml'}", f"--systemd={tmp_path / 'file'}"]) == 2

@@ -1,4 +1,4 @@
-"""What is read of the audit log, and what is made of it."""
+"""The requests read from an audit log, and figures of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def event(number: int, verb: str, stage: str = "ResponseComplete", second: float
 
 
 def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
-    """Each call returns the requests that came after the one before; an unfinished line comes later."""
+    """Each call returns the new requests; a watch counts once, at its begin, and an unfinished line counts later."""
     path = tmp_path / "audit.log"
     log = Log(path)
     path.write_text(event(1, "get") + event(2, "watch", "ResponseStarted") + event(3, "list")[:20])
@@ -38,7 +38,7 @@ def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
 
 
 def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:
-    """It has no begin in the log. The node is that of the token, and a path stands for what is no resource."""
+    """A refused watch counts, though its begin is not logged. The node is that of the token."""
     path = tmp_path / "audit.log"
     path.write_text(event(1, "watch", responseStatus={"code": 429}) + event(2, "get", objectRef=None))
     refused, discovery = of_user(Log(path).more(), "a:b")
@@ -46,7 +46,7 @@ def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:
 
 
 def test_the_busiest_second_counts(tmp_path: Path) -> None:
-    """Lists are spread from the first to the last one."""
+    """`spread` returns the number of lists, the time from first to last, and the number in the busiest second."""
     path = tmp_path / "audit.log"
     path.write_text("".join(event(number, "list", second=at) for number, at in enumerate((1.0, 1.5, 1.9, 4.0))))
     assert spread(Log(path).more()) == (4, 3.0, 3)
@@ -64,7 +64,7 @@ def test_a_part_writes_its_own_sections(tmp_path: Path) -> None:
 
 
 def test_a_limit_says_whether_it_is_missed() -> None:
-    """What is more than the most, or less than the least, is missed, and is so in the table."""
+    """A value beyond its limit is missed, and is marked in the table."""
     limits = [Limit("a", 2.0, 1.0), Limit("b", 2.0, 1.0, least=True), Limit("c", 2.0, 3.0, "s", least=True)]
     assert [one.met for one in limits] == [False, True, False]
     assert page.of_limits(limits).count("MISSED") == 2

@@ -1,4 +1,4 @@
-"""What a run makes of its figures: which limits are missed."""
+"""The limits of a run that are missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No agent makes a file operation in its event loop: one file system that does not answer would stop all of it."""
+"""No agent makes file operations in its event loop: a file system that hangs would stop the agent."""
 
 from __future__ import annotations
 

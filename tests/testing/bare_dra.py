@@ -1,4 +1,4 @@
-"""A DRA driver without the framework: the smallest thing that the fake kubelet's DRA half can be tried with."""
+"""A minimal DRA driver without the framework, for tests of the fake kubelet."""
 
 from __future__ import annotations
 

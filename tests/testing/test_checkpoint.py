@@ -89,13 +89,13 @@ def test_no_checkpoint(text: str) -> None:
     st.none() | st.dictionaries(TEXT, IDS, max_size=3),
 )
 def test_round_trip(entries: list[PodDevicesEntry] | None, registered: dict[str, list[str] | None] | None) -> None:
-    """Whatever is written is read back."""
+    """A checkpoint that is written is read back unchanged."""
     checkpoint = Checkpoint(entries, registered)
     assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint
 
 
 def test_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Writing replaces the file and leaves no other one."""
+    """Writing replaces the checkpoint and leaves no other file."""
     path = tmp_path / "checkpoint"
     for checkpoint, _ in SAMPLES.values():
         checkpoint.write(path)

@@ -1,4 +1,4 @@
-"""The stand-in for a vendor's plugin has the quirks that it is told to have, on the fake kubelet alone."""
+"""The stand-in for a vendor's plugin has the quirks that a test sets, on the fake kubelet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_refusal_ends_it(fake_kubelet: FakeKubelet, vendor: Start) -> None:
 
 
 def test_a_refusal_stops_all_resources(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """Some stop all their resources, and begin anew."""
+    """With `stop-all`, a failed registration stops all resources of the plugin, which then register again."""
     fake_kubelet.reject_registrations()
     other = "vendor.example/other"
     plugin = vendor(resource(), resource("o0", name=other), failed_register="stop-all")

@@ -16,7 +16,7 @@ def masks(hints: list[Hint] | None) -> list[tuple[set[int], bool]] | None:
 
 
 def test_devices_without_numa_nodes_give_no_hints() -> None:
-    """A resource whose devices say nothing of NUMA nodes has no opinion."""
+    """A resource whose devices have no NUMA nodes gives no hints (None)."""
     assert device_hints({"a": (), "b": ()}, ["a"], [], 1, (0, 1)) is None
 
 
@@ -27,12 +27,12 @@ def test_preferred_is_the_least_number_of_nodes() -> None:
 
 
 def test_what_is_taken_makes_wide_hints_unpreferred() -> None:
-    """When each node has one device left, two devices are possible only across nodes, and not preferred."""
+    """If each NUMA node has one device left, two devices need both nodes, and the hint is not preferred."""
     assert masks(device_hints(TWO_BY_TWO, ["a", "c"], [], 2, (0, 1))) == [({0, 1}, False)]
 
 
 def test_too_few_devices_give_an_empty_list() -> None:
-    """Too few free devices give hints that nothing can satisfy, which is not the same as no opinion."""
+    """Too few free devices give an empty list of hints, not None."""
     assert device_hints(TWO_BY_TWO, ["a"], [], 2, (0, 1)) == []
 
 

@@ -1,4 +1,4 @@
-"""The files that show what runs on the fake node: cgroups, pod directories, the kubelet's claim state."""
+"""Files of the fake node that show running pods: cgroups, pod directories, the kubelet's claim state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestCgroups:
         assert "memory" in (fake_kubelet.cgroup_root / "cgroup.controllers").read_text().split()
 
     def test_a_restarted_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The sandbox keeps a pod's cgroup populated while a container is down; each start of one has a new id."""
+        """While a container is down its sandbox keeps the pod's cgroup populated; each start has a new container id."""
         plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         before = pod.container().id
@@ -55,7 +55,7 @@ class TestCgroups:
         assert before not in containers(cgroup(fake_kubelet, pod)) == {pod.sandbox, pod.container().id}
 
     def test_admission_makes_none(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that is being admitted has neither cgroup nor directory, and one that is rejected gets none."""
+        """A pod in admission, or a rejected one, has neither a cgroup nor a directory."""
         plugin = plugins(fake_kubelet, "a")
         hold = Hold(plugin, "Allocate")
         pod = fake_kubelet.start_pod("p", ONE)
@@ -68,7 +68,7 @@ class TestCgroups:
 
     @pytest.mark.parametrize("layout", ["v1", "v1-systemd", "v2-systemd"])
     def test_layouts(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path, layout: CgroupLayout) -> None:
-        """With v1 each controller has a tree and none has events; with systemd slices are named in full."""
+        """With v1 each controller has a tree, without cgroup.events; with systemd, slices have their full names."""
         kubelet = kubelets(cgroup_layout=layout, cgroup_root=tmp_path / "cg")
         plugins(kubelet, "a")
         pod = kubelet.run_pod("p", ONE)
@@ -117,7 +117,7 @@ def test_claims_are_prepared_in_an_empty_cgroup() -> None:
 
 
 def test_the_claim_state_is_there_from_the_first_start(fake_kubelet: FakeKubelet) -> None:
-    """A kubelet makes an empty claim state, and does not start with a damaged one."""
+    """A starting kubelet creates an empty claim state, and does not start with a damaged one."""
     path = fake_kubelet.root / "dra_manager_state"
     assert path.exists()
     fake_kubelet.stop()

@@ -17,7 +17,7 @@ from tests.dra.objects import claim_body
 @pytest.mark.parametrize("size", [0, 1e6, 120e6, 2e9])
 @pytest.mark.parametrize("step", [0.1, 2.0])
 def test_all_agents_together_list_so_many_bytes_a_second(size: float, step: float) -> None:
-    """Over any time the lists of the begun nodes have at most so many bytes, and the bound is used."""
+    """Over any time the lists of the started nodes have at most the allowed bytes, and use most of them."""
     bound, seconds = Pace(size), 1_000.0
     begun = 0
     for number in range(round(seconds / step)):
@@ -28,7 +28,7 @@ def test_all_agents_together_list_so_many_bytes_a_second(size: float, step: floa
 
 
 async def test_the_list_of_claims_is_measured() -> None:
-    """Its size is that of all pages; without the right to list claims a large list is assumed."""
+    """The size of the list of claims is measured over all pages; without the right to list, a large size is assumed."""
     with FakeApiServer() as server:
         async with Cluster.from_server(server.url) as cluster:
             empty = (await read_pace(cluster)).interval

@@ -1,4 +1,4 @@
-"""How many requests `status` makes for a fleet, and what it shows before it asks the agents."""
+"""The number of requests of `status`, and its output before it asks the agents."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_few_nodes_are_read_alone(server: FakeApiServer) -> None:
 
 
 async def test_the_nodes_are_shown_before_agents_are_asked(server: FakeApiServer) -> None:
-    """What is listed is handed over while claims, pods and agents are not read yet."""
+    """The listed nodes are passed on before claims, pods and agents are read."""
     populate(server, 3)
     server.proxied = lambda path: (503, "connection refused")
     shown: list[int] = []
@@ -129,7 +129,7 @@ async def test_the_nodes_are_shown_before_agents_are_asked(server: FakeApiServer
 
 
 async def test_agents_outside_of_pods_are_asked_in_the_way_in_which_one_answered(server: FakeApiServer) -> None:
-    """Where the agents serve with TLS, the nodes after the first are asked with TLS only."""
+    """If the first agents outside of pods answer with TLS, the other nodes are asked with TLS only."""
     populate(server, 40)
     answer = {"resources": [], "holdersKnown": True}
     server.proxied = lambda path: (200, answer) if "/https:" in path else (503, "EOF")
@@ -140,7 +140,7 @@ async def test_agents_outside_of_pods_are_asked_in_the_way_in_which_one_answered
 
 
 async def test_who_may_not_ask_nodes_asks_few(server: FakeApiServer) -> None:
-    """Where the right to ask nodes is missing, this is said of all nodes after some requests."""
+    """Without the right to get nodes/proxy, only 14 requests are sent, and all nodes are reported with this reason."""
     populate(server, 40)
     forbidden = {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "nodes/proxy is forbidden"}
     server.proxied = lambda path: (403, forbidden)

@@ -1,4 +1,4 @@
-"""What a rollout knows of nodes, by watches and by the answers to what it writes."""
+"""The nodes of a rollout, by watches and by the answers to its writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.dra.objects import node_body
 
 
 async def test_an_answer_that_comes_after_the_nodes_end_brings_it_not_back() -> None:
-    """The watch may tell of the end before a PATCH is answered."""
+    """An answer to a PATCH that comes after the watch has reported the node's deletion does not restore the node."""
     with FakeApiServer() as server:
         node = server.create(node_body("n1"))
         async with (
